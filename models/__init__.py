@@ -1,0 +1,1 @@
+"""Tokens to logits and text to tokens: loading, templates, sampling, ragged decoding."""

@@ -1,0 +1,1 @@
+"""Programs of the developer: model training, benchmarks, model pulls."""

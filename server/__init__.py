@@ -1,0 +1,1 @@
+"""Requests, time, threads, HTTP and the process."""

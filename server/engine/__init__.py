@@ -1,0 +1,1 @@
+"""The inference engine: requests in, typed events out. Knows no HTTP."""

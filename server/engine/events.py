@@ -1,0 +1,73 @@
+"""What the engine says about a request, in order: Started, Progress*, Delta*, then Finished or Failed."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Token counts and milliseconds of one request; `cache_tokens + evaluated_tokens` = prompt tokens."""
+
+    cache_tokens: int
+    """Prompt tokens restored, hence really not evaluated."""
+    evaluated_tokens: int
+    prompt_ms: float
+    predicted_tokens: int
+    predicted_ms: float
+    queue_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request holds a slot; its prefix is restored and prefill begins."""
+
+    slot: int
+    match_tokens: int
+    hit_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`evaluated` of `total` prompt tokens are in the caches (restored ones included)."""
+
+    evaluated: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text, never empty; `token_ids` are the tokens that completed it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request that ended well (a cancel included)."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    timings: Timings
+    stop_text: str | None = None
+    """The stop string that ended it, if one did."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a request that could not be served; `error` is one of `server.engine.errors`."""
+
+    error: Exception
+
+
+Event: TypeAlias = Started | Progress | Delta | Finished | Failed

@@ -1,0 +1,43 @@
+"""What a client asked for, once its dialect and text are behind it. Immutable."""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.placement import RestorePoint
+from models.sampling import SamplingParams
+
+TokenArray: TypeAlias = NDArray[np.int32]
+
+
+class Priority(IntEnum):
+    """Scheduling class; lower runs first."""
+
+    INTERACTIVE = 0
+    BACKGROUND = 1
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """One prompt to continue. Every field is already valid: the engine does not check parameters again."""
+
+    request_id: str
+    tokens: TokenArray
+    """The prompt, shape [num_tokens], int32, at least one token, read-only by agreement."""
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    """Stop strings, matched on decoded text; none is empty."""
+    session_id: str | None = None
+    """A hint for slot affinity and order, never a key to other tokens."""
+    namespace: str = ""
+    """State is shared only between requests of one namespace."""
+    cache_prompt: bool = True
+    """False: neither reuse nor keep state."""
+    priority: Priority = Priority.INTERACTIVE
+    restore_points: tuple[RestorePoint, ...] = ()
+    ignore_eos: bool = False
+    """Generate `max_tokens` whatever is sampled (benchmarks)."""
