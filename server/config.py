@@ -1,0 +1,179 @@
+"""Every setting of the server: its default, range, unit and help text, in one place.
+
+The command line, `--help` and the documentation are made from the fields below, so a setting is added here
+and nowhere else. Nothing in the project reads environment variables for these: what a part needs is handed
+to it. `ServerConfig.check` is called once, where the process starts.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+MEBIBYTE = 1024 * 1024
+
+
+class ConfigError(ValueError):
+    """A setting cannot be used; the message names it, its value and what would be accepted."""
+
+
+def _setting(
+    default: Any,
+    help_text: str,
+    *,
+    flag: str,
+    unit: str | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    secret: bool = False,
+) -> Any:
+    """Returns a dataclass field whose metadata is what a command line and a page of documentation need."""
+    metadata = {
+        "help": help_text,
+        "flag": flag,
+        "unit": unit,
+        "minimum": minimum,
+        "maximum": maximum,
+        "choices": choices,
+        "secret": secret,
+    }
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of one server process. None means: chosen when the server starts, as the help text says."""
+
+    models: tuple[str, ...] = _setting(
+        ("demo",),
+        "Models to serve: 'demo', a folder, or a Hugging Face repository in the local cache.",
+        flag="MODEL",
+    )
+    host: str = _setting("127.0.0.1", "Address to listen on.", flag="--host")
+    port: int = _setting(
+        8080, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535
+    )
+    slots: int = _setting(
+        8, "Sequences that are live on the device at once.", flag="--slots", minimum=1, maximum=1024
+    )
+    cache_memory_bytes: int | None = _setting(
+        None,
+        "Memory for the state of past tokens, live and stored; by default from the machine's memory.",
+        flag="--cache-memory",
+        unit="bytes",
+        minimum=MEBIBYTE,
+    )
+    context_tokens: int | None = _setting(
+        None,
+        "Longest prompt and answer together; by default the model's own limit.",
+        flag="--context",
+        unit="tokens",
+        minimum=16,
+    )
+    max_waiting: int = _setting(
+        64,
+        "Requests that may wait for a slot; one more is answered with status 429.",
+        flag="--max-waiting",
+        minimum=0,
+        maximum=100_000,
+    )
+    chunk_tokens: int = _setting(
+        512,
+        "Prompt tokens evaluated per step; running answers pause for at most one such step.",
+        flag="--chunk-tokens",
+        unit="tokens",
+        minimum=16,
+        maximum=65_536,
+    )
+    max_body_bytes: int = _setting(
+        32 * MEBIBYTE,
+        "Largest request body; a larger one is answered with status 413.",
+        flag="--max-body",
+        unit="bytes",
+        minimum=1024,
+    )
+    api_key: str | None = _setting(
+        None,
+        "Key that clients must send as a bearer token; by default none is asked for.",
+        flag="--api-key",
+        secret=True,
+    )
+    default_max_tokens: int | None = _setting(
+        None,
+        "Longest answer when the request names no limit; by default until the context is full.",
+        flag="--default-max-tokens",
+        unit="tokens",
+        minimum=1,
+    )
+    heartbeat_seconds: float = _setting(
+        5.0,
+        "Silence on a stream after which a comment is sent, so that proxies keep it open.",
+        flag="--heartbeat",
+        unit="seconds",
+        minimum=0.01,
+        maximum=3600,
+    )
+    drain_seconds: float = _setting(
+        10.0,
+        "Time that running answers have to finish once the server is asked to stop.",
+        flag="--drain",
+        unit="seconds",
+        minimum=0,
+        maximum=3600,
+    )
+    log_level: str = _setting(
+        "info",
+        "Least severe messages to log.",
+        flag="--log-level",
+        choices=("debug", "info", "warning", "error"),
+    )
+
+    def check(self) -> None:
+        """Raises ConfigError for the first setting that cannot be used."""
+        for setting in fields(self):
+            _check_setting(setting.name, setting.type, getattr(self, setting.name), setting.metadata)
+
+
+def _check_setting(name: str, kind: Any, value: Any, metadata: Any) -> None:
+    if value is None and _allows_none(kind):
+        return
+    if kind == tuple[str, ...]:
+        _check_names(name, value)
+    elif kind in (str, str | None):
+        _check_text(name, value, metadata["choices"])
+    else:
+        _check_number(name, value, kind in (int, int | None), metadata["minimum"], metadata["maximum"])
+
+
+def _allows_none(kind: Any) -> bool:
+    return type(None) in getattr(kind, "__args__", ())
+
+
+def _check_names(name: str, value: Any) -> None:
+    if not isinstance(value, tuple) or not value:
+        raise ConfigError(f"{name} is {value!r}; it must hold at least one name")
+    for entry in value:
+        _check_text(name, entry, None)
+    if len(set(value)) != len(value):
+        raise ConfigError(f"{name} is {value!r}; a name stands there twice")
+
+
+def _check_text(name: str, value: Any, choices: tuple[str, ...] | None) -> None:
+    if not isinstance(value, str) or not value or not value.isprintable():
+        # A key is a secret and stays out of messages: only its name is given.
+        shown = "unusable" if name == "api_key" else repr(value)
+        raise ConfigError(f"{name} is {shown}; it must be a printable text that is not empty")
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+
+
+def _check_number(
+    name: str, value: Any, is_whole: bool, minimum: float | None, maximum: float | None
+) -> None:
+    accepted = (int,) if is_whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {value!r}; it must be a {'whole ' if is_whole else ''}number")
+    if minimum is not None and value < minimum:
+        raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{name} is {value}; it must be at most {maximum}")
