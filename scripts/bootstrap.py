@@ -1,12 +1,10 @@
 """Makes `.venv` exactly what the lock file says; does nothing when it already is.
 
 Run by the Makefile with whatever `python3` is on the path, so this file alone must be readable by old
-interpreters (3.7 and newer) and import nothing but the standard library.
+interpreters (3.6 and newer) and import nothing but the standard library.
 
 Usage: python3 scripts/bootstrap.py [--cuda]
 """
-
-from __future__ import annotations
 
 import hashlib
 import shutil
@@ -33,7 +31,8 @@ def main() -> None:
     version = ".".join(map(str, sys.version_info[:3]))
     print(f"Setting up .venv with Python {version}; the first time takes a minute or two.")
     try:
-        if not works([PYTHON, "-m", "pip", "--version"]):
+        # Without its stamp the environment was never finished, and what pip half wrote it would not mend.
+        if not (STAMP.exists() and works([PYTHON, "-m", "pip", "--version"])):
             shutil.rmtree(str(VENV), ignore_errors=True)
             run([sys.executable, "-m", "venv", VENV])
         install(cuda)
@@ -67,9 +66,7 @@ def require_usable_python() -> None:
         __import__("ensurepip")
         __import__("venv")
     except ImportError:
-        sys.exit(
-            "This Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv"
-        )
+        sys.exit("This Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv")
 
 
 def install(cuda: bool) -> None:
@@ -96,13 +93,13 @@ def locked_version(name: str) -> str:
     raise LookupError(f"{name} is not in requirements.lock")
 
 
-def run(command: list[object]) -> None:
+def run(command: "list[object]") -> None:
     """Runs a command with its output shown; raises CalledProcessError."""
     sys.stdout.flush()
     subprocess.run([str(part) for part in command], check=True, stdin=subprocess.DEVNULL)
 
 
-def works(command: list[object]) -> bool:
+def works(command: "list[object]") -> bool:
     """Returns whether a command starts and succeeds."""
     try:
         return subprocess.run([str(part) for part in command], capture_output=True).returncode == 0
