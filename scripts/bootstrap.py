@@ -102,7 +102,10 @@ def run(command: "list[object]") -> None:
 def works(command: "list[object]") -> bool:
     """Returns whether a command starts and succeeds."""
     try:
-        return subprocess.run([str(part) for part in command], capture_output=True).returncode == 0
+        found = subprocess.Popen(
+            [str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        return found.wait() == 0
     except OSError:
         return False
 
