@@ -1,0 +1,21 @@
+"""Errors of the cache.
+
+CacheError
+└── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
+"""
+
+
+class CacheError(Exception):
+    """Base of all errors the cache raises for a caller's or the machine's fault."""
+
+
+class BudgetExceeded(CacheError):
+    """The state of one sequence is larger than the whole budget."""
+
+    def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            f"the conversation needs about {needed_bytes / 1e6:.0f} MB of cache memory, "
+            f"the budget is {budget_bytes / 1e6:.0f} MB"
+        )
+        self.needed_bytes = needed_bytes
+        self.budget_bytes = budget_bytes
