@@ -1,0 +1,333 @@
+"""Text to tokens: a model's own chat template, and where in its output a later prompt may branch off.
+
+A conversation is rendered to text once and tokenized once. The places worth restoring to are found from the
+template itself, without knowing it: the conversation is rendered again with one thing changed, and what both
+texts share is what a later request can share. A character boundary becomes the last token edge at or before
+it; next to an added token (`<|im_start|>` and its like) that edge holds whatever text follows, so the nearest
+such edge is preferred.
+
+This module knows neither HTTP nor MLX. Everything here may run on any thread, several at once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.placement import RestorePoint, RestorePointKind
+
+Message: TypeAlias = Mapping[str, Any]
+"""`role`, `content` (text, None, or a list of text parts), and what else the template reads. A part or a
+message may carry `cache_control`: the prompt shall be restorable at its end."""
+
+RESERVED_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Names that a request may not pass to the template: they would replace it, or what it is applied to."""
+
+MAX_EDGE_DISTANCE = 16
+"""Tokens given up at most to move a restore point to an edge that holds whatever follows."""
+
+_PART_SEPARATOR = "\n"
+_TEMPLATE_FAULTS = (
+    jinja2.TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplateError(ValueError):
+    """The model's template refuses the conversation; the message is the template's own."""
+
+
+@dataclass(frozen=True, eq=False)
+class RenderedPrompt:
+    """Token ids of a prompt, int32 of shape [num_tokens], and the offsets worth being restorable."""
+
+    tokens: NDArray[np.int32]
+    restore_points: tuple[RestorePoint, ...] = ()
+
+
+class ChatRenderer:
+    """Renders conversations for one model. Keeps no state between calls."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is a Hugging Face tokenizer or mlx-lm's wrapper of one; it is borrowed."""
+        self._tokenizer = tokenizer
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            # A tokenizer file may ask for both; a prompt is neither cut nor filled up.
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._added_ids = np.array(sorted(added), dtype=np.int32)
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the template looks at `tools` at all."""
+        template = self._tokenizer.chat_template
+        return template is not None and "tools" in str(template)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Returns the prompt that asks for the next assistant message.
+
+        Raises ChatTemplateError where the template refuses the conversation, or the model has none.
+        """
+        conversation = _Conversation(self._tokenizer, messages, tools, template_kwargs)
+        text = conversation.text(generation_prompt=True)
+        tokenized = self._tokenize(text)
+        points = {
+            RestorePoint(tokenized.offset_of(boundary, kind), kind)
+            for boundary, kind in conversation.boundaries(text)
+        }
+        return RenderedPrompt(tokenized.ids, tuple(sorted(p for p in points if p.offset > 0)))
+
+    def encode(self, text: str) -> RenderedPrompt:
+        """Returns the tokens of a plain prompt, with the model's first token where it has one.
+
+        The restore point is before the last token, which may merge with text that is added later.
+        """
+        bos, eos = self._tokenizer.bos_token, self._tokenizer.eos_token
+        ids = self._encode_plain(text, add_special_tokens=not (bos and text.startswith(bos)))
+        if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id and not text.endswith(eos):
+            ids = ids[:-1]
+        points = (RestorePoint(len(ids) - 1, RestorePointKind.PROMPT_END),) if len(ids) > 1 else ()
+        return RenderedPrompt(np.array(ids, dtype=np.int32), points)
+
+    def _encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _tokenize(self, text: str) -> "_Tokenized":
+        if self._backend is None:
+            encode = partial(self._encode_plain, add_special_tokens=False)
+            return _SlowlyTokenized(encode, text, self._added_ids)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return _Tokenized(
+            np.array(encoding.ids, dtype=np.int32), _token_ends(encoding.offsets, len(text)), self._added_ids
+        )
+
+
+class _Conversation:
+    """One conversation and its template: its text, and the character offsets where others may part."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        if tokenizer.chat_template is None and not getattr(tokenizer, "has_chat_template", False):
+            raise ChatTemplateError("this model has no chat template; only plain completions can be asked of it")
+        self._tokenizer = tokenizer
+        self._messages, self._explicit_ends = _flatten(messages)
+        self._tools = [_without_cache_control(tool) for tool in tools] if tools else None
+        self._template_kwargs = dict(template_kwargs or {})
+
+    def text(self, messages: Sequence[Message] | None = None, *, generation_prompt: bool) -> str:
+        """Returns the rendering of `messages`, by default the whole conversation."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(self._messages if messages is None else messages),
+                    tools=self._tools,
+                    add_generation_prompt=generation_prompt,
+                    tokenize=False,
+                    **self._template_kwargs,
+                )
+            )
+        except _TEMPLATE_FAULTS as error:
+            raise ChatTemplateError(str(error) or type(error).__name__) from error
+
+    def boundaries(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
+        """Yields character offsets in `text`, the full rendering, with the reason for each."""
+        for kind, messages in self._variants():
+            try:
+                variant = self.text(messages, generation_prompt=False)
+            except ChatTemplateError:
+                # The template takes this conversation but not its start alone: no point there.
+                continue
+            yield _shared_length(text, variant), kind
+
+    def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
+        """Yields conversations that share with this one just what the restore point is to keep."""
+        messages = self._messages
+        num_system = _count_leading_system(messages)
+        if num_system or self._tools:
+            yield RestorePointKind.SYSTEM_END, _cut(messages, num_system)
+        for index in _user_starts(messages):
+            yield RestorePointKind.USER_START, _cut(messages, index)
+        yield RestorePointKind.PROMPT_END, list(messages)
+        for index, length in self._explicit_ends:
+            yield RestorePointKind.EXPLICIT, _cut_inside(messages, index, length)
+
+
+class _Tokenized:
+    """Token ids of a text, with the character offset where each ends."""
+
+    def __init__(self, ids: NDArray[np.int32], ends: NDArray[np.int64], added_ids: NDArray[np.int32]) -> None:
+        self.ids = ids
+        self._ends = ends
+        self._is_added = np.isin(ids, added_ids)
+
+    def offset_of(self, boundary: int, kind: RestorePointKind) -> int:
+        """Returns the token offset for a character boundary: at or before it, never behind."""
+        offset = self._tokens_before(boundary)
+        if kind is RestorePointKind.EXPLICIT:
+            return offset
+        if kind is RestorePointKind.PROMPT_END and self._is_edge(offset):
+            return offset
+        return self._stable_edge(offset)
+
+    def _tokens_before(self, boundary: int) -> int:
+        return int(np.searchsorted(self._ends, boundary, side="right"))
+
+    def _stable_edge(self, offset: int) -> int:
+        """Returns the nearest edge that depends on nothing after `offset`: another text may follow there."""
+        if offset > 0 and self._is_added[offset - 1]:
+            return offset
+        for edge in range(offset - 1, max(offset - MAX_EDGE_DISTANCE, 0), -1):
+            if self._is_edge(edge):
+                return edge
+        return offset
+
+    def _is_edge(self, offset: int) -> bool:
+        """Whether an added token stands on either side: the text there is cut whatever surrounds it."""
+        return bool(self._is_added[max(offset - 1, 0) : offset + 1].any())
+
+
+class _SlowlyTokenized(_Tokenized):
+    """For a tokenizer that reports no offsets: the start of the text is tokenized again and compared."""
+
+    def __init__(self, encode: Callable[[str], list[int]], text: str, added_ids: NDArray[np.int32]) -> None:
+        self._encode = encode
+        self._text = text
+        super().__init__(np.array(encode(text), dtype=np.int32), np.zeros(0, dtype=np.int64), added_ids)
+
+    def _tokens_before(self, boundary: int) -> int:
+        start = self._encode(self._text[:boundary])
+        length = min(len(start), len(self.ids))
+        differs = np.flatnonzero(self.ids[:length] != np.array(start[:length], dtype=np.int32))
+        return int(differs[0]) if len(differs) else length
+
+
+def _token_ends(offsets: Sequence[tuple[int, int]], text_length: int) -> NDArray[np.int64]:
+    """Returns an upper bound for where each token ends, ascending.
+
+    Byte-level tokenizers may trim white space from the offsets they report, so a token can end later than
+    stated, but never after the start of the next one; halves of one character report the same range.
+    """
+    spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+    next_starts = np.append(spans[1:, 0], text_length)
+    ends: NDArray[np.int64] = np.maximum.accumulate(np.maximum(spans[:, 1], next_starts))
+    return ends
+
+
+def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:
+    """Returns messages with plain text, and (message index, characters of its text) of explicit points."""
+    flat: list[Message] = []
+    explicit_ends: list[tuple[int, int]] = []
+    for index, message in enumerate(messages):
+        text, part_ends = _flatten_content(message.get("content"))
+        if message.get("cache_control") is not None:
+            part_ends.append(len(text))
+        explicit_ends += [(index, length) for length in dict.fromkeys(part_ends)]
+        flat.append({**_without_cache_control(message), "content": text})
+    return flat, explicit_ends
+
+
+def _flatten_content(content: Any) -> tuple[str, list[int]]:
+    if content is None or isinstance(content, str):
+        return content or "", []
+    text, ends = "", []
+    for number, part in enumerate(content):
+        text += (_PART_SEPARATOR if number else "") + part["text"]
+        if part.get("cache_control") is not None:
+            ends.append(len(text))
+    return text, ends
+
+
+def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "cache_control"}
+
+
+def _count_leading_system(messages: Sequence[Message]) -> int:
+    count = 0
+    while count < len(messages) and messages[count]["role"] == "system":
+        count += 1
+    return count
+
+
+def _user_starts(messages: Sequence[Message]) -> list[int]:
+    """Returns the index of the last user message, and of the first in its unbroken run if that is another.
+
+    Clients put notes that change with every turn (the time of day) into a message of their own before the
+    newest one; the next turn then parts where that run begins.
+    """
+    last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
+    if last is None:
+        return []
+    first = last
+    while first > 0 and messages[first - 1]["role"] == "user":
+        first -= 1
+    return [first] if first == last else [first, last]
+
+
+def _cut(messages: Sequence[Message], index: int) -> list[Message]:
+    """Returns the messages before `index`, then a user message that starts unlike the one that was there."""
+    follower = str(messages[index]["content"]) if index < len(messages) else ""
+    return [*messages[:index], {"role": "user", "content": _unlike(follower)}]
+
+
+def _cut_inside(messages: Sequence[Message], index: int, length: int) -> list[Message]:
+    """Returns the messages up to `index`, the last one going on differently after `length` characters."""
+    content = str(messages[index]["content"])
+    changed = content[:length] + _unlike(content[length:])
+    return [*messages[:index], {**messages[index], "content": changed}]
+
+
+def _unlike(text: str) -> str:
+    return "b" if text.lstrip().startswith("a") else "a"
+
+
+def _shared_length(left: str, right: str) -> int:
+    """Returns how many characters both start with, comparing whole slices: texts may be megabytes long."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
