@@ -22,8 +22,11 @@ class Ledger:
     @property
     def charged_bytes(self) -> int:
         """Stored bytes, and for each slot the larger of held and reserved."""
-        slots = self._live.keys() | self._reserved.keys()
-        return self.stored_bytes + sum(max(self._live.get(s, 0), self._reserved.get(s, 0)) for s in slots)
+        return self.stored_bytes + sum(self.slot_bytes(slot) for slot in self._live.keys() | self._reserved.keys())
+
+    def slot_bytes(self, slot: int) -> int:
+        """Bytes charged to one slot."""
+        return max(self._live.get(slot, 0), self._reserved.get(slot, 0))
 
     def excess_bytes(self, extra_bytes: int = 0) -> int:
         """Bytes that must be freed before `extra_bytes` more fit; 0 or less if they fit already."""

@@ -12,7 +12,7 @@ and joined. It knows no arrays, no clock and no budget. Token comparison is by w
 costs microseconds per thousand tokens and no Python object per token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -86,6 +86,11 @@ class Node:
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of stored state on this node, span and snapshot."""
+        return (self.span.num_bytes if self.span else 0) + (self.snapshot.num_bytes if self.snapshot else 0)
+
     def path(self) -> "list[Node]":
         """Returns the nodes from below the root down to this one."""
         nodes: list[Node] = []
@@ -117,11 +122,15 @@ def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
 
 
 class PrefixTrie:
-    """Edges and nodes for one namespace. Single-threaded, like everything in `cache`."""
+    """Edges and nodes for one namespace. Single-threaded, like everything in `cache`.
 
-    def __init__(self) -> None:
+    `count_bytes` is told how many bytes of stored state each change adds, negative when it frees some.
+    """
+
+    def __init__(self, count_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
         self.root = Node(None, np.empty(0, np.int32), 0)
         self.num_nodes = 0
+        self._count_bytes = count_bytes
 
     def match(self, tokens: TokenArray) -> Match:
         """Finds the longest stored prefix of `tokens`, comparing every token."""
@@ -142,6 +151,7 @@ class PrefixTrie:
         """Returns the node at which `tokens` end below `node`, splitting and adding edges as needed.
 
         An added edge holds no state yet: the caller gives it a span or a home before anyone else looks.
+        Existing nodes are never changed but by splitting.
         """
         done = 0
         while done < len(tokens):
@@ -161,12 +171,14 @@ class PrefixTrie:
         if not node.start < offset < node.stop or node.parent is None:
             raise ValueError(f"cannot split {node} at {offset}")
         cut = offset - node.start
+        before = node.num_bytes
         upper = Node(node.parent, node.tokens[:cut].copy(), node.start)
         upper.home, upper.last_used = node.home, node.last_used
         if node.span is not None:
             upper.span, node.span = node.span.split(offset)
         if node.snapshot is not None:
             upper.snapshot, node.snapshot = node.snapshot.split(offset)
+        self._count_bytes(upper.num_bytes + node.num_bytes - before)
         upper.parent.children[int(upper.tokens[0])] = upper  # type: ignore[union-attr]
         node.parent, node.tokens, node.start = upper, node.tokens[cut:].copy(), offset
         upper.children[int(node.tokens[0])] = node
@@ -194,8 +206,10 @@ class PrefixTrie:
         parent = node.parent
         if parent is None or parent.parent is None or not self.can_absorb_parent(node):
             raise ValueError(f"{node} cannot absorb its parent")
+        before = parent.num_bytes + node.num_bytes
         if node.span is not None and parent.span is not None:
             node.span = parent.span.join(node.span)
+        self._count_bytes(node.num_bytes - before)
         node.tokens = np.concatenate([parent.tokens, node.tokens])
         node.start = parent.start
         node.parent = parent.parent
@@ -208,8 +222,28 @@ class PrefixTrie:
         if leaf.children or leaf.parent is None or leaf.num_slots:
             raise ValueError(f"{leaf} is not a removable leaf")
         del leaf.parent.children[int(leaf.tokens[0])]
+        self._count_bytes(-leaf.num_bytes)
         leaf.parent = leaf.span = leaf.snapshot = leaf.home = None
         self.num_nodes -= 1
+
+    def store(self, node: Node, span: Span) -> None:
+        """Hangs a stored span on a node, which no longer lives in a slot."""
+        node.home = None
+        node.span = span
+        self._count_bytes(span.num_bytes)
+
+    def settle(self, node: Node, home: Any) -> None:
+        """Says that `home` now holds the node's span live; a stored copy is dropped."""
+        if node.span is not None:
+            self._count_bytes(-node.span.num_bytes)
+            node.span = None
+        node.home = home
+
+    def snap(self, node: Node, snapshot: Snapshot | None) -> None:
+        """Replaces the node's snapshot."""
+        before = node.num_bytes
+        node.snapshot = snapshot
+        self._count_bytes(node.num_bytes - before)
 
     def nodes(self) -> Iterator[Node]:
         """Yields every node below the root, parents before children."""

@@ -1,0 +1,622 @@
+"""The prefix cache: what conversations share, which slot a request runs in, and where every byte of state is.
+
+Invariants, checked by `PrefixCache.check`:
+
+* the span state of a token is held once by the trie: stored on its node, or live in the node's home slot;
+* a slot's log, its layer caches and the path to its tip stand for the same tokens (the log may run ahead of the
+  tip while a request decodes);
+* a slot gives state up in `_page_out` only, which first gives every node that lived there bytes of its own;
+* the ledger's stored bytes are the bytes of all nodes.
+
+Matching compares every token, and the last prompt token is never restored, so that there is always one to
+evaluate. All methods belong to the worker thread. This module knows no models, no requests' parameters, no time:
+recency is a counter.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache import eviction, placement
+from cache.errors import BudgetExceeded
+from cache.layers import LayerCache, Layout, PointState, RowSource, Segment
+from cache.ledger import Ledger
+from cache.placement import RestorePoint, RestorePointKind
+from cache.slots import Slot, SlotView, TokenLog, choose_slot
+from cache.trie import Match, Node, PrefixTrie, TokenArray, common_prefix_length
+
+logger = logging.getLogger(__name__)
+
+MEASURE_TOKENS = 256
+"""A decoding sequence is measured again after so many tokens."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What windows and points need to be restored at `offset`. The window rows may also serve later offsets."""
+
+    offset: int
+    window: Segment | None
+    points: PointState | None
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.window.num_bytes if self.window else 0) + (self.points.num_bytes if self.points else 0)
+
+    def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
+        """Returns the window rows before `offset`, if any, and the rest, which stays valid at the old offset."""
+        if self.window is None or self.window.start >= offset:
+            return None, self
+        before, after = self.window.split(offset)
+        return Snapshot(offset, before, None), Snapshot(self.offset, after, self.points)
+
+
+class Lease:
+    """A running sequence's hold on a slot and on its path in the trie. Close it exactly once, whatever happens."""
+
+    def __init__(
+        self, owner: "PrefixCache", slot: Slot, tokens: TokenArray, match: Match, points: Iterable[RestorePoint]
+    ) -> None:
+        self._owner = owner
+        self._slot = slot
+        self.num_prompt_tokens = len(tokens)
+        self.match_tokens = match.length
+        """Prompt tokens found in the trie."""
+        self.hit_tokens = slot.offset
+        """Prompt tokens restored, hence not evaluated; at most `match_tokens`."""
+        self.is_open = True
+        self._points = {point.offset: point for point in points}
+
+    @property
+    def slot_index(self) -> int:
+        return self._slot.index
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """The live layer caches to evaluate with."""
+        return self._slot.caches
+
+    @property
+    def offset(self) -> int:
+        """Tokens evaluated so far, restored ones included."""
+        return self._slot.offset
+
+    def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
+        """Returns where the next prefill chunk ends: a multiple of `chunk_tokens`, a restore point or `limit`.
+
+        A function of absolute position, so that a hit and a miss evaluate the same shapes.
+        """
+        stop = min((self.offset // chunk_tokens + 1) * chunk_tokens, limit)
+        return min((point for point in self._points if self.offset < point < stop), default=stop)
+
+    def want(self, point: RestorePoint) -> None:
+        """Asks for one more restore point ahead, if the model needs any and the sequence has not passed it."""
+        if self._owner.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
+            self._points.setdefault(point.offset, point)
+
+    def points_ahead(self) -> list[int]:
+        """Returns the offsets still to be captured."""
+        return sorted(point for point in self._points if point > self.offset)
+
+    def advance(self, tokens: TokenArray) -> None:
+        """Records prompt tokens whose state is now in the caches, and captures a restore point if one is here."""
+        self._slot.log.append(tokens)
+        self._owner.commit(self._slot)
+        point = self._points.get(self.offset)
+        if point is not None:
+            self._owner.capture(self._slot, point.kind)
+
+    def append(self, token: int) -> None:
+        """Records one decoded token whose state is now in the caches."""
+        self._slot.log.append(np.array([token], np.int32))
+        if self.offset % MEASURE_TOKENS == 0:
+            self._owner.measure(self._slot)
+
+    def close(self) -> None:
+        """Ends the sequence; all of it stays live in the slot and known to the trie."""
+        self._end()
+        self._owner.close(self._slot)
+
+    def discard(self) -> None:
+        """Ends the sequence after its caches may have been damaged: what is not safe elsewhere is dropped."""
+        self._end()
+        self._owner.discard(self._slot)
+
+    def _end(self) -> None:
+        assert self.is_open, "a lease was closed twice"
+        self.is_open = False
+
+
+class PrivateLease(Lease):
+    """A lease whose sequence neither reuses nor leaves anything: the trie never hears of it."""
+
+    def want(self, point: RestorePoint) -> None:
+        """Nothing is captured."""
+
+    def advance(self, tokens: TokenArray) -> None:
+        """Records tokens in the slot alone."""
+        self._slot.log.append(tokens)
+        self._owner.measure(self._slot)
+
+    def close(self) -> None:
+        """Ends the sequence and forgets it."""
+        self.discard()
+
+
+class PrefixCache:
+    """State of all conversations with one model. Worker thread only."""
+
+    def __init__(self, make_caches: Callable[[], list[LayerCache]], *, num_slots: int, budget_bytes: int) -> None:
+        self._make_caches = make_caches
+        self.layout = Layout(make_caches())
+        self.ledger = Ledger(budget_bytes)
+        self._tries: dict[str, PrefixTrie] = {}
+        root = self._trie("").root
+        self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
+        self._clock = 0
+        self._bytes_per_token = 0.0
+        self.num_evictions = 0
+
+    # ------------------------------------------------------------------------------------------ for requests
+
+    def begin(
+        self,
+        tokens: TokenArray,
+        *,
+        namespace: str = "",
+        session_id: str | None = None,
+        restore_points: Iterable[RestorePoint] = (),
+        expected_tokens: int = 0,
+        reuse: bool = True,
+    ) -> Lease | None:
+        """Gives a prompt a slot with as much of it restored as can be; None if it must wait for another request.
+
+        `expected_tokens` is the output to make room for. Raises BudgetExceeded if the prompt can never fit.
+        """
+        self._clock += 1
+        trie = self._trie(namespace)
+        match = trie.match(tokens[:-1]) if reuse else Match([], 0)
+        stored = self._deepest(match)
+        slot = self._choose(tokens[: match.length], namespace, session_id, stored)
+        if slot is None:
+            return None
+        offset = max(stored, slot.offset if self._continues(slot, namespace, tokens[: match.length]) else 0)
+        capacity = len(tokens) + expected_tokens
+        if not self._make_room(slot, match.path, capacity):
+            return None
+        self._switch(slot, trie, namespace, match.path, offset, capacity)
+        slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
+        wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
+        slot.turn_start = min(
+            (p.offset for p in wanted if p.kind is RestorePointKind.PROMPT_END), default=len(tokens) - 1
+        )
+        self._presize(slot, capacity)
+        kind = Lease if reuse else PrivateLease
+        return kind(self, slot, tokens, match, self._plan(wanted, offset, len(tokens)) if reuse else ())
+
+    def peek(self, tokens: TokenArray, *, namespace: str = "") -> int:
+        """Returns how many prompt tokens could be restored now, without touching anything."""
+        match = self._trie(namespace).match(tokens[:-1])
+        stored = self._deepest(match)
+        known = tokens[: match.length]
+        live = [s.offset for s in self.slots if not s.is_leased and self._continues(s, namespace, known)]
+        return max([stored, *live])
+
+    def calibrate(self, caches: Sequence[LayerCache]) -> None:
+        """Learns the size of a token from caches that hold a few, so that the first request is estimated too."""
+        self._bytes_per_token = self.layout.span_bytes_per_token(caches)
+
+    def clear(self) -> None:
+        """Forgets everything that no running request holds."""
+        for slot in self.slots:
+            if not slot.is_leased:
+                self._page_out(slot, 0)
+        while leaves := [pair for pair in self._all_nodes() if self._is_free_leaf(pair[1])]:
+            for trie, node in leaves:
+                trie.remove(node)
+        for trie, node in self._all_nodes():
+            trie.snap(node, None)
+
+    # -------------------------------------------------------------------------------------------- for leases
+
+    def commit(self, slot: Slot) -> None:
+        """Makes the trie know all of a slot's tokens. Copies of them that were stored are dropped: held once."""
+        trie, known = self._trie(slot.namespace), slot.tip.stop
+        if known < slot.offset:
+            tip = trie.extend(slot.tip, slot.log.view(known))
+            for node in tip.path():
+                if node.start >= known and (node.home is None):
+                    trie.settle(node, slot)
+            self._move_tip(slot, tip)
+            tip.last_used = self._clock
+            self._compact(trie, tip)
+        self.measure(slot)
+
+    def capture(self, slot: Slot, kind: RestorePointKind) -> None:
+        """Keeps what is needed to restore a slot's sequence where it is now."""
+        trie, node = self._trie(slot.namespace), slot.tip
+        assert node.stop == slot.offset, "only a committed sequence can be captured"
+        node.is_explicit |= kind is RestorePointKind.EXPLICIT
+        if self.layout.needs_snapshots and not self._is_restorable(node):
+            trie.snap(node, self._snapshot(slot))
+
+    def measure(self, slot: Slot) -> None:
+        """Brings the ledger up to date with what a slot holds."""
+        self.ledger.set_live(slot.index, self.layout.live_bytes(slot.caches))
+
+    def close(self, slot: Slot) -> None:
+        """Ends a lease; the sequence stays live, idle."""
+        self._clock += 1
+        self.commit(slot)
+        slot.is_leased, slot.last_used = False, self._clock
+        self.ledger.reserve(slot.index, 0)
+        self._evict(self.ledger.excess_bytes(), protected=())
+
+    def discard(self, slot: Slot) -> None:
+        """Ends a lease without trusting the slot's caches: nodes that live only there are dropped."""
+        trie = self._trie(slot.namespace)
+        homes = self._other_homes(slot)
+        lost = [node for node in slot.tip.path() if node.home is slot and node not in homes]
+        for node in slot.tip.path():
+            if node.home is slot and node in homes:
+                node.home = homes[node]
+        self._empty(slot)
+        if lost:
+            for node in reversed(_subtree(lost[0])):
+                trie.remove(node)
+        slot.is_leased = False
+
+    # ------------------------------------------------------------------------------------------------ paging
+
+    def _switch(
+        self, slot: Slot, trie: PrefixTrie, namespace: str, path: list[Node], offset: int, capacity: int
+    ) -> None:
+        """Makes `slot` hold `[0, offset)` of `path` live, paging out what else it held."""
+        if slot.namespace == namespace and slot.offset == offset and (not offset or slot.tip in path):
+            self._keep_tip(slot)
+            self._refresh(slot)
+            return
+        landing = self._land(trie, path, offset)
+        keep = self._shared(slot, landing) if slot.namespace == namespace else 0
+        landing.num_slots += 1
+        self._page_out(slot, keep)
+        landing.num_slots -= 1
+        slot.namespace = namespace
+        if slot.tip.parent is None:
+            slot.tip = trie.root
+        self._page_in(slot, trie, landing, capacity)
+
+    def _land(self, trie: PrefixTrie, path: list[Node], offset: int) -> Node:
+        """Returns the node that stops at `offset` on `path`, splitting one if need be."""
+        if offset == 0:
+            return trie.root
+        node = next(node for node in path if node.stop >= offset)
+        return node if node.stop == offset else trie.split(node, offset)
+
+    def _page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, capacity: int) -> None:
+        """Moves the state of the path to `landing` into a slot that already holds the first part of it."""
+        keep, path = slot.offset, landing.path()
+        missing = [node for node in path if node.stop > keep]
+        if missing:
+            sources = [self._source(node) for node in missing]
+            self.layout.load_spans(slot.caches, sources, keep=keep, offset=landing.stop, capacity_tokens=capacity)
+            for node in missing:
+                if node.home is None:
+                    trie.settle(node, slot)
+        if landing.parent is not None:
+            self._restore_snapshots(slot, path, landing.stop)
+        for node in missing:
+            slot.log.append(node.tokens)
+        self._move_tip(slot, landing)
+        self._refresh(slot)
+        self.measure(slot)
+
+    def _source(self, node: Node) -> RowSource:
+        if node.span is not None:
+            return node.span  # type: ignore[return-value]
+        return self.layout.live_rows(node.home.caches, node.start, node.stop)
+
+    def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
+        if self.layout.window:
+            self.layout.load_windows(slot.caches, self._window_rows(path, offset), offset)
+        if self.layout.has_points:
+            snapshot = path[-1].snapshot
+            assert isinstance(snapshot, Snapshot) and snapshot.points is not None, "no point state to restore"
+            self.layout.put_points(slot.caches, snapshot.points)
+
+    def _page_out(self, slot: Slot, keep: int) -> None:
+        """Takes `[keep, …)` out of a slot: its nodes get bytes of their own, or another slot that has them too."""
+        if slot.offset > keep and slot.tip.parent is not None:
+            trie = self._trie(slot.namespace)
+            self._keep_tip(slot)
+            self._store_homed(slot, trie, keep)
+        if keep == 0:
+            self._empty(slot)
+            return
+        tip = next(node for node in slot.tip.path() if node.stop >= keep)
+        if tip.stop > keep:
+            tip = self._trie(slot.namespace).split(tip, keep)
+        self._move_tip(slot, tip)
+        slot.log.truncate(keep)
+        self.layout.truncate_spans(slot.caches, keep)
+
+    def _store_homed(self, slot: Slot, trie: PrefixTrie, keep: int) -> None:
+        cut = next((node for node in slot.tip.path() if node.start < keep < node.stop), None)
+        if cut is not None:
+            trie.split(cut, keep)
+        homes = self._other_homes(slot)
+        leaving = [node for node in slot.tip.path() if node.start >= keep and node.home is slot]
+        staying = [node for node in leaving if node not in homes]
+        for node in leaving:
+            node.home = homes.get(node, slot)
+        ranges = [(node.start, node.stop) for node in staying]
+        for node, segment in zip(staying, self.layout.cut_spans(slot.caches, ranges, consume=keep == 0), strict=True):
+            trie.store(node, segment)
+
+    def _other_homes(self, slot: Slot) -> dict[Node, Slot]:
+        """Returns the other slots that hold nodes of a slot's path live as well."""
+        others = [s for s in self.slots if s is not slot and s.namespace == slot.namespace]
+        return {node: other for other in others for node in other.tip.path()}
+
+    def _empty(self, slot: Slot) -> None:
+        self._move_tip(slot, self._trie(slot.namespace).root)
+        slot.caches = self._make_caches()
+        slot.log.truncate(0)
+        slot.session_id = None
+        self.ledger.set_live(slot.index, 0)
+        self.ledger.reserve(slot.index, 0)
+
+    def _shared(self, slot: Slot, landing: Node) -> int:
+        """Returns how much of a slot's sequence lies on the path to `landing`."""
+        shared = 0
+        for node in landing.path():
+            length = common_prefix_length(node.tokens, slot.log.view(min(node.start, slot.offset)))
+            shared += length
+            if length < len(node.tokens):
+                break
+        return min(shared, slot.tip.stop)
+
+    def _presize(self, slot: Slot, num_tokens: int) -> None:
+        self.layout.presize(slot.caches, num_tokens)
+        self.ledger.reserve(slot.index, int(num_tokens * self._bytes_per_token))
+
+    # --------------------------------------------------------------------------------------------- snapshots
+
+    def _snapshot(self, slot: Slot) -> Snapshot:
+        """Copies what the window and point layers of a slot hold now."""
+        offset, window = slot.offset, None
+        if self.layout.window:
+            first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))
+            covered = self._cover(slot.tip.path()[:-1])
+            reaches = covered is not None and covered[0] <= first and covered[1] >= slot.tip.start
+            window = self.layout.cut_window(slot.caches, max(first, slot.tip.start) if reaches else first, offset)
+        points = self.layout.take_points(slot.caches) if self.layout.has_points else None
+        return Snapshot(offset, window, points)
+
+    def _keep_tip(self, slot: Slot) -> None:
+        """Keeps the end of an idle sequence restorable before its slot goes on or away."""
+        is_whole = slot.tip.parent is not None and slot.tip.stop == slot.offset
+        if is_whole and self.layout.needs_snapshots and not self._is_restorable(slot.tip):
+            self._trie(slot.namespace).snap(slot.tip, self._snapshot(slot))
+
+    def _is_restorable(self, node: Node) -> bool:
+        return self._deepest(Match(node.path(), node.stop)) == node.stop
+
+    def _deepest(self, match: Match) -> int:
+        """Returns the deepest offset on a match at which every layer can be restored from the trie."""
+        if not self.layout.needs_snapshots:
+            return match.length
+        deepest, cover = 0, None
+        for node in match.path:
+            cover = _extended(cover, node.snapshot)
+            offset = min(node.stop, match.length)
+            if self._can_restore(node, offset, cover):
+                deepest = offset
+        return deepest
+
+    def _can_restore(self, node: Node, offset: int, cover: tuple[int, int] | None) -> bool:
+        snapshot = node.snapshot
+        if not isinstance(snapshot, Snapshot):
+            return False
+        if self.layout.has_points and (offset != node.stop or snapshot.points is None):
+            return False
+        if not self.layout.window:
+            return True
+        return cover is not None and cover[0] <= max(0, offset - self.layout.window) and offset <= cover[1]
+
+    def _cover(self, path: Sequence[Node]) -> tuple[int, int] | None:
+        """Returns the last unbroken range of window rows that the snapshots of a path hold."""
+        cover = None
+        for node in path:
+            cover = _extended(cover, node.snapshot)
+        return cover
+
+    def _window_rows(self, path: Sequence[Node], offset: int) -> list[Segment]:
+        """Returns adjoining segments that hold the rows before `offset` that a window needs."""
+        needed, rows = offset, list[Segment]()
+        for node in reversed(path):
+            window = node.snapshot.window if isinstance(node.snapshot, Snapshot) else None
+            if window is not None and window.start < needed <= window.stop:
+                rows.append(window.split(needed)[0] if needed < window.stop else window)
+                needed = window.start
+            if needed <= max(0, offset - self.layout.window):
+                break
+        rows.reverse()
+        return rows
+
+    # ------------------------------------------------------------------------------------- slots and the trie
+
+    def _choose(self, known: TokenArray, namespace: str, session_id: str | None, stored: int) -> Slot | None:
+        views = [self._view(slot, known, namespace, session_id) for slot in self.slots]
+        index = choose_slot(views, stored)
+        return None if index is None else self.slots[index]
+
+    def _view(self, slot: Slot, known: TokenArray, namespace: str, session_id: str | None) -> SlotView:
+        is_ours = slot.namespace == namespace
+        return SlotView(
+            index=slot.index,
+            is_leased=slot.is_leased,
+            offset=slot.offset,
+            common=common_prefix_length(slot.log.view(), known) if is_ours else 0,
+            is_same_session=is_ours and session_id is not None and slot.session_id == session_id,
+            turn_start=slot.turn_start,
+            last_used=slot.last_used,
+        )
+
+    def _continues(self, slot: Slot, namespace: str, known: TokenArray) -> bool:
+        return slot.namespace == namespace and common_prefix_length(slot.log.view(), known) == slot.offset
+
+    def _plan(self, wanted: Sequence[RestorePoint], offset: int, num_tokens: int) -> Iterable[RestorePoint]:
+        if not self.layout.needs_snapshots:
+            wanted = [point for point in wanted if point.kind is RestorePointKind.EXPLICIT]
+        else:
+            wanted = [*wanted, RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END)]
+        return placement.plan(wanted, start=offset, stop=num_tokens - 1)
+
+    def _move_tip(self, slot: Slot, tip: Node) -> None:
+        slot.tip.num_slots -= 1
+        slot.tip = tip
+        tip.num_slots += 1
+
+    def _compact(self, trie: PrefixTrie, node: Node) -> None:
+        while node.home is not None and trie.can_absorb_parent(node):
+            trie.absorb_parent(node)
+
+    def _refresh(self, slot: Slot) -> None:
+        slot.tip.last_used = self._clock
+
+    def _trie(self, namespace: str) -> PrefixTrie:
+        if namespace not in self._tries:
+            self._tries[namespace] = PrefixTrie(lambda num_bytes: self.ledger.store(num_bytes))
+        return self._tries[namespace]
+
+    def _all_nodes(self) -> list[tuple[PrefixTrie, Node]]:
+        return [(trie, node) for trie in self._tries.values() for node in trie.nodes()]
+
+    # -------------------------------------------------------------------------------------------------- room
+
+    def _make_room(self, slot: Slot, path: Sequence[Node], num_tokens: int) -> bool:
+        """Frees memory for a sequence of `num_tokens` in `slot`; False if it must wait for other leases."""
+        needed = int(num_tokens * self._bytes_per_token)
+        if needed > self.ledger.budget_bytes:
+            raise BudgetExceeded(needed, self.ledger.budget_bytes)
+        moving = sum(node.span.num_bytes for node in path if node.span is not None)
+        extra = needed - moving - self.ledger.slot_bytes(slot.index)
+        missing = self._evict(self.ledger.excess_bytes(extra), protected=path, busy=slot)
+        return missing <= 0 or not any(other.is_leased for other in self.slots)
+
+    def _evict(self, excess_bytes: int, *, protected: Sequence[Node], busy: Slot | None = None) -> int:
+        """Gives up what was used longest ago until `excess_bytes` are freed; returns what could not be."""
+        target, kept = self.ledger.charged_bytes - excess_bytes, set(protected)
+        while (excess := self.ledger.charged_bytes - target) > 0:
+            victims = eviction.choose(self._candidates(kept, busy), excess)
+            if not victims:
+                return excess
+            for victim in victims:
+                victim.key()
+        return 0
+
+    def _candidates(self, protected: set[Node], busy: Slot | None) -> list[eviction.Candidate]:
+        """Lists what can be given up. Each candidate's key is the call that does it."""
+        found = [
+            self._slot_candidate(slot)
+            for slot in self.slots
+            if slot is not busy and not slot.is_leased and slot.offset
+        ]
+        for trie, node in self._all_nodes():
+            if node in protected:
+                continue
+            if self._is_free_leaf(node):
+                found.append(self._leaf_candidate(trie, node))
+            elif node.snapshot is not None and node.children:
+                found.append(self._snapshot_candidate(trie, node))
+        return found
+
+    def _is_free_leaf(self, node: Node) -> bool:
+        return not node.children and node.num_slots == 0 and node.home is None
+
+    def _slot_candidate(self, slot: Slot) -> eviction.Candidate:
+        size = self.ledger.slot_bytes(slot.index)
+        return eviction.Candidate(lambda: self._page_out(slot, 0), size, slot.tip.last_used, slot.offset)
+
+    def _leaf_candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
+        def drop() -> None:
+            # An earlier victim of the same round may have been this node's only sibling: the node is still a leaf.
+            self.num_evictions += 1
+            trie.remove(node)
+
+        return eviction.Candidate(drop, node.num_bytes, node.last_used, node.stop)
+
+    def _snapshot_candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
+        snapshot = node.snapshot
+        assert isinstance(snapshot, Snapshot)
+        rest = Snapshot(snapshot.offset, snapshot.window, None) if self._is_leant_on(node) else None
+
+        def drop() -> None:
+            self.num_evictions += 1
+            trie.snap(node, rest)
+
+        freed = snapshot.num_bytes - (rest.num_bytes if rest else 0)
+        return eviction.Candidate(drop, freed, node.last_used, node.stop, node.is_explicit)
+
+    def _is_leant_on(self, node: Node) -> bool:
+        """Whether a snapshot further down needs window rows that are only here."""
+        for child in node.children.values():
+            window = child.snapshot.window if isinstance(child.snapshot, Snapshot) else None
+            if window is not None and window.start >= node.stop > max(0, child.stop - self.layout.window):
+                return True
+            if window is None and node.stop > child.stop - self.layout.window and self._is_leant_on(child):
+                return True
+        return False
+
+    # ------------------------------------------------------------------------------------------------- state
+
+    def stats(self) -> dict[str, Any]:
+        """Returns counts and bytes, for reports."""
+        return {
+            "nodes": sum(trie.num_nodes for trie in self._tries.values()),
+            "stored_bytes": self.ledger.stored_bytes,
+            "live_bytes": self.ledger.live_bytes,
+            "budget_bytes": self.ledger.budget_bytes,
+            "evictions": self.num_evictions,
+        }
+
+    def check(self) -> None:
+        """Asserts the module's invariants. Tests call it after every step."""
+        for trie in self._tries.values():
+            trie.check()
+        stored = sum(node.num_bytes for _, node in self._all_nodes())
+        assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
+        for slot in self.slots:
+            self._check_slot(slot)
+        for _, node in self._all_nodes():
+            assert node.home is None or node in node.home.tip.path(), f"{node} lives in a slot that left it"
+
+    def _check_slot(self, slot: Slot) -> None:
+        path = slot.tip.path()
+        tokens = np.concatenate([node.tokens for node in path]) if path else np.empty(0, np.int32)
+        assert np.array_equal(tokens, slot.log.view(0, len(tokens))), f"slot {slot.index} left its path"
+        assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
+        assert slot.tip.num_slots >= 1 or slot.tip.parent is None
+        assert slot.tip.parent is not None or slot.tip is self._trie(slot.namespace).root
+
+
+def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
+    """Returns the range of window rows known so far, extended by one more snapshot if they meet."""
+    window = snapshot.window if isinstance(snapshot, Snapshot) else None
+    if window is None:
+        return cover
+    if cover is not None and window.start <= cover[1]:
+        return min(cover[0], window.start), window.stop
+    return window.start, window.stop
+
+
+def _subtree(node: Node) -> list[Node]:
+    """Returns a node and everything below it, parents first."""
+    found = [node]
+    for child in node.children.values():
+        found.extend(_subtree(child))
+    return found

@@ -1,0 +1,109 @@
+"""Slots: places for live sequences, and the choice of one for a request.
+
+A slot holds the layer caches of one sequence and the tokens they stand for. It is *leased* while a request runs
+in it and *idle* afterwards, still live: the next turn of the same conversation goes on in place. Slots know no
+trie policy and no budget; `choose_slot` decides from plain figures which of them a request should get.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.layers import LayerCache
+from cache.trie import Node, TokenArray
+
+
+class TokenLog:
+    """The tokens of a live sequence, growing at the end and cut at will. No Python object per token."""
+
+    def __init__(self) -> None:
+        self._tokens = np.empty(256, np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def view(self, start: int = 0, stop: int | None = None) -> TokenArray:
+        """Returns a view of `[start, stop)`, valid until the log changes."""
+        return self._tokens[start : self._length if stop is None else stop]
+
+    def append(self, tokens: TokenArray) -> None:
+        """Adds tokens at the end."""
+        needed = self._length + len(tokens)
+        if needed > len(self._tokens):
+            grown = np.empty(max(needed, 2 * len(self._tokens)), np.int32)
+            grown[: self._length] = self.view()
+            self._tokens = grown
+        self._tokens[self._length : needed] = tokens
+        self._length = needed
+
+    def truncate(self, length: int) -> None:
+        """Forgets all tokens from `length` on."""
+        self._length = min(length, self._length)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One live sequence. `log` and the layer caches always stand for the same tokens, between steps."""
+
+    index: int
+    caches: list[LayerCache]
+    log: TokenLog
+    tip: Node
+    """The trie node where the sequence ends, or its last part that the trie knows."""
+    namespace: str = ""
+    session_id: str | None = None
+    is_leased: bool = False
+    turn_start: int = 0
+    """Where the part of the last prompt begins that its next turn may render differently."""
+    last_used: int = 0
+
+    @property
+    def offset(self) -> int:
+        """Tokens in the live caches."""
+        return len(self.log)
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """What the choice needs to know of one slot."""
+
+    index: int
+    is_leased: bool
+    offset: int
+    common: int
+    """Leading tokens that the slot's sequence shares with the request's reusable prompt."""
+    is_same_session: bool
+    turn_start: int
+    last_used: int
+
+    @property
+    def continues(self) -> bool:
+        """The request goes on exactly where the slot's sequence ends."""
+        return 0 < self.offset == self.common
+
+    @property
+    def rewinds(self) -> bool:
+        """The request is another end of the slot's own conversation: a retry, an edit, a re-rendered reply."""
+        if self.common == 0:
+            return False
+        return self.common * 2 >= self.offset if self.is_same_session else self.common >= self.turn_start > 0
+
+
+def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
+    """Returns the index of the slot a request should run in; None while all are leased.
+
+    First the idle slot whose sequence the request continues, unless the trie restores deeper; then the slot of
+    the same conversation, to rewind it; then an empty one; then the least recently used.
+    """
+    idle = [view for view in views if not view.is_leased]
+    if not idle:
+        return None
+    going_on = [view for view in idle if view.continues and view.offset >= stored_offset]
+    rewinding = [view for view in idle if view.rewinds]
+    if going_on:
+        return max(going_on, key=lambda view: (view.offset, view.is_same_session, view.last_used)).index
+    if rewinding:
+        return max(rewinding, key=lambda view: (view.is_same_session, view.common, view.last_used)).index
+    return min(idle, key=lambda view: (view.offset > 0, view.last_used, view.index)).index
