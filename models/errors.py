@@ -1,9 +1,10 @@
-"""Errors of finding, fetching and loading models. Each message is one sentence fit for a person.
+"""What can go wrong between text, tokens and logits, and on the way to a model.
 
 ModelError
-├── ModelNotFound         nothing here answers to that name; the message says how to get it
-├── ModelIncomplete       the folder or the cached download lacks files
-└── PullFailed            the download did not come about
+├── ModelNotFound        no such folder, or nothing in it that could be a model
+├── ModelBroken          a model is there but cannot be used: the message names the file and the fault
+├── InvalidParameter     a sampling parameter is out of range; carries the parameter's name
+└── PullFailed           a download did not come about; what was fetched before is kept
     ├── HubUnreachable        no network, or the hub does not answer
     ├── RepositoryNotFound    no such repository or revision, or it is private
     ├── RepositoryGated       its owner asks for consent first
@@ -13,15 +14,24 @@ ModelError
 
 
 class ModelError(Exception):
-    """Base of all errors that the models package reports."""
+    """Base of all errors of this package. The message is one sentence for a person."""
 
 
 class ModelNotFound(ModelError):
-    """Nothing on this machine answers to that name."""
+    """There is no model at the given place."""
 
 
-class ModelIncomplete(ModelError):
-    """What is there lacks files that a model needs."""
+class ModelBroken(ModelError):
+    """The model's files are incomplete, damaged, contradict each other, or need what this version lacks."""
+
+
+class InvalidParameter(ModelError):
+    """A sampling parameter cannot be honoured."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+        """The parameter's name as clients write it, such as `top_p`."""
 
 
 class PullFailed(ModelError):
