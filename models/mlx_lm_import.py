@@ -1,0 +1,36 @@
+"""The names of mlx-lm that the project uses, imported without mlx-lm's side effects on the process.
+
+Outside `cache`, import them from here; `cache.mlx_lm_guard` says what is held back and why. A name of mlx-lm that
+moves in a new release is mended in this one place.
+"""
+
+import cache.mlx_lm_guard  # noqa: F401
+
+# isort: split
+from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import MODEL_REMAPPING, load_config, load_model
+
+__all__ = [
+    "MODEL_REMAPPING",
+    "ArraysCache",
+    "CacheList",
+    "KVCache",
+    "QuantizedKVCache",
+    "RotatingKVCache",
+    "TokenizerWrapper",
+    "load_config",
+    "load_model",
+    "load_tokenizer",
+    "make_prompt_cache",
+    "quantized_attention",
+]
