@@ -1,0 +1,197 @@
+"""What a MODEL name stands for on this machine. Never touches the network.
+
+A name is `demo` (the model that comes with the project), a folder, a short name such as `qwen3:0.6b`, or a
+Hugging Face repository `org/name[@revision]` that is in the local cache. `models.hub` brings repositories there.
+"""
+
+import difflib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.errors import ModelBroken, ModelNotFound
+
+DEMO = "demo"
+DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
+
+SHORT_NAMES = {
+    "gemma3:1b": "mlx-community/gemma-3-1b-it-4bit",
+    "gemma3:4b": "mlx-community/gemma-3-4b-it-4bit",
+    "gpt-oss:20b": "mlx-community/gpt-oss-20b-MXFP4-Q8",
+    "llama3.1:8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
+    "llama3.2:1b": "mlx-community/Llama-3.2-1B-Instruct-4bit",
+    "llama3.2:3b": "mlx-community/Llama-3.2-3B-Instruct-4bit",
+    "mistral:7b": "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
+    "qwen3:0.6b": "mlx-community/Qwen3-0.6B-4bit",
+    "qwen3:1.7b": "mlx-community/Qwen3-1.7B-4bit",
+    "qwen3:4b": "mlx-community/Qwen3-4B-4bit",
+    "qwen3:8b": "mlx-community/Qwen3-8B-4bit",
+    "qwen3:14b": "mlx-community/Qwen3-14B-4bit",
+    "qwen3:30b": "mlx-community/Qwen3-30B-A3B-4bit",
+}
+"""Names as people know them from Ollama, and the MLX weights they stand for."""
+
+FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
+"""Files of a repository that MLX needs. Never `*.py`: a repository's code is not run."""
+
+IGNORED_PATTERNS = ["*/*"]
+"""Subfolders hold other formats of the same weights."""
+
+_PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?"
+_REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.)){_PART}/{_PART}(?:@[A-Za-z0-9][A-Za-z0-9_./+-]*)?")
+
+
+@dataclass(frozen=True)
+class RepositoryName:
+    """A repository of the hub, and which of its revisions: a branch, a tag or a commit."""
+
+    repository: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return self.repository if self.revision == "main" else f"{self.repository}@{self.revision}"
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """A model that `resolve` finds by its name."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    architecture: str
+    quantization: str
+    """Such as `4 bit`; empty for weights that are not quantized."""
+    short_name: str = ""
+
+
+def parse_repository(name: str) -> RepositoryName | None:
+    """Returns the repository that `name` stands for, short names included; None if it can be none."""
+    head, at, revision = name.partition("@")
+    full = SHORT_NAMES.get(head.lower(), head)
+    if len(full) > 96 or not _REPOSITORY.fullmatch(full + at + revision):
+        return None
+    return RepositoryName(full, revision or "main")
+
+
+def resolve(name: str) -> Path:
+    """Returns the folder of the model called `name`; raises ModelNotFound or ModelBroken."""
+    if name == DEMO:
+        return _complete(DEMO_FOLDER, "the model 'demo'", "reinstall mlx-serve")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _complete(path, f"the folder {name}", "a model needs config.json and its weights, model*.safetensors")
+    if path.is_file():
+        raise ModelNotFound(f"{name} is a file; name the folder that holds config.json and model*.safetensors")
+    if name.startswith(("/", "./", "../", "~")):
+        raise ModelNotFound(f"There is no folder {name}.")
+    repository = parse_repository(name)
+    if repository is None:
+        raise ModelNotFound(f"There is no model {name!r}: {_suggestion(name)}")
+    return _cached(name, repository)
+
+
+def installed() -> list[InstalledModel]:
+    """Returns the models on this machine: `demo`, then the complete ones of the local cache by name."""
+    models = []
+    if not missing_files(DEMO_FOLDER):
+        models.append(_describe(DEMO, DEMO_FOLDER))
+    return models + sorted(_cached_models(), key=lambda model: model.name.lower())
+
+
+def missing_files(folder: Path) -> list[str]:
+    """Returns the names of files that a model in `folder` needs and that are not there; empty if complete."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    index = _read_json(folder / "model.safetensors.index.json")
+    shards = sorted(set(index.get("weight_map", {}).values()))
+    if not shards and not any(folder.glob("model*.safetensors")):
+        shards = ["model.safetensors"]
+    return missing + [shard for shard in shards if not (folder / shard).is_file()]
+
+
+def cache_folder() -> Path:
+    """Returns where Hugging Face repositories are kept; it need not exist."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _cached(name: str, repository: RepositoryName) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
+
+    pull = f"mlx-serve pull {name}"
+    try:
+        folder = snapshot_download(
+            repository.repository,
+            revision=repository.revision,
+            local_files_only=True,
+            allow_patterns=FILE_PATTERNS,
+            ignore_patterns=IGNORED_PATTERNS,
+        )
+    except IncompleteSnapshotError as error:
+        raise ModelBroken(f"The download of {repository} is not complete; resume it: {pull}") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelNotFound(f"{repository} is not on this machine yet; download it: {pull}") from error
+    return _complete(Path(folder), f"the download of {repository}", f"resume it: {pull}")
+
+
+def _complete(folder: Path, what: str, advice: str) -> Path:
+    missing = missing_files(folder)
+    if missing:
+        raise ModelBroken(f"{what[0].upper()}{what[1:]} lacks {', '.join(missing[:3])}; {advice}")
+    return folder
+
+
+def _suggestion(name: str) -> str:
+    known = [DEMO, *SHORT_NAMES]
+    close = [short for short in known if short.startswith(f"{name.lower()}:")]
+    close = close or difflib.get_close_matches(name.lower(), known, n=1)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return "give 'demo', a folder, a repository org/name, or one of " + ", ".join(SHORT_NAMES)
+
+
+def _cached_models() -> list[InstalledModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir(cache_folder()).repos
+    except (CacheNotFound, ValueError, OSError):
+        return []
+    return [
+        _describe(str(RepositoryName(repository.repo_id, _shortest(revision.refs, revision.commit_hash))), path)
+        for repository in repositories
+        if repository.repo_type == "model"
+        for revision in repository.revisions
+        if not missing_files(path := revision.snapshot_path)
+    ]
+
+
+def _shortest(refs: frozenset[str], commit: str) -> str:
+    """Returns the name to show for a revision: `main` if it is that, else a branch, else the commit."""
+    return "main" if "main" in refs else min(refs, default=commit)
+
+
+def _describe(name: str, folder: Path) -> InstalledModel:
+    config = _read_json(folder / "config.json")
+    bits = config.get("quantization", config.get("quantization_config", {})).get("bits")
+    return InstalledModel(
+        name=name,
+        path=folder,
+        size_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
+        architecture=str(config.get("model_type", "unknown")),
+        quantization=f"{bits} bit" if bits else "",
+        short_name=next((short for short, full in SHORT_NAMES.items() if full == name), ""),
+    )
+
+
+def _read_json(path: Path) -> dict[str, dict[str, str]]:
+    """Returns the object in a JSON file, empty if there is none or it cannot be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
