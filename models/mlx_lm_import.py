@@ -17,8 +17,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import MODEL_REMAPPING, load_config, load_model
+from mlx_lm.utils import MODEL_REMAPPING, load_model, load_tokenizer
 
 __all__ = [
     "MODEL_REMAPPING",
@@ -28,7 +27,6 @@ __all__ = [
     "QuantizedKVCache",
     "RotatingKVCache",
     "TokenizerWrapper",
-    "load_config",
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",

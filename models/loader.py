@@ -1,0 +1,161 @@
+"""Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder."""
+
+import importlib.util
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from transformers import PreTrainedTokenizerBase
+
+from models import weights
+from models.errors import ModelBroken, ModelNotFound
+from models.mlx_lm_import import (
+    MODEL_REMAPPING,
+    TokenizerWrapper,
+    load_model,
+    load_tokenizer,
+    make_prompt_cache,
+)
+
+DEFAULT_CONTEXT_TOKENS = 32_768
+"""For configurations that name no limit, as those of purely recurrent models."""
+
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_ctx",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that is ready to run. Its weights are evaluated, so that any thread may use it, one at a time."""
+
+    name: str
+    """The name under which clients ask for it."""
+    path: Path
+    model: Module
+    """Called as `model(tokens, cache=caches)`; returns logits `[batch, num_tokens, vocab_size]`."""
+    tokenizer: PreTrainedTokenizerBase
+    tokenizer_wrapper: TokenizerWrapper
+    """mlx-lm's view of the tokenizer: tool parser, markers of thinking and of tool calls."""
+    config: dict[str, Any]
+    context_tokens: int
+    """How many tokens prompt and output may have together."""
+    vocab_size: int
+    """Width of the logits; may be more than the tokenizer's tokens."""
+    eos_token_ids: frozenset[int]
+    fingerprint: str
+    """Differs for models whose stored states must not be mixed."""
+
+
+def load(path: Path, name: str) -> LoadedModel:
+    """Loads the model in the local folder `path`; blocks until all weights are in memory.
+
+    Raises `ModelNotFound` if there is no model, and `ModelBroken`, saying what is wrong, if it cannot be used.
+    """
+    _check_folder(path, name)
+    config = _load_config(path, name)
+    _check_model_type(config, name)
+    weights.find_weight_files(path)
+    model, config = _load_weights(path, name)
+    wrapper = _load_tokenizer(path, name, config)
+    return LoadedModel(
+        name=name,
+        path=path,
+        model=model,
+        tokenizer=cast(PreTrainedTokenizerBase, wrapper._tokenizer),
+        tokenizer_wrapper=wrapper,
+        config=config,
+        context_tokens=_context_tokens(config),
+        vocab_size=_vocab_size(model, name),
+        eos_token_ids=frozenset(_eos_token_ids(config, wrapper)),
+        fingerprint=weights.fingerprint(path, version("mlx"), version("mlx-lm")),
+    )
+
+
+def _check_folder(path: Path, name: str) -> None:
+    if not path.is_dir():
+        raise ModelNotFound(f"{name}: there is no folder {path}")
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{name}: {path} has no config.json, so it is not a model")
+
+
+def _load_config(path: Path, name: str) -> dict[str, Any]:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelBroken(f"{name}: {path / 'config.json'} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelBroken(f"{name}: {path / 'config.json'} holds no JSON object")
+    return config
+
+
+def _check_model_type(config: dict[str, Any], name: str) -> None:
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not model_type.isidentifier():
+        raise ModelBroken(f"{name}: config.json names no model_type, but {model_type!r}")
+    module = MODEL_REMAPPING.get(model_type, model_type)
+    if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
+        raise ModelBroken(f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}")
+
+
+def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
+    try:
+        model, config = load_model(path)
+    except (Exception, SystemExit) as error:  # whatever an architecture's code makes of a configuration it dislikes
+        raise ModelBroken(f"{name}: cannot be loaded: {_first_lines(error)}") from error
+    return model, config
+
+
+def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWrapper:
+    # Without these two, a folder could ask on the terminal to run its own code, or look for files elsewhere.
+    extra = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        return load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:  # tokenizer classes raise anything for a file that is missing or damaged
+        raise ModelBroken(f"{name}: its tokenizer cannot be loaded: {_first_lines(error)}") from error
+
+
+def _vocab_size(model: Any, name: str) -> int:
+    """The width of the logits of a call that is never evaluated."""
+    try:
+        return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
+    except Exception as error:  # as above: the architecture's own code
+        raise ModelBroken(f"{name}: the model does not run: {_first_lines(error)}") from error
+
+
+def _context_tokens(config: dict[str, Any]) -> int:
+    found = (section[key] for section in _sections(config) for key in _CONTEXT_KEYS if section.get(key))
+    return int(next(found, DEFAULT_CONTEXT_TOKENS))
+
+
+def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterator[int]:
+    """Every token that some part of the model says ends an answer; some chat models name only half of them."""
+    declared = [section.get("eos_token_id") for section in _sections(config)]
+    for ids in (*declared, wrapper.eos_token_ids, wrapper._tokenizer.eos_token_id):
+        if isinstance(ids, int):
+            yield ids
+        elif isinstance(ids, Iterable):
+            yield from (token_id for token_id in ids if isinstance(token_id, int))
+
+
+def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The configuration and, for models of several modalities, the part of it about text."""
+    yield config
+    for key in ("text_config", "language_config", "llm_config"):
+        if isinstance(config.get(key), dict):
+            yield config[key]
+
+
+def _first_lines(error: BaseException, limit: int = 300) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[:limit]}…"
