@@ -1,0 +1,115 @@
+"""What every generation endpoint does around its dialect: body, thread, engine, stream or whole, disconnect.
+
+A dialect gives a `Plan`: its request for the engine, and how events become its chunks or its body.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.api.answer import Answer, OutputEvent
+from server.api.body import not_finite, parse_object, read_body
+from server.api.prepare import Origin
+from server.api.served import ApiContext, ServedModel
+from server.api.sse import EventStream
+from server.engine.request import GenerationRequest
+
+logger = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+"""Status for a client that is no longer there; nobody reads it but the access log."""
+
+Payload: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One checked request in its dialect."""
+
+    model: ServedModel
+    request: GenerationRequest
+    stream: bool
+    chunks: Callable[[AsyncIterator[OutputEvent]], AsyncIterator[Payload]]
+    whole: Callable[[AsyncIterator[OutputEvent]], Awaitable[Payload]]
+
+
+Planner: TypeAlias = Callable[[ApiContext, Origin], Plan]
+"""Checks a body and renders its prompt. Called on another thread: long prompts take their time."""
+
+
+def context_of(request: Request) -> ApiContext:
+    """Returns what the endpoints of the app share."""
+    context = request.app.state.api
+    assert isinstance(context, ApiContext)
+    return context
+
+
+async def generate(request: Request, id_prefix: str, planner: Planner) -> Response:
+    """Serves one request for text. Raises what `server.api.errors` knows; a client that left is not an error."""
+    received = time.monotonic()
+    context = context_of(request)
+    raw = await read_body(request, context.config.max_body_bytes)
+    work = _answer(context, request, raw, received, id_prefix, planner)
+    return await _unless_disconnected(request, work)
+
+
+async def _answer(
+    context: ApiContext, request: Request, raw: bytes, received: float, id_prefix: str, planner: Planner
+) -> Response:
+    plan = await asyncio.to_thread(_plan, context, request, raw, id_prefix, planner)
+    engine = context.running_engine(plan.model)
+    answer = Answer(engine, plan.model.id, plan.request, received)
+    if not plan.stream:
+        return await _whole(answer, plan)
+    return EventStream(
+        plan.chunks(answer.events()),
+        request_id=plan.request.request_id,
+        heartbeat_seconds=context.config.heartbeat_seconds,
+        drain_seconds=context.config.drain_seconds,
+        describe=answer.progress,
+        on_close=answer.close,
+    )
+
+
+def _plan(context: ApiContext, request: Request, raw: bytes, id_prefix: str, planner: Planner) -> Plan:
+    fields, is_finite = parse_object(raw)
+    name = request.state.request_id.removeprefix("req_")
+    plan = planner(context, Origin(fields, request.headers, id_prefix + name))
+    if not is_finite:
+        # No field's own check has refused the number, so it stands inside a free object.
+        raise not_finite()
+    return plan
+
+
+async def _whole(answer: Answer, plan: Plan) -> Response:
+    try:
+        return JSONResponse(await plan.whole(answer.events()))
+    finally:
+        answer.close()
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
+    """Returns the result of `work`, cancelling it as soon as the client is gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        logger.debug("%s: the client left", request.state.request_id)
+        return Response(status_code=CLIENT_LEFT)
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,189 @@
+"""`POST /v1/chat/completions`: OpenAI's chat dialect, streamed or whole."""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from models.chat import RESERVED_TEMPLATE_ARGUMENTS, RenderedPrompt
+from server.api.answer import OutputEvent, finish_reason, timings_of, usage_of
+from server.api.endpoint import Payload, Plan, generate
+from server.api.errors import invalid
+from server.api.openai_chat_types import (
+    REFUSED_IN_CHAT,
+    ChatBody,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChunkChoice,
+    DeltaBody,
+    MessageBody,
+    ToolCallBody,
+    template_messages,
+)
+from server.api.prepare import Origin, build_request
+from server.api.served import ApiContext, ServedModel
+from server.api.tools import PlainOutput, ToolCall, ToolOutput
+from server.api.wire import SYSTEM_FINGERPRINT, parse_body
+from server.engine.events import Delta, Finished, FinishReason
+
+MAX_EXPLICIT_POINTS = 16
+
+
+async def create_chat_completion(request: Request) -> Response:
+    """Answers the last message of a conversation."""
+    return await generate(request, "chatcmpl-", plan_chat)
+
+
+def plan_chat(context: ApiContext, origin: Origin) -> Plan:
+    """Returns the checked request; raises ApiError and the renderer's errors."""
+    body = parse_body(ChatBody, dict(origin.raw), REFUSED_IN_CHAT)
+    model = context.find_model(body.model)
+    tools = _offered_tools(body, origin, model)
+    request = build_request(
+        body,
+        _render(body, tools, model),
+        prompt_param="messages",
+        max_tokens=body.limit(),
+        model=model,
+        config=context.config,
+        origin=origin,
+    )
+    dialect = ChatDialect(request.request_id, model, tools, body.wants_usage())
+    return Plan(model, request, body.stream is True, dialect.chunks, dialect.whole)
+
+
+def _offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[Mapping[str, Any]]:
+    """Returns the tools as the client wrote them, so that the prompt keeps its order and wording."""
+    if not body.tools or body.tool_choice == "none":
+        return []
+    if not model.renderer.reads_tools:
+        raise invalid(f"tools: the model {model.id!r} takes none", "tools", "unsupported_parameter")
+    return list(origin.raw["tools"])
+
+
+def _render(body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ServedModel) -> RenderedPrompt:
+    messages = template_messages(body.messages)
+    if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
+        raise invalid(f"messages: at most {MAX_EXPLICIT_POINTS} may carry cache_control", "messages")
+    return model.renderer.render(messages, tools or None, _template_arguments(body))
+
+
+def _template_arguments(body: ChatBody) -> dict[str, Any]:
+    arguments = dict(body.chat_template_kwargs or {})
+    for name in arguments.keys() & RESERVED_TEMPLATE_ARGUMENTS:
+        param = f"chat_template_kwargs.{name}"
+        raise invalid(f"{param} cannot be set by a request", param, "unsupported_parameter")
+    if body.enable_thinking is not None:
+        arguments["enable_thinking"] = body.enable_thinking
+    if body.reasoning_effort is not None:
+        arguments["reasoning_effort"] = body.reasoning_effort
+    return arguments
+
+
+class ChatDialect:
+    """Turns the events of one request into chunks or one body. Used once."""
+
+    def __init__(
+        self, completion_id: str, model: ServedModel, tools: Sequence[Mapping[str, Any]], wants_usage: bool
+    ) -> None:
+        self._id = completion_id
+        self._model_id = model.id
+        self._created = int(time.time())
+        self._wants_usage = wants_usage
+        self._num_calls = 0
+        self._output: PlainOutput | ToolOutput = PlainOutput()
+        if tools and model.tool_format is not None:
+            self._output = ToolOutput(model.tool_format, tools)
+
+    async def chunks(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[Payload]:
+        """Yields the role, what the model says, why it ended, and the usage where asked for."""
+        yield self._chunk({"role": "assistant", "content": "", "refusal": None})
+        async for event in events:
+            for piece in self._pieces(event):
+                yield self._chunk(self._delta(piece))
+            if isinstance(event, Finished):
+                for chunk in self._last_chunks(event):
+                    yield chunk
+
+    async def whole(self, events: AsyncIterator[OutputEvent]) -> Payload:
+        """Returns the body of an answer that is not streamed."""
+        text, calls = "", list[ToolCallBody]()
+        async for event in events:
+            for piece in self._pieces(event):
+                if isinstance(piece, ToolCall):
+                    calls.append(_call_body(piece))
+                else:
+                    text += piece
+            if isinstance(event, Finished):
+                return self._completion(text, calls, event)
+        raise AssertionError("the events of a request end with Finished")
+
+    def _pieces(self, event: OutputEvent) -> list[str | ToolCall]:
+        if isinstance(event, Delta):
+            return self._output.feed(event.text)
+        return self._output.finish(is_complete=event.reason is FinishReason.STOP)
+
+    def _delta(self, piece: str | ToolCall) -> DeltaBody:
+        if isinstance(piece, str):
+            return {"content": piece}
+        index = self._num_calls
+        self._num_calls += 1
+        return {"tool_calls": [{"index": index, **_call_body(piece)}]}
+
+    def _last_chunks(self, finished: Finished) -> list[ChatChunk]:
+        end = self._chunk({}, finish_reason(finished, made_calls=self._output.made_calls))
+        last = end
+        if self._wants_usage:
+            last = self._chunk(None)
+            last["usage"] = usage_of(finished)
+        last["timings"] = timings_of(finished.timings)
+        return [end] if last is end else [end, last]
+
+    def _chunk(self, delta: DeltaBody | None, reason: str | None = None) -> ChatChunk:
+        """Returns a chunk; without a delta, one without choices."""
+        choices: list[ChunkChoice] = []
+        if delta is not None:
+            choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
+        chunk: ChatChunk = {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model_id,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "choices": choices,
+        }
+        if self._wants_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _completion(self, text: str, calls: list[ToolCallBody], finished: Finished) -> ChatCompletion:
+        message: MessageBody = {
+            "role": "assistant",
+            "content": text if text or not calls else None,
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = calls
+        reason = finish_reason(finished, made_calls=bool(calls))
+        choice: ChatChoice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        return {
+            "id": self._id,
+            "object": "chat.completion",
+            "created": self._created,
+            "model": self._model_id,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "choices": [choice],
+            "usage": usage_of(finished),
+            "timings": timings_of(finished.timings),
+        }
+
+
+def _call_body(call: ToolCall) -> ToolCallBody:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -1,0 +1,157 @@
+"""`POST /v1/completions`: OpenAI's plain completions, streamed or whole."""
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, NotRequired, TypedDict
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cache.placement import RestorePoint, RestorePointKind
+from models.chat import RenderedPrompt
+from server.api.answer import OutputEvent, TimingsBody, Usage, finish_reason, timings_of, usage_of
+from server.api.endpoint import Payload, Plan, generate
+from server.api.errors import invalid
+from server.api.prepare import Origin, build_request
+from server.api.served import ApiContext, ServedModel
+from server.api.wire import REFUSED, SYSTEM_FINGERPRINT, GenerationBody, Neutral, parse_body
+from server.engine.events import Delta, Finished
+
+REFUSED_IN_COMPLETIONS: Neutral = {
+    **REFUSED,
+    "echo": (False,),
+    "logprobs": (),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+}
+"""Fields that this endpoint cannot honour, with the values that ask for nothing."""
+
+
+def _one_prompt(value: Any) -> Any:
+    """Takes a text, a list of token ids, or a list that holds one of them."""
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > 1:
+            raise PydanticCustomError("one_prompt", "a request may hold one prompt only")
+        value = value[0]
+    if isinstance(value, str) or (isinstance(value, list) and all(type(entry) is int for entry in value)):
+        return value
+    raise PydanticCustomError("prompt_type", "Input should be a text or a list of token ids")
+
+
+class CompletionBody(GenerationBody):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Annotated[Any, BeforeValidator(_one_prompt), Field()]
+    """A text, a list of token ids, or a list that holds one of them."""
+
+
+class TextChoice(TypedDict):
+    """The only choice of a chunk or an answer."""
+
+    index: int
+    text: str
+    logprobs: None
+    finish_reason: str | None
+
+
+class TextCompletion(TypedDict):
+    """The body of an answer, and each `data:` line of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: NotRequired[Usage | None]
+    timings: NotRequired[TimingsBody]
+
+
+async def create_completion(request: Request) -> Response:
+    """Continues a text."""
+    return await generate(request, "cmpl-", plan_completion)
+
+
+def plan_completion(context: ApiContext, origin: Origin) -> Plan:
+    """Returns the checked request; raises ApiError."""
+    body = parse_body(CompletionBody, dict(origin.raw), REFUSED_IN_COMPLETIONS)
+    model = context.find_model(body.model)
+    request = build_request(
+        body,
+        _prompt(body.prompt, model),
+        prompt_param="prompt",
+        max_tokens=body.max_tokens,
+        model=model,
+        config=context.config,
+        origin=origin,
+    )
+    dialect = CompletionDialect(request.request_id, model, body.wants_usage())
+    return Plan(model, request, body.stream is True, dialect.chunks, dialect.whole)
+
+
+def _prompt(prompt: str | list[int], model: ServedModel) -> RenderedPrompt:
+    if isinstance(prompt, str):
+        return model.renderer.encode(prompt)
+    for index, token in enumerate(prompt):
+        if not 0 <= token < model.vocab_size:
+            message = f"prompt[{index}]: {str(token)[:40]} is no token id from 0 to {model.vocab_size - 1}"
+            raise invalid(message, f"prompt[{index}]", "invalid_value")
+    end = RestorePoint(len(prompt), RestorePointKind.PROMPT_END)
+    return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())
+
+
+class CompletionDialect:
+    """Turns the events of one request into chunks or one body. Used once."""
+
+    def __init__(self, completion_id: str, model: ServedModel, wants_usage: bool) -> None:
+        self._id = completion_id
+        self._model_id = model.id
+        self._created = int(time.time())
+        self._wants_usage = wants_usage
+
+    async def chunks(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[Payload]:
+        """Yields text, why it ended, and the usage where asked for."""
+        async for event in events:
+            if isinstance(event, Delta):
+                yield self._body(event.text, None)
+            else:
+                for chunk in self._last_chunks(event):
+                    yield chunk
+
+    async def whole(self, events: AsyncIterator[OutputEvent]) -> Payload:
+        """Returns the body of an answer that is not streamed."""
+        texts: list[str] = []
+        async for event in events:
+            if isinstance(event, Delta):
+                texts.append(event.text)
+                continue
+            body = self._body("".join(texts), finish_reason(event))
+            body["usage"], body["timings"] = usage_of(event), timings_of(event.timings)
+            return body
+        raise AssertionError("the events of a request end with Finished")
+
+    def _last_chunks(self, finished: Finished) -> list[TextCompletion]:
+        end = self._body("", finish_reason(finished))
+        last = end
+        if self._wants_usage:
+            last = self._body("", None)
+            last["choices"], last["usage"] = [], usage_of(finished)
+        last["timings"] = timings_of(finished.timings)
+        return [end] if last is end else [end, last]
+
+    def _body(self, text: str, reason: str | None) -> TextCompletion:
+        choice: TextChoice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        body: TextCompletion = {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model_id,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "choices": [choice],
+        }
+        if self._wants_usage:
+            body["usage"] = None
+        return body

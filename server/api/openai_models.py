@@ -1,0 +1,50 @@
+"""`GET /v1/models` and `GET /v1/models/{id}`: what is served here."""
+
+from typing import TypedDict
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from server.api.endpoint import context_of
+from server.api.served import ServedModel
+
+
+class ModelBody(TypedDict):
+    """One served model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    context_length: int
+
+
+class ModelList(TypedDict):
+    """All served models."""
+
+    object: str
+    data: list[ModelBody]
+
+
+async def list_models(request: Request) -> Response:
+    """Lists the models that requests may name."""
+    body: ModelList = {
+        "object": "list",
+        "data": [_body(model) for model in context_of(request).models.values()],
+    }
+    return JSONResponse(body)
+
+
+async def get_model(request: Request) -> Response:
+    """Describes one model; its id may hold slashes."""
+    return JSONResponse(_body(context_of(request).find_model(request.path_params["model_id"])))
+
+
+def _body(model: ServedModel) -> ModelBody:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "mlx-serve",
+        "context_length": model.context_tokens,
+    }

@@ -1,0 +1,119 @@
+"""From a checked body and a rendered prompt to the engine's request. Runs off the event loop."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from models.chat import RenderedPrompt
+from models.sampling import SamplingParams, check
+from server.api.errors import invalid
+from server.api.served import ServedModel
+from server.api.wire import RANDOM_SEED, GenerationBody
+from server.config import ServerConfig
+from server.engine.request import GenerationRequest, Priority
+from server.sessions import resolve_session_id
+
+BACKGROUND_TIER = "flex"
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What stands around a body: its decoded JSON, the headers, and the name the request was given."""
+
+    raw: Mapping[str, Any]
+    headers: Mapping[str, str]
+    request_id: str
+
+
+def build_request(
+    body: GenerationBody,
+    prompt: RenderedPrompt,
+    *,
+    prompt_param: str,
+    max_tokens: int | None,
+    model: ServedModel,
+    config: ServerConfig,
+    origin: Origin,
+) -> GenerationRequest:
+    """Returns a request whose every field is valid; raises ApiError, SessionIdError or InvalidParameter.
+
+    `prompt_param` is the field that the prompt came from, for errors; `max_tokens` what the request asks for.
+    """
+    sampling = build_sampling(body, model)
+    check(sampling, model.vocab_size)
+    return GenerationRequest(
+        request_id=origin.request_id,
+        tokens=prompt.tokens,
+        max_tokens=_fitting_max_tokens(len(prompt.tokens), max_tokens, prompt_param, model, config),
+        sampling=sampling,
+        stop=tuple(body.stop or ()),
+        session_id=resolve_session_id(origin.raw, origin.headers),
+        namespace=_namespace(config.api_key, body.cache_salt),
+        cache_prompt=body.cache_prompt is not False,
+        priority=_priority(body),
+        restore_points=prompt.restore_points,
+        ignore_eos=body.ignore_eos is True,
+    )
+
+
+def build_sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
+    """Returns the model's sampling defaults with what the request says about them."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
+    if given.get("seed") == RANDOM_SEED:
+        given["seed"] = None
+    if "top_k" in given and not 0 < given["top_k"] < model.vocab_size:
+        given["top_k"] = 0
+    if given.get("top_p") == 0:
+        # No mass at all is the likeliest token alone.
+        given |= {"top_p": 1.0, "top_k": 1}
+    if body.logit_bias:
+        given["logit_bias"] = _biases(body.logit_bias, model.vocab_size)
+    return replace(model.sampling, **given)
+
+
+def _biases(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    for key in biases:
+        if not _TOKEN_ID.fullmatch(key) or int(key) >= vocab_size:
+            message = f"logit_bias: {key[:40]!r} is no token id from 0 to {vocab_size - 1}"
+            raise invalid(message, "logit_bias", "invalid_value")
+    return tuple((int(key), bias) for key, bias in biases.items())
+
+
+def _fitting_max_tokens(
+    num_prompt: int, asked: int | None, prompt_param: str, model: ServedModel, config: ServerConfig
+) -> int:
+    if num_prompt == 0:
+        raise invalid(f"{prompt_param}: the prompt is empty", prompt_param, "empty_prompt")
+    room = model.context_tokens - num_prompt
+    if room < 1:
+        message = (
+            f"the prompt has {num_prompt} tokens; this model's context of {model.context_tokens} tokens "
+            f"holds at most {model.context_tokens - 1} and an answer"
+        )
+        raise invalid(message, prompt_param, "context_length_exceeded")
+    wanted = asked or config.default_max_tokens or room
+    return min(wanted, room)
+
+
+def _namespace(api_key: str | None, salt: str | None) -> str:
+    """Returns the name under which state is shared: never the key itself, since names may be written out."""
+    key = hashlib.sha256(api_key.encode()).hexdigest()[:16] if api_key else ""
+    return f"{key}/{salt}" if salt else key
+
+
+def _priority(body: GenerationBody) -> Priority:
+    is_background = body.priority == "background" or (body.priority is None and body.service_tier == BACKGROUND_TIER)
+    return Priority.BACKGROUND if is_background else Priority.INTERACTIVE

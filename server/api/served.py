@@ -1,0 +1,101 @@
+"""What the HTTP side knows about the models it serves and the engine behind each of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from models.chat import Message, RenderedPrompt
+from models.sampling import SamplingParams
+from server.api.errors import ApiError, invalid, stopped
+from server.api.tools import ToolFormat
+from server.config import ServerConfig
+from server.engine.generation import Generation
+from server.engine.request import GenerationRequest
+
+
+class PromptRenderer(Protocol):
+    """Text to tokens for one model; `models.chat.ChatRenderer` is the real one. Called on any thread."""
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the model's template looks at tools."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """Returns the prompt of a conversation, or raises ChatTemplateError."""
+        ...
+
+    def encode(self, text: str) -> RenderedPrompt:
+        """Returns the tokens of a plain prompt."""
+        ...
+
+
+class EnginePort(Protocol):
+    """The part of the engine that the HTTP side uses, all of it on the event loop."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Queues a request; raises QueueFull or EngineStopped at once."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Returns counters and gauges at once, never waiting for the worker."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """One loaded model as clients see it."""
+
+    id: str
+    renderer: PromptRenderer
+    context_tokens: int
+    """Longest prompt and answer together, the configured limit included."""
+    vocab_size: int
+    created: int
+    """Seconds since 1970."""
+    tool_format: ToolFormat | None = None
+    """How the model writes tool calls, where that is known."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """The model's own defaults, for what a request leaves out."""
+
+
+@dataclass(eq=False)
+class ApiContext:
+    """All that the endpoints share. Used on the event loop only."""
+
+    config: ServerConfig
+    models: Mapping[str, ServedModel]
+    engines: Mapping[str, EnginePort]
+    """One engine per model, under the same ids."""
+    is_draining: bool = False
+    """Set when the server is asked to stop: running answers finish, new requests are refused."""
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """Returns the model of that id; the only one where no name is given. Raises ApiError (404, 400)."""
+        if not name:
+            if len(self.models) == 1:
+                return next(iter(self.models.values()))
+            raise invalid(f"model: name one of {', '.join(self.models)}", "model", "missing_required_parameter")
+        if name not in self.models:
+            served = ", ".join(self.models)
+            raise ApiError(
+                404, f"the model {name[:200]!r} is not served here, only {served}", "model", "model_not_found"
+            )
+        return self.models[name]
+
+    def running_engine(self, model: ServedModel) -> EnginePort:
+        """Returns the engine of a model; raises ApiError (503) where it takes no requests."""
+        engine = self.engines[model.id]
+        if self.is_draining or not engine.is_running:
+            raise stopped()
+        return engine

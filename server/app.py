@@ -1,0 +1,37 @@
+"""Puts the HTTP side together: routes, the layers around them, and what they share."""
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from server.api.auth import BearerAuth
+from server.api.errors import ErrorBoundary, http_error
+from server.api.health import health
+from server.api.openai_chat import create_chat_completion
+from server.api.openai_completions import create_completion
+from server.api.openai_models import get_model, list_models
+from server.api.served import ApiContext, EnginePort, ServedModel
+from server.config import ServerConfig
+
+ROUTES = (
+    Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/v1/completions", create_completion, methods=["POST"]),
+    Route("/v1/models", list_models, methods=["GET"]),
+    Route("/v1/models/{model_id:path}", get_model, methods=["GET"]),
+    Route("/health", health, methods=["GET"]),
+)
+
+
+def create_app(engine: EnginePort, model: ServedModel, config: ServerConfig) -> Starlette:
+    """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`."""
+    layers = [Middleware(ErrorBoundary)]
+    if config.api_key is not None:
+        layers.append(Middleware(BearerAuth, api_key=config.api_key))
+    app = Starlette(routes=list(ROUTES), middleware=layers, exception_handlers={404: http_error, 405: http_error})
+    app.state.api = ApiContext(config, {model.id: model}, {model.id: engine})
+    return app
+
+
+def start_draining(app: Starlette) -> None:
+    """Refuses new requests from now on; running answers go on. Call it on the event loop."""
+    app.state.api.is_draining = True
