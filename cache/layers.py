@@ -131,6 +131,12 @@ def _groups(indices: Sequence[int], rows: Sequence[mx.array]) -> Iterable[tuple[
         yield group, held
 
 
+def _cut(indices: Sequence[int], arrays: Sequence[mx.array], start: int, stop: int) -> list[_Pack]:
+    """Returns owned packs of the rows `[start, stop)` of some components."""
+    rows = [array[..., start:stop, :] for array in arrays]
+    return [_packed(*group) for group in _groups(indices, rows)]
+
+
 def _packed(indices: Sequence[int], rows: Sequence[mx.array]) -> _Pack:
     packed = mx.concatenate(list(rows), axis=0) if len(rows) > 1 else rows[0]
     return _Pack(tuple(indices), owned(packed), len(indices))
@@ -393,9 +399,8 @@ class Layout:
             arrays = [array for place in batch for array in place.leaf.arrays(leaves[place.index])]
             indices = [index for place in batch for index in place.components]
             for held, (start, stop) in zip(packs, ranges, strict=True):
-                rows = [array[..., start:stop, :] for array in arrays]
-                held.extend(_packed(*group) for group in _groups(indices, rows))
-            del arrays, rows
+                held.extend(_cut(indices, arrays, start, stop))
+            del arrays
             if consume:
                 for place in batch:
                     leaves[place.index].keys = leaves[place.index].values = None

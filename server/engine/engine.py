@@ -1,0 +1,246 @@
+"""The engine as the rest of the server sees it: submit a request, iterate over its events.
+
+`Engine` owns the worker thread. Everything that touches the device happens there, clean-up included; everything
+here only passes messages. `stats` and `is_running` answer at once, however busy the device is.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cache.prefix_cache import PrefixCache
+from models.loader import LoadedModel
+from models.runner import Runner
+from models.text import StreamDecoder
+from server.engine.errors import EngineStopped, QueueFull, StepFailed
+from server.engine.events import Event, Failed, Finished
+from server.engine.generation import Generation
+from server.engine.request import GenerationRequest
+from server.engine.sequence import Sink
+from server.engine.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 2
+CALIBRATION_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What an engine may use."""
+
+    max_slots: int = 8
+    """Sequences that are live at once."""
+    budget_bytes: int = 4 << 30
+    """Memory for the state of past tokens, live and stored."""
+    context_tokens: int = 4096
+    """Prompt and output of one request together."""
+    chunk_tokens: int = 512
+    """Prompt tokens evaluated between two decode steps."""
+    max_waiting: int = 64
+    """Requests that may wait beyond those that run."""
+    expected_tokens: int = 512
+    """Output that live buffers are sized for; a longer one grows them."""
+
+
+@dataclass(frozen=True)
+class _Submit:
+    request: GenerationRequest
+    sink: Sink
+
+
+@dataclass(frozen=True)
+class _Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Something to run on the worker thread between steps."""
+
+    run: Callable[[Worker], None]
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+_Message: TypeAlias = _Submit | _Cancel | _Call | _Stop
+
+
+class Engine:
+    """One model being served. `submit` belongs to the event loop, the other methods to any thread."""
+
+    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
+        """`make_worker` runs on the worker thread, so that whatever it builds on the device belongs there."""
+        self._make_worker = make_worker
+        self._config = config
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
+        self._lock = threading.Lock()
+        self._num_open = 0
+        self._idle = threading.Event()
+        self._idle.set()
+        self._is_accepting = False
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+        self._stats: dict[str, Any] = {}
+
+    @classmethod
+    def for_model(cls, loaded: LoadedModel, config: EngineConfig) -> "Engine":
+        """Returns an engine for a loaded model; `start` begins its work."""
+
+        def make_worker() -> Worker:
+            runner = Runner(loaded.model, vocab_size=loaded.vocab_size)
+            prefix_cache = PrefixCache(
+                runner.make_caches, num_slots=config.max_slots, budget_bytes=config.budget_bytes
+            )
+            _calibrate(runner, prefix_cache)
+            return Worker(
+                runner,
+                prefix_cache,
+                lambda: StreamDecoder(loaded.tokenizer),
+                eos_token_ids=loaded.eos_token_ids,
+                chunk_tokens=config.chunk_tokens,
+                expected_tokens=config.expected_tokens,
+                clock=time.monotonic,
+            )
+
+        return cls(make_worker, config)
+
+    # ---------------------------------------------------------------------------------------------- lifecycle
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are being taken."""
+        return self._is_accepting and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Starts the worker and returns when it is ready. Raises whatever kept it from becoming so."""
+        self._thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            raise self._start_error
+        self._is_accepting = True
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        """Takes no more requests and waits for the running ones; False if some were still running then."""
+        self._is_accepting = False
+        return await asyncio.to_thread(self._idle.wait, timeout_seconds)
+
+    def stop(self) -> None:
+        """Ends what still runs, with an error to its client, and the thread."""
+        self._is_accepting = False
+        self._inbox.put(_Stop())
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # ----------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Queues a request and returns its events-to-come.
+
+        Raises EngineStopped while not running, QueueFull when too many wait, ValueError for a prompt that is
+        empty or leaves no room in the context.
+        """
+        if not self.is_running:
+            raise EngineStopped("the engine is not running")
+        room = self._config.context_tokens - len(request.tokens)
+        if room < 1 or not len(request.tokens) or request.max_tokens < 1:
+            raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
+        self._open()
+        generation = Generation(request.request_id, lambda request_id: self._inbox.put(_Cancel(request_id)))
+        sized = replace(request, max_tokens=min(request.max_tokens, room))
+        self._inbox.put(_Submit(sized, _CountingSink(generation, self._close)))
+        return generation
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the counts of the last step; never waits for the device."""
+        return {**self._stats, "open_requests": self._num_open}
+
+    def call(self, run: Callable[[Worker], None]) -> None:
+        """Has `run` called with the worker, on its thread, between two steps."""
+        self._inbox.put(_Call(run))
+
+    def _open(self) -> None:
+        with self._lock:
+            waiting = self._num_open - self._config.max_slots
+            if waiting >= self._config.max_waiting:
+                raise QueueFull(waiting, RETRY_AFTER_SECONDS)
+            self._num_open += 1
+            self._idle.clear()
+
+    def _close(self) -> None:
+        with self._lock:
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._idle.set()
+
+    # ----------------------------------------------------------------------------------------- worker thread
+
+    def _run(self) -> None:
+        try:
+            worker = self._make_worker()
+        except BaseException as error:  # handed to `start`, which raises it where somebody can answer
+            self._start_error = error
+            return
+        finally:
+            self._ready.set()
+        while self._read_inbox(worker):
+            self._step(worker)
+            self._stats = worker.stats()
+        worker.stop()
+
+    def _step(self, worker: Worker) -> None:
+        try:
+            worker.step()
+        except Exception as error:  # a bug of ours: every request hears of it, the engine goes on with the next
+            logger.exception("the engine failed between requests")
+            worker.fail_all(StepFailed(f"the server failed: {error}"))
+
+    def _read_inbox(self, worker: Worker) -> bool:
+        """Handles all messages, waiting for one if there is nothing else to do; False when it is time to stop."""
+        while True:
+            try:
+                message = self._inbox.get(block=not worker.has_work)
+            except queue.Empty:
+                return True
+            if isinstance(message, _Stop):
+                return False
+            self._handle(worker, message)
+
+    def _handle(self, worker: Worker, message: _Message) -> None:
+        if isinstance(message, _Submit):
+            worker.submit(message.request, message.sink)
+        elif isinstance(message, _Cancel):
+            worker.cancel(message.request_id)
+        elif isinstance(message, _Call):
+            message.run(worker)
+
+
+class _CountingSink:
+    """Passes events on and says when the last one went by."""
+
+    def __init__(self, generation: Generation, on_end: Callable[[], None]) -> None:
+        self._generation = generation
+        self._on_end = on_end
+
+    def post(self, events: list[Event]) -> None:
+        if any(isinstance(event, Finished | Failed) for event in events):
+            self._on_end()
+        self._generation.post(events)
+
+
+def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> None:
+    """Evaluates a few tokens once, to learn how large their state is and to compile what must be compiled."""
+    caches = runner.make_caches()
+    runner.prefill(caches, np.ones(CALIBRATION_TOKENS, np.int32))
+    prefix_cache.calibrate(caches)

@@ -1,0 +1,148 @@
+"""One request being run: its tokens, its text so far, its clock readings. No device, no queue."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cache.prefix_cache import Lease
+from models.text import StopStringMatcher
+from server.engine.events import Delta, Event, Finished, FinishReason, Timings
+from server.engine.request import GenerationRequest, TokenArray
+from server.engine.scheduler import Ticket, ticket_for
+
+
+class Sink(Protocol):
+    """Where a request's events go."""
+
+    def post(self, events: list[Event]) -> None:
+        """Hands events over, in order."""
+
+
+class TextDecoder(Protocol):
+    """Turns tokens into text, one at a time."""
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that became certain with this token."""
+
+    def finish(self) -> str:
+        """Returns what was held back."""
+
+
+@dataclass
+class Marks:
+    """Readings of the clock in seconds, and the counts that belong to them."""
+
+    submitted: float
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+
+class Sequence:
+    """The mutable side of a request. Worker thread only."""
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sink: Sink,
+        decoder: TextDecoder,
+        eos_token_ids: frozenset[int],
+        *,
+        arrival: int,
+        now: float,
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.ticket: Ticket = ticket_for(request, arrival, request.tokens)
+        self.lease: Lease | None = None
+        self.row: Any = None
+        self.unrecorded: int | None = None
+        """A token that is known but not yet evaluated, hence not in the lease's log."""
+        self.generated: list[int] = []
+        self.num_launched = 0
+        self.is_suspect = False
+        """A step with this sequence failed: it decodes alone until one succeeds."""
+        self.reason: FinishReason | None = None
+        self.hit_tokens: int | None = None
+        self.marks = Marks(submitted=now)
+        self._decoder = decoder
+        self._eos = frozenset[int]() if request.ignore_eos else eos_token_ids
+        self._stops = StopStringMatcher(request.stop)
+        self._stop_text: str | None = None
+        self._unsaid: list[int] = []
+
+    @property
+    def tokens(self) -> TokenArray:
+        """What must be evaluated before the next token: the prompt, and after a replay the output so far."""
+        return self.ticket.tokens
+
+    @property
+    def may_launch(self) -> bool:
+        """Whether another token may be sampled."""
+        return self.reason is None and self.num_launched < self.request.max_tokens
+
+    def replay(self) -> None:
+        """Goes back to the queue with prompt and output to be evaluated again; loses its state, not its text."""
+        tokens = np.concatenate([self.request.tokens, np.array(self.generated, np.int32)])
+        self.ticket = ticket_for(self.request, self.ticket.arrival, tokens)
+        self.lease, self.row, self.unrecorded, self.is_suspect = None, None, None, True
+        self.num_launched = len(self.generated)
+
+    def accept(self, token: int, now: float) -> list[Event]:
+        """Takes a sampled token and returns what to tell the client; sets `reason` when it is the last one."""
+        self.marks.first_token = self.marks.first_token or now
+        self.marks.last_token = now
+        self.generated.append(token)
+        if token in self._eos:
+            return self._end(FinishReason.STOP, now)
+        self._unsaid.append(token)
+        events = self._say(self._decoder.push(token))
+        if self._stop_text is not None:
+            return [*events, *self._end(FinishReason.STOP, now)]
+        if len(self.generated) >= self.request.max_tokens:
+            return [*events, *self._end(FinishReason.LENGTH, now)]
+        return events
+
+    def cancel(self, now: float) -> list[Event]:
+        """Ends the sequence where it is."""
+        return self._end(FinishReason.CANCELLED, now)
+
+    def _say(self, text: str) -> list[Event]:
+        emitted, self._stop_text = self._stops.push(text)
+        return self._delta(emitted)
+
+    def _delta(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        tokens, self._unsaid = tuple(self._unsaid), []
+        return [Delta(text, tokens)]
+
+    def _end(self, reason: FinishReason, now: float) -> list[Event]:
+        self.reason = reason
+        events: list[Event] = []
+        if self._stop_text is None:
+            events += self._say(self._decoder.finish())
+        if self._stop_text is None:
+            events += self._delta(self._stops.flush())
+        else:
+            self.reason = FinishReason.STOP if reason is not FinishReason.CANCELLED else reason
+        return [*events, Finished(self.reason, len(self.request.tokens), self._timings(now), self._stop_text)]
+
+    def _timings(self, now: float) -> Timings:
+        marks = self.marks
+        hit = min(self.hit_tokens or 0, len(self.request.tokens))
+        started = marks.started or now
+        first = marks.first_token or now
+        return Timings(
+            cache_tokens=hit,
+            evaluated_tokens=len(self.request.tokens) - hit,
+            prompt_ms=1000 * (first - started),
+            predicted_tokens=len(self.generated),
+            predicted_ms=1000 * ((marks.last_token or now) - first),
+            queue_ms=1000 * (started - marks.submitted),
+        )
+
+
+MakeDecoder = Callable[[], TextDecoder]

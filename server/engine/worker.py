@@ -1,0 +1,331 @@
+"""The engine's single thread of thought: requests and cancels in, one step at a time, events out.
+
+Invariants:
+
+* this is the only code that touches the runner and the prefix cache, and one thread runs it;
+* every request that came in gets exactly one Finished or Failed, and its lease is closed exactly once;
+* a token is recorded before it is emitted, and the caches never run ahead of what is recorded;
+* what happens depends only on the messages, their order and the clock handed in, so a seed is a history.
+
+A step is: one decode step for all live rows, then one prefill chunk. Decode steps are double-buffered: the next
+one starts before the tokens of the last one are read, except when a chunk follows, which would delay them.
+
+A step that fails takes down nobody but the sequence at fault. A failed prefill has one sequence. After a failed
+decode step the live state of every row in it is dropped, and each row is replayed from what the trie still holds,
+decoding alone until one step has succeeded; the row that fails alone is the one to report.
+"""
+
+import logging
+from collections.abc import Callable, Sequence as Rows
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cache.errors import BudgetExceeded
+from cache.layers import LayerCache
+from cache.placement import RestorePoint, RestorePointKind
+from cache.prefix_cache import Lease, PrefixCache
+from models.sampling import SamplingParams
+from server.engine.errors import EngineStopped, OutOfMemory, StepFailed
+from server.engine.events import Event, Failed, Progress, Started
+from server.engine.request import GenerationRequest, TokenArray
+from server.engine.scheduler import Phase, Scheduler, Ticket
+from server.engine.sequence import MakeDecoder, Sequence, Sink
+
+logger = logging.getLogger(__name__)
+
+
+class Step(Protocol):
+    """A decode step under way."""
+
+    def tokens(self) -> list[int]:
+        """Blocks until every row's next token is known and returns them in row order."""
+
+
+class Runner(Protocol):
+    """What evaluates tokens; `models.runner.Runner` is the real one."""
+
+    def prefill(self, caches: list[LayerCache], tokens: TokenArray) -> None:
+        """Evaluates tokens of one sequence after what its caches hold."""
+
+    def make_row(
+        self, caches: list[LayerCache], sampling: SamplingParams, next_token: int, generated: Rows[int] = ()
+    ) -> Any:
+        """Returns a row that decodes from `next_token` on, sampling as one that has put out `generated` so far."""
+
+    def launch(self, rows: Rows[Any], previous: Any) -> Step:
+        """Starts one decode step; rows without a next token take the one `previous` sampled for them."""
+
+    def settle(self, row: Any) -> None:
+        """Makes a row's own caches hold all of its state."""
+
+
+@dataclass
+class _Flight:
+    """A launched step, the sequences in it, and whether its tokens were read."""
+
+    step: Step
+    sequences: list[Sequence]
+    is_read: bool = False
+
+
+class Worker:
+    """Runs requests. All methods belong to one thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        prefix_cache: PrefixCache,
+        make_decoder: MakeDecoder,
+        *,
+        eos_token_ids: frozenset[int],
+        chunk_tokens: int,
+        expected_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.prefix_cache = prefix_cache
+        self._runner = runner
+        self._make_decoder = make_decoder
+        self._eos = eos_token_ids
+        self._chunk_tokens = chunk_tokens
+        self._expected_tokens = expected_tokens
+        self._clock = clock
+        self._scheduler = Scheduler(chunk_tokens)
+        self._sequences: dict[str, Sequence] = {}
+        self._flight: _Flight | None = None
+        self._num_arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._sequences)
+
+    # -------------------------------------------------------------------------------------------- messages
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Queues a request."""
+        self._num_arrivals += 1
+        sequence = Sequence(
+            request, sink, self._make_decoder(), self._eos, arrival=self._num_arrivals, now=self._clock()
+        )
+        self._sequences[request.request_id] = sequence
+        self._scheduler.add(sequence.ticket)
+        self._share(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request now; its progress stays cached. Unknown or finished ids are ignored."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._tell(sequence, sequence.cancel(self._clock()))
+            self._leave(sequence)
+
+    def fail_all(self, error: Exception) -> None:
+        """Ends every request with an error, keeping their progress where possible."""
+        for sequence in list(self._sequences.values()):
+            self._fail(sequence, error)
+
+    def stop(self) -> None:
+        """Ends every request because the engine ends."""
+        self.fail_all(EngineStopped("the server is shutting down"))
+
+    def stats(self) -> dict[str, Any]:
+        """Returns counts for reports."""
+        phases = {phase.value: len(self._scheduler.in_phase(phase)) for phase in Phase}
+        return {"requests": phases, "cache": self.prefix_cache.stats()}
+
+    # ------------------------------------------------------------------------------------------------ steps
+
+    def step(self) -> None:
+        """Runs one decode step and one prefill chunk, whichever there is work for."""
+        self._decode()
+        ticket = self._scheduler.choose_prefill(self._restorable)
+        if ticket is not None:
+            self._read_flight()
+            sequence = self._sequences.get(ticket.request_id)
+            if sequence is not None:
+                self._prefill(sequence)
+
+    def _restorable(self, ticket: Ticket) -> int:
+        if not ticket.shares:
+            return 0
+        return self.prefix_cache.peek(ticket.tokens, namespace=ticket.namespace)
+
+    # -- prefill
+
+    def _prefill(self, sequence: Sequence) -> None:
+        if sequence.lease is None and not self._admit(sequence):
+            return
+        lease, limit = sequence.lease, len(sequence.tokens) - 1
+        assert lease is not None
+        if lease.offset < limit:
+            chunk = sequence.tokens[lease.offset : lease.chunk_stop(self._chunk_tokens, limit)]
+            try:
+                self._runner.prefill(lease.caches, chunk)
+                lease.advance(chunk)
+            except Exception as error:  # whatever the model raises is this request's failure, not the engine's
+                self._fail_step(sequence, error)
+                return
+            sequence.ticket.offset = lease.offset
+            self._tell(
+                sequence, [Progress(min(lease.offset, len(sequence.request.tokens)), len(sequence.request.tokens))]
+            )
+        if lease.offset >= limit:
+            self._start_decoding(sequence, lease)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Gets a lease for a waiting sequence; False if it has to go on waiting, or failed."""
+        request = sequence.request
+        try:
+            lease = self.prefix_cache.begin(
+                sequence.tokens,
+                namespace=request.namespace,
+                session_id=request.session_id,
+                restore_points=request.restore_points,
+                expected_tokens=min(request.max_tokens, self._expected_tokens),
+                reuse=request.cache_prompt,
+            )
+        except BudgetExceeded as error:
+            self._fail(sequence, OutOfMemory(str(error)))
+            return False
+        if lease is None:
+            self._scheduler.stall()
+            return False
+        sequence.lease = lease
+        sequence.ticket.phase, sequence.ticket.offset = Phase.PREFILLING, lease.offset
+        if sequence.hit_tokens is None:
+            sequence.hit_tokens, sequence.marks.started = lease.hit_tokens, self._clock()
+            self._tell(
+                sequence,
+                [Started(lease.slot_index, lease.match_tokens, lease.hit_tokens, len(request.tokens))],
+            )
+        self._share(sequence)
+        return True
+
+    def _share(self, sequence: Sequence) -> None:
+        """Asks whoever is to evaluate a prefix that another request needs too to keep a restore point at its end."""
+        for other in self._sequences.values():
+            if other is not sequence:
+                shared = self._scheduler.common_tokens(sequence.ticket, other.ticket)
+                for one in (sequence, other):
+                    if one.lease is not None and one.ticket.phase is Phase.PREFILLING:
+                        one.lease.want(RestorePoint(shared, RestorePointKind.BRANCH))
+
+    def _start_decoding(self, sequence: Sequence, lease: Lease) -> None:
+        last = int(sequence.tokens[-1])
+        sequence.row = self._runner.make_row(lease.caches, sequence.request.sampling, last, sequence.generated)
+        sequence.unrecorded = last
+        sequence.ticket.phase = Phase.DECODING
+
+    # -- decode
+
+    def _decode(self) -> None:
+        previous, sequences, failure = self._flight, self._rows_to_launch(), None
+        self._flight = None
+        if sequences:
+            try:
+                self._flight = self._launch(sequences, previous)
+            except Exception as error:  # the model raised: find out which row it was, keep the others
+                failure = error
+        if previous is not None and not previous.is_read:
+            self._read(previous)
+        if failure is not None:
+            self._recover(sequences, failure)
+
+    def _rows_to_launch(self) -> list[Sequence]:
+        decoding = [self._sequences[t.request_id] for t in self._scheduler.in_phase(Phase.DECODING)]
+        ready = [sequence for sequence in decoding if sequence.may_launch]
+        suspects = [sequence for sequence in ready if sequence.is_suspect]
+        return suspects[:1] or ready
+
+    def _launch(self, sequences: list[Sequence], previous: _Flight | None) -> _Flight:
+        for sequence in sequences:
+            if previous is None or sequence not in previous.sequences:
+                sequence.row.next_token = sequence.unrecorded
+        step = self._runner.launch([s.row for s in sequences], previous.step if previous else None)
+        for sequence in sequences:
+            sequence.num_launched += 1
+            self._record(sequence)
+        return _Flight(step, sequences)
+
+    def _read_flight(self) -> None:
+        if self._flight is not None and not self._flight.is_read:
+            self._read(self._flight)
+
+    def _read(self, flight: _Flight) -> None:
+        """Takes the tokens of a launched step, records those already being evaluated, and tells the clients."""
+        flight.is_read = True
+        try:
+            tokens = flight.step.tokens()
+        except Exception as error:  # as above: the fault shows when the step is waited for
+            later = self._flight.sequences if self._flight is not None and self._flight is not flight else []
+            self._flight = None
+            self._recover(list(dict.fromkeys([*flight.sequences, *later])), error)
+            return
+        for sequence, token in zip(flight.sequences, tokens, strict=True):
+            if sequence.reason is None and sequence.request.request_id in self._sequences:
+                self._accept(sequence, token, flight)
+
+    def _accept(self, sequence: Sequence, token: int, flight: _Flight) -> None:
+        sequence.is_suspect = False
+        sequence.unrecorded = token
+        newer = self._flight
+        if newer is not None and newer is not flight and sequence in newer.sequences:
+            self._record(sequence)
+        self._tell(sequence, sequence.accept(token, self._clock()))
+        if sequence.reason is not None:
+            self._leave(sequence)
+
+    def _record(self, sequence: Sequence) -> None:
+        """Logs the token that the step just launched evaluates, if it is known yet."""
+        if sequence.unrecorded is not None and sequence.lease is not None:
+            sequence.lease.append(sequence.unrecorded)
+            sequence.unrecorded = None
+
+    # -- endings
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Ends a sequence that is over; what it computed stays."""
+        self._forget(sequence)
+        lease = sequence.lease
+        if lease is None:
+            return
+        try:
+            if sequence.row is not None:
+                self._runner.settle(sequence.row)
+            lease.close()
+        except Exception:  # the state cannot be read out, so it is dropped; the answer was given already
+            logger.exception("the state of request %s was lost", sequence.request.request_id)
+            if lease.is_open:
+                lease.discard()
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        self._tell(sequence, [Failed(error)])
+        self._leave(sequence)
+
+    def _fail_step(self, sequence: Sequence, error: Exception) -> None:
+        logger.error("request %s failed", sequence.request.request_id, exc_info=error)
+        self._tell(sequence, [Failed(StepFailed(f"the model failed on this request: {error}"))])
+        self._forget(sequence)
+        if sequence.lease is not None:
+            sequence.lease.discard()
+
+    def _recover(self, sequences: list[Sequence], error: Exception) -> None:
+        """Drops the live state of every row of a failed step; replays them unless the culprit is known."""
+        alive = [s for s in sequences if s.request.request_id in self._sequences and s.lease is not None]
+        if len(alive) == 1:
+            self._fail_step(alive[0], error)
+            return
+        logger.warning("a decode step of %d rows failed; replaying each: %s", len(alive), error)
+        for sequence in alive:
+            if sequence.lease is not None:
+                sequence.lease.discard()
+            self._scheduler.remove(sequence.ticket)
+            sequence.replay()
+            self._scheduler.add(sequence.ticket)
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request.request_id]
+        self._scheduler.remove(sequence.ticket)
+
+    def _tell(self, sequence: Sequence, events: list[Event]) -> None:
+        if events:
+            sequence.sink.post(events)

@@ -1,0 +1,349 @@
+"""The engine's worker over the token-carrying fake model: what clients see, and what stays cached."""
+
+import random
+
+import pytest
+
+from models.sampling import SamplingParams
+from server.engine.errors import OutOfMemory, StepFailed
+from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
+from server.engine.request import Priority
+from tests.engine_driver import Harness
+from tests.fake_model import LAYOUTS
+from tests.fake_runner import EOS, FakeRunner, reference
+
+
+def answer(prompt: list[int], max_tokens: int = 8) -> list[int]:
+    """Returns the reference answer without its end of turn, which is never text."""
+    return [token for token in reference(prompt, max_tokens) if token != EOS]
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    """Returns a prompt of tokens 1..9."""
+    rng = random.Random(seed)
+    return [rng.randint(1, 9) for _ in range(length)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_request_tells_its_story_in_order(layout: str) -> None:
+    harness = Harness(layout)
+    sink = harness.submit(prompt_of(1, 40), max_tokens=5)
+    harness.run()
+    kinds = [type(event) for event in sink.events]
+    assert kinds[:2] == [Started, Progress]
+    assert kinds[-1] is Finished and Failed not in kinds
+    assert sink.tokens == answer(prompt_of(1, 40), 5)
+    assert sink.last.timings.cache_tokens + sink.last.timings.evaluated_tokens == 40
+
+
+def test_a_progress_event_follows_each_chunk() -> None:
+    harness = Harness(chunk_tokens=16)
+    sink = harness.submit(prompt_of(1, 40))
+    harness.run()
+    assert [e.evaluated for e in sink.events if isinstance(e, Progress)] == [16, 32, 39]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_next_turn_evaluates_only_what_is_new(layout: str) -> None:
+    harness = Harness(layout)
+    first = prompt_of(2, 50)
+    harness.run(harness.submit(first, max_tokens=6))
+    harness.prefix_cache.check()
+    history = [*first, *reference(first, 6)]
+    new = prompt_of(3, 7)
+    sink = harness.submit([*history, *new], max_tokens=4)
+    harness.run()
+    known = len(history) if reference(first, 6)[-1] == EOS else len(history) - 1
+    assert sink.started.hit_tokens == known
+    assert sink.tokens == answer([*history, *new], 4)
+
+
+def test_an_exact_repeat_evaluates_one_token() -> None:
+    for layout in LAYOUTS:
+        harness = Harness(layout)
+        prompt = prompt_of(4, 60)
+        harness.run(harness.submit(prompt))
+        sink = harness.submit(prompt)
+        harness.run()
+        assert sink.started.hit_tokens == 59, layout
+        assert sink.tokens == answer(prompt), layout
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_many_at_once_get_their_own_answers(layout: str) -> None:
+    harness = Harness(layout, num_slots=3)
+    prompts = [prompt_of(5, 30) + prompt_of(seed, 5 + seed) for seed in range(8)]
+    sinks = [harness.submit(prompt, max_tokens=4 + n) for n, prompt in enumerate(prompts)]
+    harness.run()
+    for n, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        assert sink.tokens == answer(prompt, 4 + n)
+
+
+def test_rows_decode_together() -> None:
+    harness = Harness()
+    sinks = [harness.submit(prompt_of(seed, 5), max_tokens=20, ignore_eos=True) for seed in range(3)]
+    harness.run(*sinks)
+    assert max(entry[1] for entry in harness.runner.log if entry[0] == "decode") == 3
+
+
+def test_a_chunk_runs_between_two_decode_steps_while_a_long_prompt_prefills() -> None:
+    harness = Harness(chunk_tokens=16)
+    harness.submit(prompt_of(1, 5), max_tokens=60, ignore_eos=True)
+    harness.step(4)
+    harness.submit(prompt_of(2, 100), max_tokens=1)
+    harness.runner.log.clear()
+    harness.step(6)
+    assert [entry[0] for entry in harness.runner.log] == ["decode", "prefill"] * 6
+
+
+def test_a_newcomer_gets_its_first_token_within_two_decode_steps() -> None:
+    harness = Harness(chunk_tokens=16)
+    harness.submit(prompt_of(1, 5), max_tokens=60, ignore_eos=True)
+    harness.step(5)
+    harness.runner.log.clear()
+    newcomer = harness.submit(prompt_of(2, 10), ignore_eos=True)
+    while not newcomer.tokens:
+        harness.step()
+    # one step under way, its own prefill, its own step, and the step that runs while its token is read
+    assert [entry[0] for entry in harness.runner.log].count("decode") <= 3
+
+
+def test_four_at_once_on_one_cold_prefix_compute_it_once() -> None:
+    for layout in LAYOUTS:
+        harness = Harness(layout)
+        shared = prompt_of(6, 200)
+        sinks = [harness.submit([*shared, *prompt_of(seed, 4)], max_tokens=3) for seed in range(10, 14)]
+        harness.run()
+        prefilled = sum(entry[1] for entry in harness.runner.log if entry[0] == "prefill")
+        assert prefilled <= 200 + 4 * 8, layout
+        for seed, sink in zip(range(10, 14), sinks, strict=True):
+            assert sink.tokens == answer([*shared, *prompt_of(seed, 4)], 3), layout
+
+
+def test_requests_of_one_session_on_one_history_run_in_arrival_order() -> None:
+    harness = Harness()
+    history = prompt_of(7, 30)
+    ends: list[int] = []
+    sinks = [
+        harness.submit([*history, *prompt_of(seed, 3 + seed)], session_id="chat", user_start=30, max_tokens=9 - seed)
+        for seed in range(5)
+    ]
+    while harness.worker.has_work:
+        harness.step()
+        ends += [n for n, sink in enumerate(sinks) if sink.is_over and n not in ends]
+    assert ends == [0, 1, 2, 3, 4]
+    for seed, sink in enumerate(sinks):
+        assert sink.tokens == answer([*history, *prompt_of(seed, 3 + seed)], 9 - seed)
+
+
+def test_requests_of_one_session_on_different_histories_run_side_by_side() -> None:
+    harness = Harness()
+    root = harness.submit(prompt_of(1, 40), session_id="agent", user_start=30, max_tokens=50, ignore_eos=True)
+    child = harness.submit(prompt_of(2, 40), session_id="agent", user_start=30, max_tokens=3, ignore_eos=True)
+    harness.run(child)
+    assert not root.is_over
+
+
+def test_a_short_prompt_passes_a_long_one() -> None:
+    harness = Harness(chunk_tokens=16)
+    long = harness.submit(prompt_of(1, 300), max_tokens=1)
+    harness.step()
+    short = harness.submit(prompt_of(2, 10), max_tokens=2)
+    harness.run(short)
+    assert not any(isinstance(event, Delta) for event in long.events)
+    harness.run()
+    assert long.is_over
+
+
+def test_a_background_prefill_lets_interactive_ones_go_first() -> None:
+    harness = Harness(chunk_tokens=16)
+    slow = harness.submit(prompt_of(1, 200), max_tokens=1, priority=Priority.BACKGROUND)
+    harness.step()
+    fast = harness.submit(prompt_of(2, 100), max_tokens=1)
+    harness.run(fast)
+    assert not slow.is_over
+    harness.run()
+    assert slow.tokens == answer(prompt_of(1, 200), 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cancelled_prefill_keeps_its_progress(layout: str) -> None:
+    harness = Harness(layout, chunk_tokens=16)
+    prompt = prompt_of(8, 100)
+    sink = harness.submit(prompt, request_id="gone")
+    harness.step(4)
+    harness.worker.cancel("gone")
+    assert sink.last.reason is FinishReason.CANCELLED
+    again = harness.submit(prompt)
+    harness.run()
+    assert again.started.hit_tokens == 64
+    assert again.tokens == answer(prompt)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_cancelled_answer_keeps_what_was_generated(layout: str) -> None:
+    harness = Harness(layout)
+    prompt = prompt_of(9, 20)
+    sink = harness.submit(prompt, request_id="gone", max_tokens=50, ignore_eos=True)
+    harness.step(9)
+    harness.worker.cancel("gone")
+    said = sink.tokens
+    harness.step(2)
+    assert sink.tokens == said and len(said) > 3
+    again = harness.submit([*prompt, *said, 3], max_tokens=2)
+    harness.run()
+    assert again.started.hit_tokens >= len(prompt) + len(said) - 1
+    assert again.tokens == answer([*prompt, *said, 3], 2)
+
+
+def test_cancelling_twice_or_an_unknown_request_does_nothing() -> None:
+    harness = Harness()
+    sink = harness.submit(prompt_of(1, 5), request_id="x")
+    harness.worker.cancel("nobody")
+    harness.worker.cancel("x")
+    harness.worker.cancel("x")
+    assert sink.is_over and not harness.worker.has_work
+
+
+def test_a_stop_string_ends_the_answer_before_it() -> None:
+    harness = Harness()
+    prompt = prompt_of(3, 10)
+    wanted = reference(prompt, 12, ignore_eos=True)
+    sink = harness.submit(prompt, max_tokens=12, stop=(f"{wanted[2]} {wanted[3]}",), ignore_eos=True)
+    harness.run()
+    assert sink.tokens == wanted[:2]
+    assert sink.last.reason is FinishReason.STOP
+    assert sink.last.stop_text == f"{wanted[2]} {wanted[3]}"
+
+
+def test_max_tokens_is_exact() -> None:
+    for count in (1, 2, 3, 7):
+        harness = Harness()
+        sink = harness.submit(prompt_of(3, 10), max_tokens=count, ignore_eos=True)
+        harness.run()
+        assert len(sink.tokens) == count
+        assert sink.last.reason is FinishReason.LENGTH
+        assert sink.last.timings.predicted_tokens == count
+
+
+@pytest.mark.parametrize("part", ["launch", "read"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_that_fails_fails_alone(layout: str, part: str) -> None:
+    poison = 77
+    runner = FakeRunner(
+        layout, fault=lambda kind, rows: part if kind == "decode" and any(poison in row for row in rows) else None
+    )
+    harness = Harness(runner=runner)
+    good = [harness.submit(prompt_of(seed, 12), max_tokens=15, ignore_eos=True) for seed in (1, 2)]
+    harness.step(5)
+    bad = harness.submit([*prompt_of(3, 6), poison], max_tokens=5)
+    harness.run()
+    assert isinstance(bad.last, Failed) and isinstance(bad.last.error, StepFailed)
+    for seed, sink in zip((1, 2), good, strict=True):
+        assert sink.tokens == reference(prompt_of(seed, 12), 15, ignore_eos=True)
+
+
+def test_a_prefill_that_fails_harms_nobody_else() -> None:
+    poison = 77
+    runner = FakeRunner("R", fault=lambda kind, rows: "x" if kind == "prefill" and poison in rows[0] else None)
+    harness = Harness(runner=runner)
+    before = prompt_of(1, 40)
+    harness.run(harness.submit(before))
+    bad = harness.submit([*before[:20], poison, 1, 2, 3])
+    harness.run()
+    assert isinstance(bad.last, Failed)
+    again = harness.submit(before)
+    harness.run()
+    assert again.started.hit_tokens == 39
+    assert again.tokens == answer(before)
+
+
+def test_a_prompt_beyond_the_whole_budget_is_refused_and_others_go_on() -> None:
+    harness = Harness(budget_bytes=40_000)
+    small = harness.submit(prompt_of(1, 10))
+    harness.run()
+    caches = harness.runner.make_caches()
+    harness.runner.prefill(caches, harness.prefix_cache.slots[0].log.view(0, 4))
+    harness.prefix_cache.calibrate(caches)
+    huge = harness.submit(prompt_of(2, 3000))
+    after = harness.submit(prompt_of(3, 10))
+    harness.run()
+    assert small.is_over and after.tokens == answer(prompt_of(3, 10))
+    assert isinstance(huge.last.error, OutOfMemory)
+
+
+def test_cache_prompt_false_neither_reuses_nor_keeps() -> None:
+    harness = Harness()
+    prompt = prompt_of(4, 50)
+    harness.run(harness.submit(prompt))
+    private = harness.submit(prompt, cache_prompt=False)
+    harness.run()
+    assert private.started.hit_tokens == 0 and private.tokens == answer(prompt)
+    secret = prompt_of(5, 50)
+    harness.run(harness.submit(secret, cache_prompt=False))
+    again = harness.submit(secret)
+    harness.run()
+    assert again.started.match_tokens == 0
+
+
+def test_namespaces_share_nothing() -> None:
+    harness = Harness()
+    prompt = prompt_of(4, 50)
+    harness.run(harness.submit(prompt, namespace="a"))
+    other = harness.submit(prompt, namespace="b")
+    harness.run()
+    assert other.started.match_tokens == 0 and other.tokens == answer(prompt)
+
+
+def test_stop_fails_what_still_runs() -> None:
+    harness = Harness()
+    sinks = [harness.submit(prompt_of(seed, 20), max_tokens=50, ignore_eos=True) for seed in range(6)]
+    harness.step(3)
+    harness.worker.stop()
+    assert all(isinstance(sink.last, Failed) for sink in sinks)
+    assert not harness.worker.has_work
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> None:
+    """One seed is one history: requests, cancels, faults, small budgets; every finished answer is the reference."""
+    rng = random.Random(seed)
+    faults = {"left": 3}
+
+    def fault(kind: str, rows: list[list[int]]) -> str | None:
+        if faults["left"] and rng.random() < 0.02:
+            faults["left"] -= 1
+            return rng.choice(["launch", "read"])
+        return None
+
+    harness = Harness(runner=FakeRunner(layout, fault=fault), num_slots=3, budget_bytes=rng.choice([60_000, 1 << 30]))
+    histories: list[list[int]] = [prompt_of(0, 12)]
+    running: dict[str, tuple[list[int], int, object]] = {}
+    for number in range(40):
+        base = rng.choice(histories)
+        prompt = [*base[: rng.randint(1, len(base))], *prompt_of(rng.randint(0, 99), rng.randint(1, 30))]
+        count, session = rng.randint(1, 12), rng.choice([None, "a", "b"])
+        sink = harness.submit(
+            prompt, max_tokens=count, session_id=session, request_id=f"q{number}", user_start=len(prompt) // 2
+        )
+        running[f"q{number}"] = (prompt, count, sink)
+        harness.step(rng.randint(0, 6))
+        if rng.random() < 0.2:
+            harness.worker.cancel(rng.choice(list(running)))
+        histories.append([*prompt, *reference(prompt, count)])
+    harness.run()
+    for prompt, count, sink in running.values():
+        assert sink.is_over  # type: ignore[attr-defined]
+        said = sink.tokens  # type: ignore[attr-defined]
+        assert said == answer(prompt, count)[: len(said)]
+        if isinstance(sink.last, Finished) and sink.last.reason is not FinishReason.CANCELLED:  # type: ignore[attr-defined]
+            assert said == answer(prompt, count)
+    assert not any(slot.is_leased for slot in harness.prefix_cache.slots)
+
+
+def test_sampling_parameters_reach_the_runner_untouched() -> None:
+    harness = Harness()
+    wanted = SamplingParams(temperature=0.3, seed=9)
+    harness.run(harness.submit(prompt_of(1, 5), sampling=wanted))
+    assert harness.runner.samplings == [wanted]

@@ -1,0 +1,123 @@
+"""A runner over the token-carrying fake model: the next token is a hash of what the caches really hold.
+
+A wrong cache state therefore changes every later token, and `reference` says what a right one gives.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cache.layers import LayerCache
+from cache.trie import TokenArray
+from models.sampling import SamplingParams
+from tests import fake_model
+
+VOCABULARY = 50
+EOS = 0
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """Returns the token the fake model gives after `tokens`; now and then it is the end of a turn."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 10_007
+    return value % VOCABULARY
+
+
+def reference(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
+    """Returns what the fake model answers, its end of turn included."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and not ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class FakeRow:
+    """One decoding sequence."""
+
+    caches: list[LayerCache]
+    next_token: int | None
+
+
+@dataclass(eq=False)
+class FakeStep:
+    """One launched step. `error` comes out when it is read, as a device's would."""
+
+    rows: list[FakeRow]
+    sampled: list[int]
+    error: Exception | None = None
+
+    def tokens(self) -> list[int]:
+        """Returns the sampled tokens, or raises."""
+        if self.error is not None:
+            raise self.error
+        return self.sampled
+
+
+@dataclass
+class FakeRunner:
+    """Records what it was asked to do in `log`, and fails where `fault` says so."""
+
+    layout: str = "T"
+    fault: Callable[[str, list[list[int]]], str | None] = lambda kind, rows: None
+    """Called with "prefill" or "decode" and the tokens of each row; "launch" or "read" makes that part fail."""
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    samplings: list[SamplingParams] = field(default_factory=list)
+
+    def make_caches(self) -> list[LayerCache]:
+        """Returns fresh caches."""
+        return fake_model.make_caches(self.layout)
+
+    def prefill(self, caches: list[LayerCache], tokens: TokenArray) -> None:
+        """Evaluates a chunk."""
+        self.log.append(("prefill", len(tokens)))
+        before = tokens_in(caches)
+        if self.fault("prefill", [[*before, *tokens.tolist()]]):
+            fake_model.evaluate(caches[:1], tokens)
+            raise RuntimeError("the fake model failed in prefill")
+        fake_model.evaluate(caches, tokens)
+        fake_model.assert_holds(caches, [*before, *tokens.tolist()])
+
+    def make_row(
+        self, caches: list[LayerCache], sampling: SamplingParams, next_token: int, generated: Sequence[int] = ()
+    ) -> FakeRow:
+        """Returns a row; the fake model ignores how tokens are to be sampled, and remembers it."""
+        self.samplings.append(sampling)
+        return FakeRow(caches, next_token)
+
+    def launch(self, rows: Sequence[FakeRow], previous: FakeStep | None) -> FakeStep:
+        """Evaluates one token for each row."""
+        self.log.append(("decode", len(rows)))
+        fed = [self._input(row, previous) for row in rows]
+        held = [[*tokens_in(row.caches), token] for row, token in zip(rows, fed, strict=True)]
+        failing = self.fault("decode", held)
+        for row, token in zip(rows, fed, strict=True):
+            fake_model.evaluate(row.caches[:1] if failing else row.caches, np.array([token], np.int32))
+        if failing == "launch":
+            raise RuntimeError("the fake model failed at launch")
+        error = RuntimeError("the fake model failed at read") if failing else None
+        if not failing:
+            for row, tokens in zip(rows, held, strict=True):
+                fake_model.assert_holds(row.caches, tokens)
+        return FakeStep(list(rows), [next_token(tokens) for tokens in held], error)
+
+    def settle(self, row: FakeRow) -> None:
+        """Rows are always settled here."""
+
+    def _input(self, row: FakeRow, previous: FakeStep | None) -> int:
+        token, row.next_token = row.next_token, None
+        if token is not None:
+            return token
+        assert previous is not None and row in previous.rows, "a row was fed from a step it was not in"
+        return previous.sampled[previous.rows.index(row)]
+
+
+def tokens_in(caches: Sequence[LayerCache]) -> list[int]:
+    """Returns the tokens that the first layer holds."""
+    first = caches[0]
+    return fake_model.contents([first], first.offset)[0] if first.keys is not None else []
