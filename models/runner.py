@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from models import probe
 from models.mlx_lm_import import make_prompt_cache
 from models.ragged import LayerCache, RaggedBatch, own_point_state, ragged_attention
-from models.sampling import BatchSampler, RowSampling
+from models.sampling import BatchSampler, RowSampling, SamplingParams
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_LAUNCHES = 256
@@ -71,6 +71,7 @@ class Runner:
     def __init__(self, model: Any, *, vocab_size: int) -> None:
         """`vocab_size` is the width of the model's logits. Probes the model: some very short model calls."""
         self._model = model
+        self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
         self._joined: RaggedBatch | None = None
         self._joined_rows: list[DecodeRow | None] = []
@@ -93,6 +94,15 @@ class Runner:
         if self._prefilled_tokens >= CLEAR_CACHE_PREFILL_TOKENS:
             self._prefilled_tokens = 0
             mx.clear_cache()
+
+    def make_row(
+        self, caches: list[LayerCache], sampling: SamplingParams, next_token: int, generated: Sequence[int] = ()
+    ) -> DecodeRow:
+        """Returns a row over `caches` that decodes from `next_token` on.
+
+        `generated` are output tokens drawn before, for a sequence that is taken up again.
+        """
+        return DecodeRow(caches, RowSampling(sampling, self._vocab_size, emitted=generated), next_token)
 
     def launch(self, rows: Sequence[DecodeRow], previous: DecodeStep | None) -> DecodeStep:
         """Starts one step that evaluates one token for each row and samples the next; does not wait for it.
