@@ -69,7 +69,7 @@ class Harness:
         num_slots: int = 4,
         budget_bytes: int = 1 << 30,
         chunk_tokens: int = 16,
-        runner: FakeRunner | None = None,
+        runner: Any = None,
     ) -> None:
         self.now = 0.0
         self.runner = runner or FakeRunner(layout)

@@ -1,0 +1,75 @@
+"""The whole engine on tiny real architectures: sharing, batching and paging change no token."""
+
+import random
+
+import pytest
+
+from models.runner import Runner
+from models.sampling import SamplingParams
+from tests import tiny_models
+from tests.engine_driver import Collected, Harness
+
+GREEDY = SamplingParams(temperature=0.0)
+NUM_TOKENS = 6
+
+
+def harness_for(name: str, **options: int) -> Harness:
+    """Returns a worker over a tiny real model."""
+    return Harness(runner=Runner(tiny_models.build(name), vocab_size=tiny_models.VOCAB), **options)
+
+
+def ask(harness: Harness, prompt: list[int], **fields: object) -> Collected:
+    """Submits a greedy request."""
+    return harness.submit(prompt, max_tokens=NUM_TOKENS, ignore_eos=True, sampling=GREEDY, **fields)  # type: ignore[arg-type]
+
+
+def text_of(seed: int, length: int) -> list[int]:
+    """Returns random tokens of the tiny vocabulary."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def alone(name: str, prompt: list[int]) -> list[int]:
+    """Returns the answer of a fresh engine that shares nothing."""
+    sink = ask(harness := harness_for(name), prompt, cache_prompt=False)
+    harness.run()
+    return sink.tokens
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_sharing_batching_and_paging_change_no_token(name: str) -> None:
+    """Three conversations on one prefix, two turns each, an edit and a repeat, through two slots."""
+    harness = harness_for(name, num_slots=2, chunk_tokens=24)
+    system = text_of(0, 50)
+    openings = [[*system, *text_of(seed, 9 + seed)] for seed in (1, 2, 3)]
+    first = [ask(harness, prompt) for prompt in openings]
+    harness.run()
+    turns = [
+        [*prompt, *sink.tokens, *text_of(seed, 7)]
+        for seed, (prompt, sink) in enumerate(zip(openings, first, strict=True))
+    ]
+    second = [ask(harness, prompt) for prompt in turns]
+    harness.run()
+    others = [[*system, *text_of(9, 5)], turns[0], [*turns[1][:70], 5, 6]]
+    third = [ask(harness, prompt) for prompt in others]
+    harness.run()
+    for prompt, sink in zip([*openings, *turns, *others], [*first, *second, *third], strict=True):
+        assert sink.tokens == alone(name, prompt)
+    for prompt, sink in zip(turns, second, strict=True):
+        assert sink.started.hit_tokens >= len(prompt) - 7 - 1, "a turn's history was evaluated again"
+    assert third[1].started.hit_tokens == len(turns[0]) - 1, "an exact repeat evaluates one token"
+    assert third[0].started.hit_tokens >= len(system), "a third conversation did not share the system prompt"
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_company() -> None:
+    wanted = SamplingParams(temperature=0.9, seed=11, top_p=0.95)
+    prompt = text_of(1, 30)
+    lonely, busy = harness_for("llama"), harness_for("llama")
+    alone_sink = lonely.submit(prompt, max_tokens=12, sampling=wanted, ignore_eos=True)
+    lonely.run()
+    for seed in range(3):
+        busy.submit(text_of(seed + 5, 20), max_tokens=30, sampling=SamplingParams(seed=seed), ignore_eos=True)
+    busy.step(5)
+    sink = busy.submit(prompt, max_tokens=12, sampling=wanted, ignore_eos=True)
+    busy.run()
+    assert sink.tokens == alone_sink.tokens
