@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import MODEL_REMAPPING, load_model, load_tokenizer
+from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model, load_tokenizer
 
 __all__ = [
     "MODEL_REMAPPING",
@@ -27,6 +27,7 @@ __all__ = [
     "QuantizedKVCache",
     "RotatingKVCache",
     "TokenizerWrapper",
+    "get_total_parameters",
     "load_model",
     "load_tokenizer",
     "make_prompt_cache",

@@ -16,6 +16,7 @@ import typer
 
 from models.errors import ModelError
 from server.config import ConfigError, ServerConfig
+from server.errors import StartError
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(_usage_message(error), error.exit_code)
     except ConfigError as error:
         _fail(str(error), 2)
-    except ModelError as error:
+    except (ModelError, StartError) as error:
         _fail(str(error), 1)
 
 

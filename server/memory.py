@@ -1,0 +1,54 @@
+"""How much memory the state of past tokens may take: the machine's, less what the rest needs.
+
+Sizes are bytes. The arithmetic is pure; `read_machine` asks the operating system and the device.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+USABLE_SHARE = 0.75
+"""Of the machine's memory; the rest is for the system, other programs and the buffers of a step."""
+RECOMMENDED_SHARE = 0.9
+"""Of what the device recommends to use: above that, Metal pages and everything becomes slow."""
+SMALLEST_BUDGET_BYTES = 256 << 20
+"""Granted even where the weights leave nothing: less would hold no conversation at all."""
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to share out."""
+
+    memory_bytes: int
+    """Memory that state may live in: a card's own, else the machine's, or less inside a container."""
+    recommended_bytes: int | None = None
+    """What the device recommends to use at most; None where it says nothing, as on a CPU."""
+
+
+def choose_budget_bytes(machine: Machine, weights_bytes: int) -> int:
+    """Returns the budget for state when none was asked for."""
+    usable_bytes = int(machine.memory_bytes * USABLE_SHARE)
+    if machine.recommended_bytes is not None:
+        usable_bytes = min(usable_bytes, int(machine.recommended_bytes * RECOMMENDED_SHARE))
+    return max(usable_bytes - weights_bytes, SMALLEST_BUDGET_BYTES)
+
+
+def read_machine(device_info: dict[str, Any]) -> Machine:
+    """Returns this machine's memory. `device_info` is what `mx.device_info()` says."""
+    if device_info.get("total_memory"):
+        return Machine(int(device_info["total_memory"]))
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits += [limit for limit in map(_read_limit, _CGROUP_LIMITS) if limit is not None]
+    recommended = device_info.get("max_recommended_working_set_size")
+    return Machine(min(limits), int(recommended) if recommended else None)
+
+
+def _read_limit(path: Path) -> int | None:
+    """Returns a container's limit, None if there is none ("max") or no such file."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
