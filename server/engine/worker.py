@@ -16,7 +16,8 @@ decoding alone until one step has succeeded; the row that fails alone is the one
 """
 
 import logging
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -185,6 +186,9 @@ class Worker:
             )
         except BudgetExceeded as error:
             self._fail(sequence, OutOfMemory(str(error)))
+            return False
+        except Exception as error:  # paging failed: the cache has dropped what it could not trust
+            self._fail_step(sequence, error)
             return False
         if lease is None:
             self._scheduler.stall()

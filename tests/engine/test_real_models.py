@@ -13,9 +13,10 @@ GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 6
 
 
-def harness_for(name: str, **options: int) -> Harness:
+def harness_for(name: str, *, num_slots: int = 4, chunk_tokens: int = 16) -> Harness:
     """Returns a worker over a tiny real model."""
-    return Harness(runner=Runner(tiny_models.build(name), vocab_size=tiny_models.VOCAB), **options)
+    runner = Runner(tiny_models.build(name), vocab_size=tiny_models.VOCAB)
+    return Harness(runner=runner, num_slots=num_slots, chunk_tokens=chunk_tokens)
 
 
 def ask(harness: Harness, prompt: list[int], **fields: object) -> Collected:

@@ -8,7 +8,7 @@ from models.sampling import SamplingParams
 from server.engine.errors import OutOfMemory, StepFailed
 from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
 from server.engine.request import Priority
-from tests.engine_driver import Harness
+from tests.engine_driver import Collected, Harness
 from tests.fake_model import LAYOUTS
 from tests.fake_runner import EOS, FakeRunner, reference
 
@@ -319,7 +319,7 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
 
     harness = Harness(runner=FakeRunner(layout, fault=fault), num_slots=3, budget_bytes=rng.choice([60_000, 1 << 30]))
     histories: list[list[int]] = [prompt_of(0, 12)]
-    running: dict[str, tuple[list[int], int, object]] = {}
+    running: dict[str, tuple[list[int], int, Collected]] = {}
     for number in range(40):
         base = rng.choice(histories)
         prompt = [*base[: rng.randint(1, len(base))], *prompt_of(rng.randint(0, 99), rng.randint(1, 30))]
@@ -334,10 +334,10 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
         histories.append([*prompt, *reference(prompt, count)])
     harness.run()
     for prompt, count, sink in running.values():
-        assert sink.is_over  # type: ignore[attr-defined]
-        said = sink.tokens  # type: ignore[attr-defined]
+        assert sink.is_over
+        said = sink.tokens
         assert said == answer(prompt, count)[: len(said)]
-        if isinstance(sink.last, Finished) and sink.last.reason is not FinishReason.CANCELLED:  # type: ignore[attr-defined]
+        if isinstance(sink.last, Finished) and sink.last.reason is not FinishReason.CANCELLED:
             assert said == answer(prompt, count)
     assert not any(slot.is_leased for slot in harness.prefix_cache.slots)
 

@@ -1,0 +1,199 @@
+"""The engine's thread and its doors: submit, cancel, drain, stop, over the fake model."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from cache.prefix_cache import PrefixCache
+from models.sampling import SamplingParams
+from server.engine.engine import Engine, EngineConfig
+from server.engine.errors import EngineStopped, QueueFull
+from server.engine.events import Event, Failed, Finished, FinishReason, Started
+from server.engine.generation import Generation
+from server.engine.request import GenerationRequest
+from server.engine.worker import Worker
+from tests.engine_driver import SpelledOut
+from tests.fake_runner import EOS, FakeRunner
+
+
+class GatedRunner(FakeRunner):
+    """A fake runner whose steps wait while its gate is closed."""
+
+    def __init__(self) -> None:
+        super().__init__("T")
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def launch(self, rows, previous):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        """Waits for the gate, then decodes."""
+        assert self.gate.wait(20)
+        return super().launch(rows, previous)
+
+
+class Served:
+    """A started engine over a gated fake model."""
+
+    def __init__(self, **options: int) -> None:
+        self.runner = GatedRunner()
+        self.threads: set[str] = set()
+        self.config = EngineConfig(**{"max_slots": 2, "context_tokens": 200, "max_waiting": 1, **options})
+        self.engine = Engine(self._make_worker, self.config)
+        self.engine.start()
+
+    def _make_worker(self) -> Worker:
+        self.threads.add(threading.current_thread().name)
+        prefix_cache = PrefixCache(self.runner.make_caches, num_slots=2, budget_bytes=1 << 30)
+        return Worker(
+            self.runner,
+            prefix_cache,
+            SpelledOut,
+            eos_token_ids=frozenset({EOS}),
+            chunk_tokens=16,
+            expected_tokens=16,
+            clock=time.monotonic,
+        )
+
+
+@pytest.fixture
+def served():  # type: ignore[no-untyped-def]  # noqa: ANN201
+    """A running engine, stopped afterwards."""
+    one = Served()
+    yield one
+    one.runner.gate.set()
+    one.engine.stop()
+
+
+def request(name: str = "r", length: int = 10, max_tokens: int = 5) -> GenerationRequest:
+    """Returns a request that generates exactly `max_tokens`."""
+    tokens = np.arange(1, length + 1, dtype=np.int32)
+    return GenerationRequest(name, tokens, max_tokens, SamplingParams(temperature=0), ignore_eos=True)
+
+
+async def collect(generation: Generation) -> list[Event]:
+    """Returns all events of a request."""
+    return [event async for event in generation]
+
+
+def test_a_request_comes_back_as_events(served: Served) -> None:
+    async def run() -> list[Event]:
+        return await asyncio.wait_for(collect(served.engine.submit(request())), 10)
+
+    events = asyncio.run(run())
+    assert isinstance(events[0], Started) and isinstance(events[-1], Finished)
+    assert served.threads == {"mlx-serve-engine"}, "the worker was built outside its thread"
+
+
+def test_cancel_ends_a_running_request(served: Served) -> None:
+    async def run() -> list[Event]:
+        generation = served.engine.submit(request(max_tokens=180))
+        events = []
+        async for event in generation:
+            events.append(event)
+            if len(events) == 4:
+                generation.cancel()
+        return events
+
+    last = asyncio.run(asyncio.wait_for(run(), 10))[-1]
+    assert isinstance(last, Finished) and last.reason is FinishReason.CANCELLED
+    assert last.timings.predicted_tokens < 180
+
+
+def test_a_full_queue_says_so_at_once_and_has_room_again_later(served: Served) -> None:
+    async def run() -> None:
+        served.runner.gate.clear()
+        running = [served.engine.submit(request(f"r{n}")) for n in range(3)]
+        with pytest.raises(QueueFull) as refusal:
+            served.engine.submit(request("one too many"))
+        assert refusal.value.retry_after_seconds > 0
+        served.runner.gate.set()
+        await asyncio.wait_for(asyncio.gather(*map(collect, running)), 10)
+        await asyncio.wait_for(collect(served.engine.submit(request("now"))), 10)
+
+    asyncio.run(run())
+
+
+def test_stats_answer_while_the_device_is_busy(served: Served) -> None:
+    async def run() -> None:
+        served.runner.gate.clear()
+        generation = served.engine.submit(request())
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        assert served.engine.stats()["open_requests"] == 1
+        assert time.monotonic() - started < 0.5
+        served.runner.gate.set()
+        await asyncio.wait_for(collect(generation), 10)
+
+    asyncio.run(run())
+
+
+def test_drain_waits_for_running_requests_and_takes_no_more(served: Served) -> None:
+    async def run() -> bool:
+        served.runner.gate.clear()
+        running = asyncio.ensure_future(collect(served.engine.submit(request())))
+        assert not await served.engine.drain(0.05)
+        with pytest.raises(EngineStopped):
+            served.engine.submit(request("late"))
+        served.runner.gate.set()
+        drained = await served.engine.drain(10)
+        assert isinstance((await running)[-1], Finished)
+        return drained
+
+    assert asyncio.run(run())
+
+
+def test_stop_tells_running_requests_that_the_engine_is_gone() -> None:
+    served = Served()
+
+    async def run() -> Event:
+        served.runner.gate.clear()
+        generation = served.engine.submit(request(max_tokens=150))
+        await asyncio.sleep(0.05)
+        threading.Timer(0.1, served.runner.gate.set).start()
+        await asyncio.to_thread(served.engine.stop)
+        return (await asyncio.wait_for(collect(generation), 10))[-1]
+
+    last = asyncio.run(run())
+    assert isinstance(last, Failed) and isinstance(last.error, EngineStopped)
+    assert not served.engine.is_running
+
+
+def test_a_prompt_without_room_is_the_callers_fault(served: Served) -> None:
+    async def run() -> None:
+        for bad in (request(length=200), request(length=0), request(max_tokens=0)):
+            with pytest.raises(ValueError, match="room"):
+                served.engine.submit(bad)
+        events = await asyncio.wait_for(collect(served.engine.submit(request(length=190, max_tokens=99))), 10)
+        assert events[-1].timings.predicted_tokens == 10  # type: ignore[union-attr]
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_cannot_be_made_is_reported_by_start() -> None:
+    def broken() -> Worker:
+        raise RuntimeError("no device")
+
+    engine = Engine(broken, EngineConfig())
+    with pytest.raises(RuntimeError, match="no device"):
+        engine.start()
+    assert not engine.is_running
+
+
+def test_a_bug_between_requests_fails_them_and_the_engine_goes_on(served: Served) -> None:
+    async def run() -> None:
+        def sabotage(worker: Worker) -> None:
+            broken = worker.step
+
+            def step_once() -> None:
+                worker.step = broken  # type: ignore[method-assign]
+                raise AssertionError("a bug")
+
+            worker.step = step_once  # type: ignore[method-assign]
+
+        served.engine.call(sabotage)
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("a"))), 10))[-1], Failed)
+        assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 10))[-1], Finished)
+
+    asyncio.run(run())

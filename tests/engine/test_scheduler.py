@@ -1,0 +1,163 @@
+"""The scheduler's choices, one rule at a time."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from server.engine.request import Priority
+from server.engine.scheduler import MAX_PASSES, MAX_WAITS, Phase, Scheduler, Ticket
+
+CHUNK = 16
+
+
+def ticket(
+    name: str,
+    arrival: int,
+    tokens: Sequence[int] | int,
+    *,
+    phase: Phase = Phase.WAITING,
+    offset: int = 0,
+    priority: Priority = Priority.INTERACTIVE,
+    session_id: str | None = None,
+    turn_start: int | None = None,
+    namespace: str = "",
+    shares: bool = True,
+) -> Ticket:
+    """Returns a ticket; an int for `tokens` means so many tokens that nobody else has."""
+    values = [1000 * arrival + n for n in range(tokens)] if isinstance(tokens, int) else list(tokens)
+    return Ticket(
+        request_id=name,
+        arrival=arrival,
+        tokens=np.array(values, np.int32),
+        priority=priority,
+        namespace=namespace,
+        session_id=session_id,
+        turn_start=len(values) - 1 if turn_start is None else turn_start,
+        shares=shares,
+        phase=phase,
+        offset=offset,
+    )
+
+
+def scheduler_with(*tickets: Ticket) -> Scheduler:
+    """Returns a scheduler that knows the tickets."""
+    scheduler = Scheduler(CHUNK)
+    for one in tickets:
+        scheduler.add(one)
+    return scheduler
+
+
+def chosen(scheduler: Scheduler, **restorable: int) -> str | None:
+    """Returns the name of the ticket that goes next."""
+    choice = scheduler.choose_prefill(lambda one: restorable.get(one.request_id, 0))
+    return None if choice is None else choice.request_id
+
+
+def test_nothing_to_do() -> None:
+    assert chosen(Scheduler(CHUNK)) is None
+    assert chosen(scheduler_with(ticket("a", 1, 9, phase=Phase.DECODING))) is None
+
+
+def test_first_come_first_served() -> None:
+    assert chosen(scheduler_with(ticket("b", 2, 100), ticket("a", 1, 100))) == "a"
+
+
+def test_a_prefill_under_way_goes_on() -> None:
+    assert chosen(scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=16), ticket("b", 2, 100))) == "a"
+
+
+def test_a_short_one_passes_a_long_one_a_bounded_number_of_times() -> None:
+    long = ticket("long", 1, 1000, phase=Phase.PREFILLING)
+    scheduler = scheduler_with(long)
+    for number in range(MAX_PASSES):
+        short = ticket(f"short{number}", 2 + number, CHUNK)
+        scheduler.add(short)
+        assert chosen(scheduler) == short.request_id
+        scheduler.remove(short)
+    scheduler.add(ticket("late", 99, CHUNK))
+    assert chosen(scheduler) == "long"
+
+
+def test_what_is_restorable_makes_a_prompt_short() -> None:
+    scheduler = scheduler_with(ticket("long", 1, 1000), ticket("warm", 2, 900))
+    assert chosen(scheduler) == "long"
+    assert chosen(scheduler, warm=890) == "warm"
+
+
+def test_interactive_before_background_until_it_has_waited_enough() -> None:
+    patient = ticket("patient", 1, 100, priority=Priority.BACKGROUND, phase=Phase.PREFILLING, offset=16)
+    scheduler = scheduler_with(patient)
+    for number in range(MAX_WAITS):
+        other = ticket(f"i{number}", 2 + number, 100)
+        scheduler.add(other)
+        assert chosen(scheduler) == other.request_id
+        scheduler.remove(other)
+    scheduler.add(ticket("one more", 999, 100))
+    assert chosen(scheduler) == "patient"
+
+
+def test_a_stalled_scheduler_begins_nothing_new_until_something_ends() -> None:
+    running, waiting = ticket("a", 1, 9, phase=Phase.DECODING), ticket("b", 2, 9)
+    scheduler = scheduler_with(running, waiting)
+    scheduler.stall()
+    assert chosen(scheduler) is None
+    scheduler.remove(running)
+    assert chosen(scheduler) == "b"
+
+
+class TestOneSession:
+    history = tuple(range(40))
+
+    def pair(self, phase: Phase, *, other_history: bool = False, session: str = "s") -> Scheduler:
+        """Returns a request of session "s" in some phase, and a later one of `session`."""
+        base = [t + 500 for t in self.history] if other_history else list(self.history)
+        return scheduler_with(
+            ticket("a", 1, [*self.history, 91], session_id="s", turn_start=40, phase=phase, offset=40),
+            ticket("b", 2, [*base, 92], session_id=session, turn_start=40),
+        )
+
+    @pytest.mark.parametrize("phase", [Phase.DECODING, Phase.PREFILLING])
+    def test_the_same_history_waits_for_its_turn(self, phase: Phase) -> None:
+        assert chosen(self.pair(phase), b=40) in (None, "a")
+
+    def test_another_history_runs_beside_it(self) -> None:
+        assert chosen(self.pair(Phase.DECODING, other_history=True)) == "b"
+
+    def test_another_session_runs_beside_it(self) -> None:
+        assert chosen(self.pair(Phase.DECODING, session="t")) == "b"
+
+    def test_an_earlier_request_never_waits_for_a_later_one(self) -> None:
+        scheduler = scheduler_with(
+            ticket("late", 2, [*self.history, 91], session_id="s", turn_start=40, phase=Phase.DECODING),
+            ticket("early", 1, [*self.history, 92], session_id="s", turn_start=40),
+        )
+        assert chosen(scheduler) == "early"
+
+
+class TestOnePrefix:
+    shared = tuple(range(200))
+
+    def pair(self, *, offset: int, **fields: object) -> Scheduler:
+        """Returns a prefill at `offset` of a shared prefix, and a later request on the same prefix."""
+        return scheduler_with(
+            ticket("a", 1, [*self.shared, *range(900, 1200)], phase=Phase.PREFILLING, offset=offset),
+            ticket("b", 2, [*self.shared, 5], **fields),  # type: ignore[arg-type]
+        )
+
+    def test_the_second_waits_until_the_first_has_passed_it(self) -> None:
+        assert chosen(self.pair(offset=0), b=0) == "a"
+        assert chosen(self.pair(offset=184), b=184) == "b"  # nearly all there already: not worth waiting
+        assert chosen(self.pair(offset=200), b=200) == "b"
+
+    def test_it_does_not_wait_for_what_it_can_restore_already(self) -> None:
+        assert chosen(self.pair(offset=0), b=199) == "b"
+
+    def test_nobody_waits_across_namespaces_or_without_sharing(self) -> None:
+        for fields in ({"namespace": "other"}, {"shares": False}):
+            scheduler = self.pair(offset=0, **fields)
+            scheduler.choose_prefill(lambda one: 0)
+            waiting = [one.request_id for one in scheduler.in_phase(Phase.WAITING)]
+            first = scheduler._tickets["a"]
+            first.phase = Phase.DECODING
+            assert waiting == ["b"] and chosen(scheduler) == "b"
