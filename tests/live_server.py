@@ -1,0 +1,36 @@
+"""Runs an application on a real uvicorn, on a free port of the loopback address, in a thread."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+START_SECONDS = 20.0
+
+
+@contextmanager
+def running(app: ASGIApp) -> Iterator[str]:
+    """Serves `app` while the block runs; gives its base address, without a slash at the end."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, name="uvicorn", daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{_port_of(server, thread)}"
+    finally:
+        server.should_exit = True
+        thread.join(START_SECONDS)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def _port_of(server: uvicorn.Server, thread: threading.Thread) -> int:
+    deadline = time.monotonic() + START_SECONDS
+    while not server.started:
+        assert thread.is_alive(), "the server ended at its start"
+        assert time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.005)
+    port: int = server.servers[0].sockets[0].getsockname()[1]
+    return port
