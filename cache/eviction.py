@@ -1,7 +1,8 @@
 """What to give up when memory is short: pure choices over candidates.
 
-The policy is least recently used, deepest first among equals, and never a victim that frees nothing. A candidate
-is a whole leaf, one snapshot, or an idle slot whose live state must be paged out before its nodes can go.
+A candidate is an idle slot, a whole leaf, or one snapshot. Idle slots go first, since paging one out loses nothing:
+it frees unused room in its buffers and the second copy of a prefix that others hold too. Then the policy is least
+recently used, deepest first among equals, and never a victim that frees nothing.
 """
 
 from collections.abc import Iterable
@@ -20,13 +21,15 @@ class Candidate:
     """Where the state ends, in tokens: of two equally old, the deeper goes first."""
     is_explicit: bool = False
     """Asked for by name, so it goes after everything else."""
+    is_lossless: bool = False
+    """Nothing has to be evaluated again for it."""
 
 
 def choose(candidates: Iterable[Candidate], needed_bytes: int) -> list[Candidate]:
     """Returns victims in order, enough to free `needed_bytes` if the candidates have as much."""
     ranked = sorted(
         (candidate for candidate in candidates if candidate.num_bytes > 0),
-        key=lambda candidate: (candidate.is_explicit, candidate.last_used, -candidate.offset),
+        key=lambda c: (not c.is_lossless, c.is_explicit, c.last_used, -c.offset),
     )
     victims: list[Candidate] = []
     for candidate in ranked:

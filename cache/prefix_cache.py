@@ -16,6 +16,7 @@ recency is a counter.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -540,7 +541,8 @@ class PrefixCache:
 
     def _slot_candidate(self, slot: Slot) -> eviction.Candidate:
         size = self.ledger.slot_bytes(slot.index)
-        return eviction.Candidate(lambda: self._page_out(slot, 0), size, slot.tip.last_used, slot.offset)
+        page_out = partial(self._page_out, slot, 0)
+        return eviction.Candidate(page_out, size, slot.tip.last_used, slot.offset, is_lossless=True)
 
     def _leaf_candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
         def drop() -> None:
