@@ -46,7 +46,6 @@ def post(client: TestClient, path: str, **fields: Any) -> Any:
 WRONG_IN_BOTH: dict[str, list[Any]] = {
     "model": [5, [], {}, True],
     "stream": ["yes", 1, 0, [], {}],
-    "stream_options": [True, "x", [], {"include_usage": 1}],
     "max_tokens": [0, -1, 1.5, "7", True, [], NAN, INFINITY],
     "temperature": [-0.1, 2.1, "1", True, [], {}, NAN, INFINITY, -INFINITY, HUGE],
     "top_p": [-0.1, 1.1, "1", True, [], NAN, INFINITY, HUGE],
@@ -69,6 +68,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "cache_salt": [1, [], "x" * 257],
     "prompt_cache_key": [1, [], "x" * 257, "a\tb"],
     "prompt_cache_retention": [5],
+    "stream_options": ["x", [], {"include_usage": 1}, {"include_obfuscation": "no"}],
     "priority": ["high", 1, True],
     "service_tier": [5, []],
     "metadata": ["x", [], 5],
@@ -151,6 +151,11 @@ def test_a_wrong_value_is_refused_with_the_fields_name(
     assert error["param"].split(".")[0].split("[")[0] == field
     assert field in error["message"]
     assert engine.requests == []
+
+
+def test_the_tables_above_cover_every_field() -> None:
+    assert set(ChatBody.model_fields) <= set(WRONG_IN_BOTH | WRONG_IN_CHAT)
+    assert set(CompletionBody.model_fields) <= set(WRONG_IN_BOTH | WRONG_IN_TEXT)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
