@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.placement import RestorePoint, RestorePointKind
+from models.errors import ModelError
 
 Message: TypeAlias = Mapping[str, Any]
 """`role`, `content` (text, None, or a list of text parts), and what else the template reads. A part or a
@@ -27,20 +28,28 @@ message may carry `cache_control`: the prompt shall be restorable at its end."""
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {
         "add_generation_prompt",
+        "additional_special_tokens",
+        "bos_token",
         "chat_template",
+        "cls_token",
         "continue_final_message",
         "conversation",
+        "eos_token",
+        "mask_token",
         "max_length",
         "messages",
+        "pad_token",
         "padding",
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
         "sanitize_control_tokens",
+        "sep_token",
         "tokenize",
         "tokenizer_kwargs",
         "tools",
         "truncation",
+        "unk_token",
     }
 )
 """Names that a request may not pass to the template: they would replace it, or what it is applied to."""
@@ -60,7 +69,7 @@ _TEMPLATE_FAULTS = (
 )
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(ModelError):
     """The model's template refuses the conversation; the message is the template's own."""
 
 

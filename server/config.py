@@ -50,9 +50,7 @@ class ServerConfig:
         flag="MODEL",
     )
     host: str = _setting("127.0.0.1", "Address to listen on.", flag="--host")
-    port: int = _setting(
-        8080, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535
-    )
+    port: int = _setting(8080, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
     slots: int = _setting(
         8, "Sequences that are live on the device at once.", flag="--slots", minimum=1, maximum=1024
     )
@@ -167,9 +165,7 @@ def _check_text(name: str, value: Any, choices: tuple[str, ...] | None) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
 
 
-def _check_number(
-    name: str, value: Any, is_whole: bool, minimum: float | None, maximum: float | None
-) -> None:
+def _check_number(name: str, value: Any, is_whole: bool, minimum: float | None, maximum: float | None) -> None:
     accepted = (int,) if is_whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
         raise ConfigError(f"{name} is {value!r}; it must be a {'whole ' if is_whole else ''}number")

@@ -63,8 +63,6 @@ def test_every_setting_has_help_and_a_flag_of_its_own() -> None:
     assert all(setting.metadata["help"].endswith(".") for setting in fields(ServerConfig))
 
 
-@pytest.mark.parametrize(
-    "setting", [s for s in fields(ServerConfig) if s.name.endswith(("bytes", "seconds"))]
-)
+@pytest.mark.parametrize("setting", [s for s in fields(ServerConfig) if s.name.endswith(("bytes", "seconds"))])
 def test_a_setting_with_a_unit_in_its_name_states_that_unit(setting: Any) -> None:
     assert setting.name.endswith(setting.metadata["unit"])

@@ -116,7 +116,8 @@ def test_tools_over_two_turns(client: openai.OpenAI, engine: FakeEngine) -> None
     assert message.tool_calls is not None
     engine.script = Script(texts=("Sunny.",))
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
-    second = client.chat.completions.create(model="tiny", messages=[*HI, message.model_dump(), result], tools=TOOLS)
+    messages: Any = [*HI, message.model_dump(), result]
+    second = client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS)
     assert second.choices[0].message.content == "Sunny."
 
 
