@@ -21,6 +21,7 @@ from models.mlx_lm_import import (
     load_tokenizer,
     make_prompt_cache,
 )
+from models.text import Detokenizer, markers
 
 DEFAULT_CONTEXT_TOKENS = 32_768
 """For configurations that name no limit, as those of purely recurrent models."""
@@ -47,6 +48,8 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_wrapper: TokenizerWrapper
     """mlx-lm's view of the tokenizer: tool parser, markers of thinking and of tool calls."""
+    detokenizer: Detokenizer
+    """What the tokens look like as text, for the `StreamDecoder` of each sequence."""
     config: dict[str, Any]
     context_tokens: int
     """How many tokens prompt and output may have together."""
@@ -68,16 +71,19 @@ def load(path: Path, name: str) -> LoadedModel:
     weights.find_weight_files(path)
     model, config = _load_weights(path, name)
     wrapper = _load_tokenizer(path, name, config)
+    tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
+    eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
     return LoadedModel(
         name=name,
         path=path,
         model=model,
-        tokenizer=cast(PreTrainedTokenizerBase, wrapper._tokenizer),
+        tokenizer=tokenizer,
         tokenizer_wrapper=wrapper,
+        detokenizer=Detokenizer(tokenizer, markers(wrapper), eos_token_ids),
         config=config,
         context_tokens=_context_tokens(config),
         vocab_size=_vocab_size(model, name),
-        eos_token_ids=frozenset(_eos_token_ids(config, wrapper)),
+        eos_token_ids=eos_token_ids,
         fingerprint=weights.fingerprint(path, version("mlx"), version("mlx-lm")),
     )
 

@@ -1,0 +1,231 @@
+"""Tokens to text while they are being generated: whole characters only, and an end at stop strings.
+
+Most tokenizers spell each token as bytes: byte-level ones by an alphabet of 256 letters, SentencePiece ones by
+plain text with a mark for a space and `<0xE2>` for a byte that is no character of its own. For these, decoding a
+token needs nothing but the token, and a UTF-8 decoder holds back what is not yet a character. Any other tokenizer is
+asked for the text of the last tokens with and without the new one.
+
+Knows no requests and no sampling. A `Detokenizer` serves all sequences of a model; the other classes serve
+one sequence each.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+
+from models.mlx_lm_import import TokenizerWrapper
+
+_MAX_HELD_TOKENS: Final = 8
+"""A character has at most four bytes, a token at least one; a longer tail that is no character never will be."""
+
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE_MARK: Final = "\u2581"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letters of byte-level tokenizers: printable bytes stand for themselves, the others follow from U+0100 on.
+
+    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2.)
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES_BY_LETTER: Final = _byte_alphabet()
+
+
+class Detokenizer:
+    """What a model's tokens look like as text. Safe to share between threads: it only ever adds to a memo."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        visible_texts: Iterable[str] = (),
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        """Special tokens have no text, unless `visible_texts` consist of them: see `markers`."""
+        visible = {
+            token_id for text in visible_texts for token_id in tokenizer.encode(text, add_special_tokens=False)
+        }
+        self.tokenizer = tokenizer
+        self.silent_ids = frozenset(_special_ids(tokenizer) - visible) | frozenset(eos_token_ids)
+        """Tokens without text."""
+        self._spelling = _spelling(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def spells_bytes(self) -> bool:
+        """True if every token has bytes of its own, whatever stands before it."""
+        return self._spelling is not None
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of one token; none for an id that the tokenizer lacks. Only where `spells_bytes`."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._spell(self.tokenizer.convert_ids_to_tokens(token_id))
+        return self._bytes[token_id]
+
+    def _spell(self, token: str | None) -> bytes:
+        if token is None:
+            return b""
+        if self._spelling == "ByteLevel":
+            # Added tokens are not spelled in the alphabet; one with a letter outside of it is taken as it is.
+            is_spelled = all(letter in _BYTES_BY_LETTER for letter in token)
+            return bytes(_BYTES_BY_LETTER[letter] for letter in token) if is_spelled else token.encode()
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return token.replace(_SPACE_MARK, " ").encode()
+
+
+def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
+    """The texts by which a model's output is parsed: thinking, tool calls. Some consist of special tokens."""
+    texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
+    return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def _spelling(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """How tokens are spelled: "ByteLevel", "SentencePiece", or None if it takes the tokenizer itself to know."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return None
+    parts = _decoder_parts(json.loads(backend.decoder.__getstate__()))
+    if parts == {"ByteLevel"}:
+        return "ByteLevel"
+    if parts == {"Metaspace"} or {"Replace", "ByteFallback"} <= parts <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        return "SentencePiece"
+    return None
+
+
+def _decoder_parts(decoder: dict[str, Any]) -> set[str]:
+    if decoder["type"] == "Sequence":
+        return {kind for part in decoder["decoders"] for kind in _decoder_parts(part)}
+    if decoder["type"] == "Replace" and (decoder.get("pattern"), decoder.get("content")) != (
+        {"String": _SPACE_MARK},
+        " ",
+    ):
+        return {"other"}
+    return {decoder["type"]}
+
+
+class StreamDecoder:
+    """The text of one sequence, token by token. What the pushes and `finish` return is the whole text in order."""
+
+    def __init__(self, source: Detokenizer | PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
+        """`source`: the model's `Detokenizer`, best shared; a bare tokenizer gets one of its own.
+
+        `prompt` are tokens before the first pushed one; some tokenizers spell a token by what precedes it.
+        """
+        self._detokenizer = source if isinstance(source, Detokenizer) else Detokenizer(source)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._context = [token_id for token_id in prompt[-_MAX_HELD_TOKENS:] if self._has_text(token_id)]
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that `token_id` completes: perhaps none, never a part of a character."""
+        if not self._has_text(token_id):
+            return ""
+        if self._detokenizer.spells_bytes:
+            return self._utf8.decode(self._detokenizer.bytes_of(token_id))
+        self._held.append(token_id)
+        text = self._held_text()
+        if text.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        return self._release(text)
+
+    def finish(self) -> str:
+        """Returns what is still held back; the part of a character that never came whole is U+FFFD."""
+        if self._detokenizer.spells_bytes:
+            return self._utf8.decode(b"", final=True)
+        return self._release(self._held_text())
+
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._detokenizer.silent_ids
+
+    def _held_text(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._held)[len(before) :]
+
+    def _release(self, text: str) -> str:
+        if self._held:
+            self._context, self._held = self._held, []
+        return text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._detokenizer.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+class StopStringMatcher:
+    """Finds the stop string that is complete first in a text that comes in pieces, wherever the pieces are cut.
+
+    Text is held back as long as it could be the beginning of a stop string. Of two that end at the same character,
+    the longer one, which began earlier, counts.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` may be empty; none of them is."""
+        self._automata = [_PrefixAutomaton(stop) for stop in stops]
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns the text that is safe to emit, and the stop string if one is complete: then the text before it.
+
+        After a stop string nothing more may be pushed.
+        """
+        if not self._automata:
+            return text, None
+        for index, letter in enumerate(text):
+            for automaton in self._automata:
+                automaton.advance(letter)
+            complete = [automaton.pattern for automaton in self._automata if automaton.is_complete]
+            if complete:
+                stop = max(complete, key=len)
+                seen = self._held + text[: index + 1]
+                self._held = ""
+                return seen[: len(seen) - len(stop)], stop
+        seen = self._held + text
+        num_safe = len(seen) - max(automaton.num_matched for automaton in self._automata)
+        self._held = seen[num_safe:]
+        return seen[:num_safe], None
+
+    def flush(self) -> str:
+        """Returns what was held back: the text is over, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _PrefixAutomaton:
+    """How many letters of `pattern` the text read so far ends with (Knuth, Morris, Pratt, 1977)."""
+
+    def __init__(self, pattern: str) -> None:
+        assert pattern, "a stop string is not empty"
+        self.pattern = pattern
+        self.num_matched = 0
+        self._fallback = [0] * (len(pattern) + 1)
+        """For each number of letters: the longest shorter prefix that those letters end with."""
+        for end in range(2, len(pattern) + 1):
+            self._fallback[end] = self._step(self._fallback[end - 1], pattern[end - 1])
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_matched == len(self.pattern)
+
+    def advance(self, letter: str) -> None:
+        self.num_matched = self._step(self.num_matched, letter)
+
+    def _step(self, num_matched: int, letter: str) -> int:
+        while num_matched == len(self.pattern) or self.pattern[num_matched] != letter:
+            if num_matched == 0:
+                return 0
+            num_matched = self._fallback[num_matched]
+        return num_matched + 1
