@@ -13,12 +13,11 @@ since an allocator may bound the number of live buffers. Nothing here knows toke
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from cache import mlx_lm_guard as _guard  # noqa: F401
 
@@ -31,14 +30,13 @@ LayerCache: TypeAlias = Any
 PACK_BYTES = 32 << 20
 """Rows of successive layers share one array up to this size: few buffers, yet paging needs little extra memory."""
 
-_SLACK_BYTES = 64
 _GROWTH_TOKENS = 256
 
 
 def owned(array: mx.array) -> mx.array:
     """Returns `array`, or an evaluated copy of it where it is a view of a larger buffer."""
     mx.eval(array)
-    if mx.get_array_buffer_size(array) > array.nbytes + _SLACK_BYTES:
+    if mx.get_array_buffer_size(array) > array.nbytes:
         array = mx.array(array)
         mx.eval(array)
     return array
@@ -138,8 +136,11 @@ def _cut(indices: Sequence[int], arrays: Sequence[mx.array], start: int, stop: i
 
 
 def _packed(indices: Sequence[int], rows: Sequence[mx.array]) -> _Pack:
-    packed = mx.concatenate(list(rows), axis=0) if len(rows) > 1 else rows[0]
-    return _Pack(tuple(indices), owned(packed), len(indices))
+    if len(rows) == 1:
+        return _Pack(tuple(indices), owned(rows[0]), 1)
+    packed = mx.concatenate(list(rows), axis=0)
+    mx.eval(packed)
+    return _Pack(tuple(indices), packed, len(indices))
 
 
 # ------------------------------------------------------------------------------------------- what a class holds
@@ -285,43 +286,41 @@ def _leaves(caches: Iterable[LayerCache]) -> list[LayerCache]:
     return found
 
 
-def _arrays_in(cache: LayerCache) -> list[mx.array]:
-    if isinstance(cache, mlx_lm_cache.ArraysCache):
-        return [array for array in cache.cache if array is not None]
-    held: Any = cache.state
-    if hasattr(cache, "keys"):
-        held = (cache.keys, cache.values) if cache.keys is not None else ()
-    return [leaf[1] for leaf in tree_flatten(list(held)) if isinstance(leaf[1], mx.array)]
+def _arrays_in(value: Any) -> list[mx.array]:
+    """Returns every array that a layer cache reaches, whatever its class calls its state."""
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        value = vars(value).values() if hasattr(value, "__dict__") else ()
+    return [array for part in value for array in _arrays_in(part)]
 
 
 # ------------------------------------------------------------------------------------------------- point state
 
 
 class PointState:
-    """Whole state of the point layers at one offset. Immutable; owns its bytes, or shares them with a live
-    cache that will replace them, never write to them."""
+    """Whole state of the point layers at one offset. Immutable, and owns its bytes.
+
+    Buffers may be shared with a live cache, array objects never: a model that writes into its state in place
+    changes its own object, and the library gives that a buffer of its own.
+    """
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
-        self._held = [self._take(cache) for cache in caches]
-        arrays = [array for held in self._held for array in (held if isinstance(held, list) else _arrays_in(held))]
-        self._arrays = [array for array in arrays if array is not None]
-        mx.eval(self._arrays)
-        self.num_bytes = int(mx.get_array_buffer_size(*self._arrays)) if self._arrays else 0
+        self._held = [_copied(cache, owned) for cache in caches]
+        arrays = _arrays_in(self._held)
+        self.num_bytes = int(mx.get_array_buffer_size(*arrays)) if arrays else 0
 
     def put(self, caches: Sequence[LayerCache]) -> None:
         """Makes this the state of live caches of the same model."""
         for cache, held in zip(caches, self._held, strict=True):
-            if isinstance(held, list):
-                cache.cache = list(held)
-                cache.left_padding = cache.lengths = None
-            else:
-                vars(cache).update(vars(copy.deepcopy(held)))
+            vars(cache).update(vars(_copied(held, lambda array: array)))
 
-    @staticmethod
-    def _take(cache: LayerCache) -> Any:
-        if type(cache) is mlx_lm_cache.ArraysCache:
-            return [None if array is None else owned(array) for array in cache.cache]
-        return copy.deepcopy(cache)
+
+def _copied(cache: LayerCache, own: Callable[[mx.array], mx.array]) -> LayerCache:
+    """Returns a deep copy of a layer cache; its arrays are new objects over `own(array)`."""
+    return copy.deepcopy(cache, {id(array): own(array[...]) for array in _arrays_in(cache)})
 
 
 # ------------------------------------------------------------------------------------------------------ layout
@@ -360,6 +359,7 @@ class Layout:
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
         """Returns the bytes that live caches hold in the allocator, unused capacity included."""
         arrays = [array for cache in _leaves(caches) for array in _arrays_in(cache)]
+        mx.eval(arrays)
         return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
 
     def span_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:

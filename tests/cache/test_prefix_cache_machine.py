@@ -1,0 +1,273 @@
+"""Random histories of requests against a model beside the cache: what was sent, and what each slot stands for.
+
+Several requests run interleaved on few slots with small budgets. After every step the invariants hold, every live
+slot and every stored array stands for its tokens, and no memory is held that the ledger does not know.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from cache import layers
+from cache.errors import BudgetExceeded
+from cache.placement import RestorePoint, RestorePointKind
+from cache.prefix_cache import Lease, PrefixCache
+from tests import fake_model
+
+WINDOW = 6
+SLACK_BYTES = 4096
+"""Small arrays that fakes and mlx-lm's caches hold besides their rows."""
+
+some_tokens = st.lists(st.integers(1, 3), min_size=1, max_size=14)
+
+
+@dataclass
+class Running:
+    """An open lease and what the model knows of it."""
+
+    lease: Lease
+    prompt: list[int]
+    namespace: str
+    is_private: bool
+    evaluated: list[int] = field(default_factory=list)
+    committed: int = 0
+
+    @property
+    def limit(self) -> int:
+        return len(self.prompt) - 1
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    layout = "T"
+
+    @initialize(num_slots=st.integers(1, 3), budget_bytes=st.sampled_from([6_000, 20_000, 60_000, 10_000_000]))
+    def start(self, num_slots: int, budget_bytes: int) -> None:
+        mx.clear_cache()
+        self.base_bytes = mx.get_active_memory()
+        self.prefix_cache = PrefixCache(
+            lambda: fake_model.make_caches(self.layout, WINDOW), num_slots=num_slots, budget_bytes=budget_bytes
+        )
+        sample = fake_model.make_caches(self.layout, WINDOW)
+        fake_model.evaluate(sample, fake_model.tokens_of(1, 2, 3))
+        self.prefix_cache.calibrate(sample)
+        self.running: list[Running] = []
+        self.sent: list[tuple[str, list[int]]] = []
+        """Everything evaluated so far, by namespace; a private request's tokens are never here."""
+        self.has_lost = False
+        """Whether anything was dropped on purpose, so that a match may be shorter than what was sent."""
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    @rule(
+        base=st.integers(0, 30),
+        cut=st.integers(0, 40),
+        tail=some_tokens,
+        namespace=st.sampled_from(["", "", "", "salted"]),
+        session_id=st.sampled_from([None, "one", "two"]),
+        explicit=st.lists(st.integers(1, 20), max_size=2),
+        user_start=st.none() | st.integers(1, 20),
+        reuse=st.sampled_from([True, True, True, True, False]),
+        expected_tokens=st.integers(0, 20),
+    )
+    def begin(self, base: int, cut: int, tail: list[int], namespace: str, session_id: str | None, explicit: list[int],
+              user_start: int | None, reuse: bool, expected_tokens: int) -> None:  # fmt: skip
+        earlier = self.sent[-1 - base % len(self.sent)][1] if self.sent else []
+        self._begin([*earlier[: len(earlier) - cut % 8 if cut < 32 else cut - 32], *tail][:60], namespace, session_id,
+                    explicit, user_start, reuse, expected_tokens)  # fmt: skip
+
+    @precondition(lambda self: self.sent)
+    @rule(base=st.integers(0, 30), session_id=st.sampled_from([None, "one", "two"]))
+    def repeat(self, base: int, session_id: str | None) -> None:
+        namespace, tokens = self.sent[-1 - base % len(self.sent)]
+        self._begin(tokens, namespace, session_id, [], None, True, 4)
+
+    def _begin(self, prompt: list[int], namespace: str, session_id: str | None, explicit: list[int],
+               user_start: int | None, reuse: bool, expected_tokens: int) -> None:  # fmt: skip
+        points = [RestorePoint(offset, RestorePointKind.EXPLICIT) for offset in explicit]
+        if user_start is not None:
+            points.append(RestorePoint(user_start, RestorePointKind.USER_START))
+        tokens, cache = np.array(prompt, np.int32), self.prefix_cache
+        promised, num_evictions = cache.peek(tokens, namespace=namespace), cache.num_evictions
+        try:
+            lease = cache.begin(
+                tokens, namespace=namespace, session_id=session_id, restore_points=points,
+                expected_tokens=expected_tokens, reuse=reuse,
+            )  # fmt: skip
+        except BudgetExceeded:
+            return
+        if lease is None:
+            assert self.running, "nothing runs, yet the request must wait"
+            return
+        found = Running(lease, prompt, namespace, not reuse, prompt[: lease.hit_tokens], lease.hit_tokens)
+        self._judge(found, promised, has_evicted=cache.num_evictions != num_evictions)
+        self.running.append(found)
+
+    def _judge(self, found: Running, promised: int, *, has_evicted: bool) -> None:
+        lease, prompt = found.lease, found.prompt
+        assert lease.offset == lease.hit_tokens <= lease.match_tokens <= len(prompt) - 1
+        if found.is_private:
+            assert lease.match_tokens == 0
+            return
+        known = max((_common(prompt, tokens) for name, tokens in self.sent if name == found.namespace), default=0)
+        assert lease.match_tokens <= known, "matched what was never sent in this namespace"
+        if not self._may_have_lost():
+            committed = [r.evaluated[: r.committed] for r in self.running if self._shares(r, found)]
+            closed = [tokens for name, tokens in self.closed if name == found.namespace]
+            lower = max((_common(prompt, tokens) for tokens in committed + closed), default=0)
+            assert lease.match_tokens >= min(lower, len(prompt) - 1), "something sent was not found"
+        if not has_evicted:
+            assert lease.hit_tokens == promised, "peek promised otherwise"
+            if self.layout == "T":
+                assert lease.hit_tokens == lease.match_tokens, "attention state restores anywhere"
+
+    @staticmethod
+    def _shares(run: Running, other: Running) -> bool:
+        return run.namespace == other.namespace and not run.is_private
+
+    @property
+    def closed(self) -> list[tuple[str, list[int]]]:
+        live = {id(r.evaluated) for r in self.running}
+        return [(name, tokens) for name, tokens in self.sent if id(tokens) not in live]
+
+    def _may_have_lost(self) -> bool:
+        return self.has_lost or self.prefix_cache.num_evictions > 0
+
+    # ----------------------------------------------------------------------------------------------- running
+
+    @precondition(lambda self: any(r.lease.offset < r.limit for r in self.running))
+    @rule(which=st.integers(0, 3), chunk_tokens=st.integers(1, 16))
+    def prefill(self, which: int, chunk_tokens: int) -> None:
+        waiting = [r for r in self.running if r.lease.offset < r.limit]
+        run = waiting[which % len(waiting)]
+        start, stop = run.lease.offset, run.lease.chunk_stop(chunk_tokens, run.limit)
+        assert start < stop <= run.limit and stop - start <= chunk_tokens
+        tokens = np.array(run.prompt[start:stop], np.int32)
+        fake_model.evaluate(run.lease.caches, tokens)
+        run.lease.advance(tokens)
+        self._record(run, run.prompt[start:stop])
+        run.committed = len(run.evaluated)
+
+    @precondition(lambda self: any(r.lease.offset < r.limit for r in self.running))
+    @rule(which=st.integers(0, 3))
+    def prefill_all(self, which: int) -> None:
+        waiting = [r for r in self.running if r.lease.offset < r.limit]
+        run = waiting[which % len(waiting)]
+        while run.lease.offset < run.limit:
+            self.prefill(self._index(run), 16)
+
+    def _index(self, run: Running) -> int:
+        return [r for r in self.running if r.lease.offset < r.limit].index(run)
+
+    @precondition(lambda self: any(r.lease.offset >= r.limit for r in self.running))
+    @rule(which=st.integers(0, 3), generated=some_tokens)
+    def decode(self, which: int, generated: list[int]) -> None:
+        ready = [r for r in self.running if r.lease.offset >= r.limit]
+        run = ready[which % len(ready)]
+        tokens = run.prompt[-1:] + generated if len(run.evaluated) == run.limit else generated
+        for token in tokens:
+            fake_model.evaluate(run.lease.caches, np.array([token], np.int32))
+            run.lease.append(token)
+        self._record(run, tokens)
+
+    def _record(self, run: Running, tokens: list[int]) -> None:
+        run.evaluated += tokens
+        if not run.is_private and not any(held is run.evaluated for _, held in self.sent):
+            self.sent.append((run.namespace, run.evaluated))
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 3), offset=st.integers(1, 60))
+    def want(self, which: int, offset: int) -> None:
+        lease = self.running[which % len(self.running)].lease
+        lease.want(RestorePoint(offset, RestorePointKind.BRANCH))
+        assert all(lease.offset < point < lease.num_prompt_tokens for point in lease.points_ahead())
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 3))
+    def close(self, which: int) -> None:
+        run = self.running.pop(which % len(self.running))
+        run.lease.close()
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 3), is_damaged=st.booleans())
+    def discard(self, which: int, is_damaged: bool) -> None:
+        run = self.running.pop(which % len(self.running))
+        if is_damaged:
+            fake_model.evaluate(run.lease.caches[:1], fake_model.tokens_of(3, 3))
+        run.lease.discard()
+        self.has_lost = True
+
+    @rule()
+    def clear(self) -> None:
+        self.prefix_cache.clear()
+        self.has_lost = True
+
+    # -------------------------------------------------------------------------------------------- invariants
+
+    @invariant()
+    def invariants_hold(self) -> None:
+        if not hasattr(self, "prefix_cache"):
+            return
+        self.prefix_cache.check()
+        fake_model.assert_stored_right(self.prefix_cache)
+        for slot in self.prefix_cache.slots:
+            fake_model.assert_holds(slot.caches, slot.log.view().tolist(), WINDOW)
+        for run in self.running:
+            slot = self.prefix_cache.slots[run.lease.slot_index]
+            assert slot.log.view().tolist() == run.evaluated, "a running sequence changed under its owner"
+
+    @invariant()
+    def bytes_are_known(self) -> None:
+        if not hasattr(self, "prefix_cache"):
+            return
+        cache = self.prefix_cache
+        assert cache.ledger.stored_bytes == fake_model.stored_bytes(cache)
+        live = sum(cache.layout.live_bytes(slot.caches) for slot in cache.slots)
+        held = mx.get_active_memory() - self.base_bytes
+        assert held <= cache.ledger.stored_bytes + live + SLACK_BYTES, "memory is held behind the ledger's back"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "prefix_cache"):
+            return
+        for run in self.running:
+            run.lease.close()
+        self.running.clear()
+        self.prefix_cache.clear()
+        self.invariants_hold()
+        assert self.prefix_cache.stats()["nodes"] == 0
+        assert self.prefix_cache.ledger.stored_bytes == 0
+        assert mx.get_active_memory() - self.base_bytes <= SLACK_BYTES, "memory leaked"
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    return next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]),
+                min(len(left), len(right)))  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that grow by few rows, so that small budgets mean something."""
+    monkeypatch.setattr(layers, "_GROWTH_TOKENS", 8)
+
+
+@pytest.mark.parametrize("layout", fake_model.MORE_LAYOUTS)
+def test_random_histories(layout: str) -> None:
+    machine: Any = type(f"Machine{layout}", (PrefixCacheMachine,), {"layout": layout})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
