@@ -25,8 +25,13 @@ TokenArray: TypeAlias = NDArray[np.int32]
 class Span(Protocol):
     """Immutable state of the tokens `[start, stop)`, sliceable at any token."""
 
-    start: int
-    stop: int
+    @property
+    def start(self) -> int:
+        """The first token's offset."""
+
+    @property
+    def stop(self) -> int:
+        """The offset after the last token."""
 
     @property
     def num_bytes(self) -> int:
@@ -261,7 +266,7 @@ class PrefixTrie:
             parent = node.parent
             assert parent is not None and parent.stop == node.start, f"{node} does not start at its parent's stop"
             assert len(node.tokens) > 0, f"{node} has an empty edge"
-            assert parent.children[int(node.tokens[0])] is node, f"{node} is not under its first token"
+            assert parent.children.get(int(node.tokens[0])) is node, f"{node} is not under its first token"
             assert (node.span is None) != (node.home is None), f"{node} must be stored or live, not both"
             if node.span is not None:
                 assert (node.span.start, node.span.stop) == (node.start, node.stop), f"{node} holds a foreign span"

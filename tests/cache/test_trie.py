@@ -1,0 +1,385 @@
+"""The trie by example, and at random against a list of sequences that knows nothing of edges."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cache.trie import Node, PrefixTrie, TokenArray, common_prefix_length
+
+BYTES_PER_TOKEN = 7
+SPLIT_COST = 3
+"""Bytes a span takes whatever its length, so that splitting and joining change the sum."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A span that is the tokens themselves."""
+
+    start: int
+    tokens: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return SPLIT_COST + BYTES_PER_TOKEN * len(self.tokens)
+
+    def split(self, offset: int) -> "tuple[Text, Text]":
+        cut = offset - self.start
+        return Text(self.start, self.tokens[:cut]), Text(offset, self.tokens[cut:])
+
+    def join(self, later: "Text") -> "Text":
+        assert later.start == self.stop
+        return Text(self.start, self.tokens + later.tokens)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A snapshot that is valid at one offset and can leave half of itself at an earlier one."""
+
+    num_bytes: int
+    is_divisible: bool = False
+
+    def split(self, offset: int) -> "tuple[Mark | None, Mark]":
+        if not self.is_divisible:
+            return None, self
+        return Mark(self.num_bytes // 2), Mark(self.num_bytes - self.num_bytes // 2)
+
+
+def ids(*tokens: int) -> TokenArray:
+    return np.array(tokens, np.int32)
+
+
+def text_of(node: Node) -> list[int]:
+    return [token for step in node.path() for token in step.tokens.tolist()]
+
+
+def insert(trie: PrefixTrie, *tokens: int) -> Node:
+    """Adds a sequence with stored spans and returns where it ends."""
+    node = trie.extend(trie.root, ids(*tokens))
+    for step in node.path():
+        if step.span is None and step.home is None:
+            trie.store(step, Text(step.start, tuple(step.tokens.tolist())))
+    trie.check()
+    return node
+
+
+# ------------------------------------------------------------------------------------------------------ examples
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "length"),
+    [((), (), 0), ((1,), (), 0), ((1, 2), (1, 2), 2), ((1, 2), (1, 2, 3), 2), ((1, 2), (1, 3), 1), ((2,), (1,), 0)],
+)
+def test_common_prefix_length(left: tuple[int, ...], right: tuple[int, ...], length: int) -> None:
+    assert common_prefix_length(ids(*left), ids(*right)) == length
+    assert common_prefix_length(ids(*right), ids(*left)) == length
+
+
+def test_an_empty_trie_matches_nothing() -> None:
+    trie = PrefixTrie()
+    assert trie.match(ids(1, 2)).length == 0
+    assert trie.match(ids()).path == []
+
+
+def test_a_match_ends_inside_an_edge_and_changes_nothing() -> None:
+    trie = PrefixTrie()
+    node = insert(trie, 1, 2, 3, 4)
+    match = trie.match(ids(1, 2, 9))
+    assert (match.length, match.path) == (2, [node])
+    assert trie.num_nodes == 1
+
+
+def test_a_branch_splits_the_edge_and_the_old_end_keeps_its_node() -> None:
+    trie = PrefixTrie()
+    first = insert(trie, 1, 2, 3, 4)
+    second = insert(trie, 1, 2, 5)
+    assert first.parent is not None
+    assert first.parent is second.parent
+    assert text_of(first) == [1, 2, 3, 4]
+    assert (first.start, first.stop) == (2, 4)
+    assert first.span == Text(2, (3, 4))
+    assert first.parent.span == Text(0, (1, 2))
+
+
+def test_a_prefix_of_what_is_there_splits_and_adds_nothing() -> None:
+    trie = PrefixTrie()
+    insert(trie, 1, 2, 3)
+    node = trie.extend(trie.root, ids(1, 2))
+    assert node.stop == 2
+    assert trie.num_nodes == 2
+    assert trie.match(ids(1, 2, 3)).length == 3
+
+
+def test_the_edges_of_a_trie_own_their_tokens() -> None:
+    trie, tokens = PrefixTrie(), ids(1, 2, 3)
+    trie.store(trie.extend(trie.root, tokens), Text(0, (1, 2, 3)))
+    tokens[:] = 9
+    assert trie.match(ids(1, 2, 3)).length == 3
+
+
+@pytest.mark.parametrize("offset", [0, 2, 5, 9])
+def test_an_edge_is_split_only_inside(offset: int) -> None:
+    trie = PrefixTrie()
+    insert(trie, 1, 2)
+    leaf = insert(trie, 1, 2, 3, 4, 5)
+    with pytest.raises(ValueError, match="cannot split"):
+        trie.split(leaf, offset)
+    with pytest.raises(ValueError, match="cannot split"):
+        trie.split(trie.root, 0)
+
+
+def test_a_split_leaves_an_indivisible_snapshot_at_its_offset() -> None:
+    trie = PrefixTrie()
+    node = insert(trie, 1, 2, 3)
+    trie.snap(node, Mark(10))
+    upper = trie.split(node, 1)
+    assert (upper.snapshot, node.snapshot) == (None, Mark(10))
+
+
+def test_a_split_keeps_explicitness_and_slots_at_the_old_end() -> None:
+    trie = PrefixTrie()
+    node = insert(trie, 1, 2, 3)
+    node.is_explicit, node.num_slots, node.last_used = True, 1, 5
+    upper = trie.split(node, 2)
+    assert (upper.is_explicit, upper.num_slots, upper.last_used) == (False, 0, 5)
+    assert (node.is_explicit, node.num_slots) == (True, 1)
+
+
+def test_two_halves_live_in_the_same_slot() -> None:
+    trie = PrefixTrie()
+    node = trie.extend(trie.root, ids(1, 2, 3))
+    trie.settle(node, "slot")
+    upper = trie.split(node, 1)
+    assert upper.home == node.home == "slot"
+    trie.check()
+
+
+def chain(trie: PrefixTrie) -> tuple[Node, Node]:
+    """Returns a parent [1, 2] and its only child [3]."""
+    parent = insert(trie, 1, 2)
+    return parent, insert(trie, 1, 2, 3)
+
+
+def test_a_child_absorbs_its_parent() -> None:
+    trie = PrefixTrie()
+    parent, child = chain(trie)
+    trie.absorb_parent(child)
+    trie.check()
+    assert child.span == Text(0, (1, 2, 3))
+    assert parent.parent is None
+    assert trie.match(ids(1, 2, 3)).path == [child]
+
+
+@pytest.mark.parametrize("reason", ["snapshot", "explicit", "slot", "sibling", "home", "other home", "top"])
+def test_what_needs_the_border_keeps_it(reason: str) -> None:
+    trie = PrefixTrie()
+    parent, child = chain(trie)
+    match reason:
+        case "snapshot":
+            trie.snap(parent, Mark(1))
+        case "explicit":
+            parent.is_explicit = True
+        case "slot":
+            parent.num_slots = 1
+        case "sibling":
+            insert(trie, 1, 2, 4)
+        case "home":
+            trie.settle(child, "slot")
+        case "other home":
+            trie.settle(child, "slot")
+            trie.settle(parent, "another")
+        case "top":
+            child = parent
+    assert not trie.can_absorb_parent(child)
+    with pytest.raises(ValueError, match="cannot absorb"):
+        trie.absorb_parent(child)
+    trie.check()
+
+
+def test_only_free_leaves_are_removed() -> None:
+    trie = PrefixTrie()
+    parent, child = chain(trie)
+    for node in (parent, trie.root):
+        with pytest.raises(ValueError, match="not a removable leaf"):
+            trie.remove(node)
+    child.num_slots = 1
+    with pytest.raises(ValueError, match="not a removable leaf"):
+        trie.remove(child)
+    child.num_slots = 0
+    trie.remove(child)
+    assert trie.match(ids(1, 2, 3)).length == 2
+    with pytest.raises(ValueError, match="not a removable leaf"):
+        trie.remove(child)
+
+
+def test_nodes_come_parents_first() -> None:
+    trie = PrefixTrie()
+    for tokens in ((1, 2), (1, 2, 3), (1, 4), (5,)):
+        insert(trie, *tokens)
+    seen: list[Node] = []
+    for node in trie.nodes():
+        assert node.parent is trie.root or node.parent in seen
+        seen.append(node)
+    assert len(seen) == trie.num_nodes == 5
+
+
+@pytest.mark.parametrize("damage", ["parent", "edge", "key", "both", "neither", "span", "slots", "count"])
+def test_check_sees_damage(damage: str) -> None:
+    trie = PrefixTrie()
+    parent, child = chain(trie)
+    match damage:
+        case "parent":
+            child.start += 1
+        case "edge":
+            child.tokens = ids()
+        case "key":
+            child.tokens = ids(9)
+        case "both":
+            child.home = "slot"
+        case "neither":
+            parent.span = None
+        case "span":
+            child.span = Text(1, (3,))
+        case "slots":
+            child.num_slots = -1
+        case "count":
+            trie.num_nodes += 1
+    with pytest.raises(AssertionError):
+        trie.check()
+
+
+# ------------------------------------------------------------------------------------------------------ at random
+
+
+class TrieMachine(RuleBasedStateMachine):
+    """The model: the set of all prefixes that can be found, and the bytes of everything stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.trie = PrefixTrie(self._count)
+        self.known: set[tuple[int, ...]] = {()}
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        assert self.num_bytes >= 0
+
+    def _pick(self, which: int) -> Node:
+        nodes = sorted(self.trie.nodes(), key=text_of)
+        return nodes[which % len(nodes)]
+
+    @rule(tokens=st.lists(st.integers(1, 3), min_size=1, max_size=8), home=st.sampled_from([None, None, "a", "b"]))
+    def extend(self, tokens: list[int], home: str | None) -> None:
+        self._extend_below(self.trie.root, tokens, home)
+
+    @precondition(lambda self: self.trie.num_nodes)
+    @rule(
+        which=st.integers(0, 50),
+        tokens=st.lists(st.integers(1, 2), min_size=1, max_size=5),
+        home=st.sampled_from([None, "a"]),
+    )
+    def extend_below(self, which: int, tokens: list[int], home: str | None) -> None:
+        self._extend_below(self._pick(which), tokens, home)
+
+    def _extend_below(self, node: Node, tokens: list[int], home: str | None) -> None:
+        before, homes = text_of(node), {id(node): node.home for node in self.trie.nodes()}
+        end = self.trie.extend(node, ids(*tokens))
+        assert text_of(end) == before + tokens
+        for step in end.path():
+            if step.span is None and step.home is None:
+                assert id(step) not in homes or homes[id(step)] is None
+                if home is None:
+                    self.trie.store(step, Text(step.start, tuple(step.tokens.tolist())))
+                else:
+                    self.trie.settle(step, home)
+        whole = tuple(before + tokens)
+        self.known |= {whole[:length] for length in range(len(whole) + 1)}
+
+    @precondition(lambda self: any(len(node.tokens) > 1 for node in self.trie.nodes()))
+    @rule(which=st.integers(0, 50), cut=st.integers(0, 7))
+    def split(self, which: int, cut: int) -> None:
+        nodes = [node for node in sorted(self.trie.nodes(), key=text_of) if len(node.tokens) > 1]
+        node = nodes[which % len(nodes)]
+        text, offset = text_of(node), node.start + 1 + cut % (len(node.tokens) - 1)
+        upper = self.trie.split(node, offset)
+        assert text_of(upper) == text[:offset]
+        assert text_of(node) == text
+
+    @precondition(lambda self: self.trie.num_nodes)
+    @rule(which=st.integers(0, 50))
+    def absorb_parent(self, which: int) -> None:
+        node = self._pick(which)
+        text = text_of(node)
+        if self.trie.can_absorb_parent(node):
+            self.trie.absorb_parent(node)
+        else:
+            with pytest.raises(ValueError, match="cannot absorb"):
+                self.trie.absorb_parent(node)
+        assert text_of(node) == text
+
+    @precondition(lambda self: self.trie.num_nodes)
+    @rule(which=st.integers(0, 50))
+    def remove(self, which: int) -> None:
+        node = self._pick(which)
+        if node.children or node.num_slots:
+            with pytest.raises(ValueError, match="not a removable leaf"):
+                self.trie.remove(node)
+            return
+        text, start = tuple(text_of(node)), node.start
+        self.trie.remove(node)
+        self.known -= {text[:length] for length in range(start + 1, len(text) + 1)}
+
+    @precondition(lambda self: self.trie.num_nodes)
+    @rule(which=st.integers(0, 50), home=st.sampled_from(["a", "b"]))
+    def settle(self, which: int, home: str) -> None:
+        self.trie.settle(self._pick(which), home)
+
+    @precondition(lambda self: any(node.home for node in self.trie.nodes()))
+    @rule(which=st.integers(0, 50))
+    def store(self, which: int) -> None:
+        nodes = [node for node in sorted(self.trie.nodes(), key=text_of) if node.home]
+        node = nodes[which % len(nodes)]
+        self.trie.store(node, Text(node.start, tuple(node.tokens.tolist())))
+
+    @precondition(lambda self: self.trie.num_nodes)
+    @rule(which=st.integers(0, 50), mark=st.none() | st.builds(Mark, st.integers(1, 20), st.booleans()))
+    def snap(self, which: int, mark: Mark | None) -> None:
+        self.trie.snap(self._pick(which), mark)
+
+    @precondition(lambda self: self.trie.num_nodes)
+    @rule(which=st.integers(0, 50), is_explicit=st.booleans(), num_slots=st.integers(0, 1))
+    def mark(self, which: int, is_explicit: bool, num_slots: int) -> None:
+        node = self._pick(which)
+        node.is_explicit, node.num_slots = is_explicit, num_slots
+
+    @rule(tokens=st.lists(st.integers(1, 3), max_size=10))
+    def match(self, tokens: list[int]) -> None:
+        match = self.trie.match(ids(*tokens))
+        assert match.length == max(n for n in range(len(tokens) + 1) if tuple(tokens[:n]) in self.known)
+        found = [token for node in match.path for token in node.tokens.tolist()]
+        assert found[: match.length] == tokens[: match.length]
+        assert not match.path or match.path[-1].start < match.length <= match.path[-1].stop
+
+    @invariant()
+    def holds_exactly_what_is_known(self) -> None:
+        self.trie.check()
+        found: set[tuple[int, ...]] = {()}
+        for node in self.trie.nodes():
+            text = tuple(text_of(node))
+            found |= {text[:length] for length in range(node.start + 1, node.stop + 1)}
+            if node.span is not None:
+                assert node.span == Text(node.start, text[node.start :])
+        assert found == self.known
+        assert self.num_bytes == sum(node.num_bytes for node in self.trie.nodes())
+
+
+TestTrieAtRandom: Any = TrieMachine.TestCase
+TestTrieAtRandom.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
