@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.errors import ApiError
+from server.api.errors import ApiError, Code
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -31,9 +31,8 @@ class BearerAuth:
         is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
         if not is_open and not is_authorised(Headers(scope=scope), self._api_key):
             raise ApiError(
-                401,
+                Code.INVALID_API_KEY,
                 "the key is missing or wrong; send it as 'Authorization: Bearer <key>'",
-                code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         await self._app(scope, receive, send)

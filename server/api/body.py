@@ -6,7 +6,7 @@ from typing import Any
 import pydantic_core
 from starlette.requests import ClientDisconnect, Request
 
-from server.api.errors import ApiError, invalid
+from server.api.errors import ApiError, Code
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -35,26 +35,26 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
     except ValueError:
         value, is_finite = _parse_leniently(raw), False
     if not isinstance(value, dict):
-        raise invalid("the body must be a JSON object", code="invalid_json")
+        raise ApiError(Code.INVALID_JSON, "the body must be a JSON object")
     return value, is_finite
 
 
 def not_finite() -> ApiError:
     """Returns the error for a body that holds NaN or Infinity anywhere."""
-    return invalid("the body holds NaN or Infinity, which are not JSON", code="invalid_json")
+    return ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
 
 
 def _parse_leniently(raw: bytes) -> Any:
     try:
         return pydantic_core.from_json(raw, allow_inf_nan=True)
     except ValueError as error:
-        raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        raise ApiError(Code.INVALID_JSON, f"the body is not valid JSON: {error}") from error
 
 
 def _too_large(max_bytes: int) -> ApiError:
     # The rest of the body is not read, so the connection cannot serve another request.
     message = f"the body is larger than the {max_bytes} bytes that this server accepts"
-    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    return ApiError(Code.BODY_TOO_LARGE, message, headers={"Connection": "close"})
 
 
 async def _arriving(request: Request) -> AsyncIterator[bytes]:
@@ -62,4 +62,4 @@ async def _arriving(request: Request) -> AsyncIterator[bytes]:
         async for part in request.stream():
             yield part
     except ClientDisconnect as error:
-        raise ApiError(400, "the client left before its body was complete") from error
+        raise ApiError(Code.INVALID_JSON, "the client left before its body was complete") from error

@@ -8,6 +8,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypedDict
 
 from starlette.exceptions import HTTPException
@@ -17,14 +18,58 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.chat import ChatTemplateError
 from models.errors import InvalidParameter
-from server.engine.errors import EngineError, EngineStopped, OutOfMemory, QueueFull, StepFailed
+from server.engine.errors import EngineError, EngineStopped, OutOfMemory, QueueFull
 from server.sessions import SessionIdError
 
 logger = logging.getLogger(__name__)
 
-INVALID_REQUEST = "invalid_request_error"
-SERVER_ERROR = "server_error"
 RETRY_WHEN_STOPPED_SECONDS = 10
+
+
+class Code(StrEnum):
+    """What went wrong, for programs. Each code has one status and one type: see `STATUS`."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_TYPE = "invalid_type"
+    INVALID_VALUE = "invalid_value"
+    MISSING_PARAMETER = "missing_required_parameter"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    TEMPLATE_ERROR = "template_error"
+    EMPTY_PROMPT = "empty_prompt"
+    CONTEXT_EXCEEDED = "context_length_exceeded"
+    INVALID_API_KEY = "invalid_api_key"
+    MODEL_NOT_FOUND = "model_not_found"
+    UNKNOWN_PATH = "unknown_path"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    BODY_TOO_LARGE = "body_too_large"
+    QUEUE_FULL = "queue_full"
+    GENERATION_FAILED = "generation_failed"
+    INTERNAL_ERROR = "internal_error"
+    OUT_OF_MEMORY = "out_of_memory"
+    SERVER_STOPPING = "server_stopping"
+
+
+_INVALID, _SERVER = "invalid_request_error", "server_error"
+STATUS: Mapping[Code, tuple[int, str]] = {
+    Code.INVALID_JSON: (400, _INVALID),
+    Code.INVALID_TYPE: (400, _INVALID),
+    Code.INVALID_VALUE: (400, _INVALID),
+    Code.MISSING_PARAMETER: (400, _INVALID),
+    Code.UNSUPPORTED_PARAMETER: (400, _INVALID),
+    Code.TEMPLATE_ERROR: (400, _INVALID),
+    Code.EMPTY_PROMPT: (400, _INVALID),
+    Code.CONTEXT_EXCEEDED: (400, _INVALID),
+    Code.INVALID_API_KEY: (401, _INVALID),
+    Code.MODEL_NOT_FOUND: (404, _INVALID),
+    Code.UNKNOWN_PATH: (404, _INVALID),
+    Code.METHOD_NOT_ALLOWED: (405, _INVALID),
+    Code.BODY_TOO_LARGE: (413, _INVALID),
+    Code.QUEUE_FULL: (429, "rate_limit_error"),
+    Code.GENERATION_FAILED: (500, _SERVER),
+    Code.INTERNAL_ERROR: (500, _SERVER),
+    Code.OUT_OF_MEMORY: (503, _SERVER),
+    Code.SERVER_STOPPING: (503, _SERVER),
+}
 
 
 class ErrorObject(TypedDict):
@@ -33,7 +78,7 @@ class ErrorObject(TypedDict):
     message: str
     type: str
     param: str | None
-    code: str | None
+    code: str
 
 
 class ErrorBody(TypedDict):
@@ -46,35 +91,34 @@ class ErrorBody(TypedDict):
 class ApiError(Exception):
     """A request that is answered with an error; everything the answer holds."""
 
-    status: int
+    code: Code
     message: str
     param: str | None = None
-    code: str | None = None
-    type: str = INVALID_REQUEST
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return STATUS[self.code][0]
 
     def body(self) -> ErrorBody:
         """Returns the JSON body."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = STATUS[self.code][1]
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code.value}}
 
     def response(self) -> Response:
         """Returns the HTTP answer."""
         return JSONResponse(self.body(), status_code=self.status, headers=dict(self.headers))
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Returns the error for a request that no server in this state or any other could serve."""
-    return ApiError(400, message, param, code)
-
-
-def _unavailable(message: str, code: str, retry_after_seconds: int) -> ApiError:
-    headers = {"Retry-After": str(retry_after_seconds)}
-    return ApiError(503, message, code=code, type=SERVER_ERROR, headers=headers)
+def retry_later(code: Code, message: str, seconds: int) -> ApiError:
+    """Returns the error for what may well succeed in some `seconds`."""
+    return ApiError(code, message, headers={"Retry-After": str(seconds)})
 
 
 def stopped() -> ApiError:
     """Returns the error for a server that takes no more requests."""
-    return _unavailable("the server is stopping", "server_stopping", RETRY_WHEN_STOPPED_SECONDS)
+    return retry_later(Code.SERVER_STOPPING, "the server is stopping", RETRY_WHEN_STOPPED_SECONDS)
 
 
 def as_api_error(error: Exception) -> ApiError | None:
@@ -83,39 +127,30 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ApiError():
             return error
         case ChatTemplateError():
-            return invalid(f"the model's chat template refuses these messages: {error}", "messages")
-        case InvalidParameter():
-            return invalid(str(error), error.param, "invalid_value")
-        case SessionIdError():
-            return invalid(str(error), error.param)
+            message = f"the model's chat template refuses these messages: {error}"
+            return ApiError(Code.TEMPLATE_ERROR, message, "messages")
+        case InvalidParameter() | SessionIdError():
+            return ApiError(Code.INVALID_VALUE, str(error), error.param)
         case QueueFull():
-            headers = {"Retry-After": str(error.retry_after_seconds)}
-            return ApiError(429, str(error), code="queue_full", type="rate_limit_error", headers=headers)
+            return retry_later(Code.QUEUE_FULL, str(error), error.retry_after_seconds)
         case EngineStopped():
             return stopped()
         case OutOfMemory():
-            return _unavailable(str(error) or "not enough memory", "out_of_memory", error.retry_after_seconds)
-        case StepFailed():
-            return ApiError(500, "the model failed on this request", code="generation_failed", type=SERVER_ERROR)
+            return retry_later(Code.OUT_OF_MEMORY, str(error) or "not enough memory", error.retry_after_seconds)
         case EngineError():
-            return ApiError(500, "the engine failed on this request", type=SERVER_ERROR)
+            # Its own message speaks of arrays and layers: that is for the log.
+            return ApiError(Code.GENERATION_FAILED, "the model failed on this request")
     return None
 
 
-def internal_error(error: Exception, request_id: str) -> ApiError:
-    """Logs `error`, a fault of ours, and returns what the client is told: nothing but where to look."""
-    logger.error("request %s failed", request_id, exc_info=error)
-    message = f"internal error; the server's log has the details under request {request_id}"
-    return ApiError(500, message, code="internal_error", type=SERVER_ERROR)
-
-
 def explain(error: Exception, request_id: str) -> ApiError:
-    """Returns what a client is told about `error`; logs those that a client cannot have caused."""
+    """Returns what a client is told about `error`; logs those that no client can have caused."""
     known = as_api_error(error)
     if known is None:
-        return internal_error(error, request_id)
+        message = f"internal error; the server's log has the details under request {request_id}"
+        known = ApiError(Code.INTERNAL_ERROR, message)
     if known.status == 500:
-        logger.error("request %s failed: %s", request_id, error, exc_info=error)
+        logger.error("request %s failed", request_id, exc_info=error)
     return known
 
 
@@ -123,13 +158,10 @@ def http_error(request: Request, error: Exception) -> Response:
     """Answers the router's own errors: an unknown path, a method that a path does not take."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
+    code, message = Code.UNKNOWN_PATH, f"there is no {method} {path} here"
     if error.status_code == 405:
-        message, code = f"{path} does not take the method {method}", "method_not_allowed"
-    elif error.status_code == 404:
-        message, code = f"there is no {method} {path} here", "unknown_path"
-    else:
-        message, code = error.detail, "http_error"
-    return ApiError(error.status_code, message, code=code, headers=error.headers or {}).response()
+        code, message = Code.METHOD_NOT_ALLOWED, f"{path} does not take the method {method}"
+    return ApiError(code, message, headers=error.headers or {}).response()
 
 
 class ErrorBoundary:

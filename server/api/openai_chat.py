@@ -10,7 +10,7 @@ from starlette.responses import Response
 from models.chat import RESERVED_TEMPLATE_ARGUMENTS, RenderedPrompt
 from server.api.answer import OutputEvent, finish_reason, timings_of, usage_of
 from server.api.endpoint import Payload, Plan, generate
-from server.api.errors import invalid
+from server.api.errors import ApiError, Code
 from server.api.openai_chat_types import (
     REFUSED_IN_CHAT,
     ChatBody,
@@ -60,14 +60,15 @@ def _offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[M
     if not body.tools or body.tool_choice == "none":
         return []
     if not model.renderer.reads_tools:
-        raise invalid(f"tools: the model {model.id!r} takes none", "tools", "unsupported_parameter")
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
     return list(origin.raw["tools"])
 
 
 def _render(body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ServedModel) -> RenderedPrompt:
     messages = template_messages(body.messages)
     if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
-        raise invalid(f"messages: at most {MAX_EXPLICIT_POINTS} may carry cache_control", "messages")
+        message = f"messages: at most {MAX_EXPLICIT_POINTS} may carry cache_control"
+        raise ApiError(Code.INVALID_VALUE, message, "messages")
     return model.renderer.render(messages, tools or None, _template_arguments(body))
 
 
@@ -75,7 +76,7 @@ def _template_arguments(body: ChatBody) -> dict[str, Any]:
     arguments = dict(body.chat_template_kwargs or {})
     for name in arguments.keys() & RESERVED_TEMPLATE_ARGUMENTS:
         param = f"chat_template_kwargs.{name}"
-        raise invalid(f"{param} cannot be set by a request", param, "unsupported_parameter")
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"{param} cannot be set by a request", param)
     if body.enable_thinking is not None:
         arguments["enable_thinking"] = body.enable_thinking
     if body.reasoning_effort is not None:

@@ -14,7 +14,7 @@ from cache.placement import RestorePoint, RestorePointKind
 from models.chat import RenderedPrompt
 from server.api.answer import OutputEvent, TimingsBody, Usage, finish_reason, timings_of, usage_of
 from server.api.endpoint import Payload, Plan, generate
-from server.api.errors import invalid
+from server.api.errors import ApiError, Code
 from server.api.prepare import Origin, build_request
 from server.api.served import ApiContext, ServedModel
 from server.api.wire import REFUSED, SYSTEM_FINGERPRINT, GenerationBody, Neutral, parse_body
@@ -98,7 +98,7 @@ def _prompt(prompt: str | list[int], model: ServedModel) -> RenderedPrompt:
     for index, token in enumerate(prompt):
         if not 0 <= token < model.vocab_size:
             message = f"prompt[{index}]: {str(token)[:40]} is no token id from 0 to {model.vocab_size - 1}"
-            raise invalid(message, f"prompt[{index}]", "invalid_value")
+            raise ApiError(Code.INVALID_VALUE, message, f"prompt[{index}]")
     end = RestorePoint(len(prompt), RestorePointKind.PROMPT_END)
     return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())
 

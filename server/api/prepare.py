@@ -8,7 +8,7 @@ from typing import Any
 
 from models.chat import RenderedPrompt
 from models.sampling import SamplingParams, check
-from server.api.errors import invalid
+from server.api.errors import ApiError, Code
 from server.api.served import ServedModel
 from server.api.wire import RANDOM_SEED, GenerationBody
 from server.config import ServerConfig
@@ -88,7 +88,7 @@ def _biases(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, fl
     for key in biases:
         if not _TOKEN_ID.fullmatch(key) or int(key) >= vocab_size:
             message = f"logit_bias: {key[:40]!r} is no token id from 0 to {vocab_size - 1}"
-            raise invalid(message, "logit_bias", "invalid_value")
+            raise ApiError(Code.INVALID_VALUE, message, "logit_bias")
     return tuple((int(key), bias) for key, bias in biases.items())
 
 
@@ -96,14 +96,14 @@ def _fitting_max_tokens(
     num_prompt: int, asked: int | None, prompt_param: str, model: ServedModel, config: ServerConfig
 ) -> int:
     if num_prompt == 0:
-        raise invalid(f"{prompt_param}: the prompt is empty", prompt_param, "empty_prompt")
+        raise ApiError(Code.EMPTY_PROMPT, f"{prompt_param}: the prompt is empty", prompt_param)
     room = model.context_tokens - num_prompt
     if room < 1:
         message = (
             f"the prompt has {num_prompt} tokens; this model's context of {model.context_tokens} tokens "
             f"holds at most {model.context_tokens - 1} and an answer"
         )
-        raise invalid(message, prompt_param, "context_length_exceeded")
+        raise ApiError(Code.CONTEXT_EXCEEDED, message, prompt_param)
     wanted = asked or config.default_max_tokens or room
     return min(wanted, room)
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from models.chat import Message, RenderedPrompt
 from models.sampling import SamplingParams
-from server.api.errors import ApiError, invalid, stopped
+from server.api.errors import ApiError, Code, stopped
 from server.api.tools import ToolFormat
 from server.config import ServerConfig
 from server.engine.generation import Generation
@@ -82,15 +82,14 @@ class ApiContext:
 
     def find_model(self, name: str | None) -> ServedModel:
         """Returns the model of that id; the only one where no name is given. Raises ApiError (404, 400)."""
+        if not name and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        served = ", ".join(self.models)
         if not name:
-            if len(self.models) == 1:
-                return next(iter(self.models.values()))
-            raise invalid(f"model: name one of {', '.join(self.models)}", "model", "missing_required_parameter")
+            raise ApiError(Code.MISSING_PARAMETER, f"model: name one of {served}", "model")
         if name not in self.models:
-            served = ", ".join(self.models)
-            raise ApiError(
-                404, f"the model {name[:200]!r} is not served here, only {served}", "model", "model_not_found"
-            )
+            message = f"the model {name[:200]!r} is not served here, only {served}"
+            raise ApiError(Code.MODEL_NOT_FOUND, message, "model")
         return self.models[name]
 
     def running_engine(self, model: ServedModel) -> EnginePort:

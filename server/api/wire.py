@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from server.api.errors import ApiError, invalid
+from server.api.errors import ApiError, Code
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
     if value is None or any(value == other and type(value) is type(other) for other in neutral):
         return
     accepted = f"; the only value taken is {_json_text(neutral[0])}" if neutral else ""
-    raise invalid(f"{name} is not supported by this server{accepted}", name, "unsupported_parameter")
+    raise ApiError(Code.UNSUPPORTED_PARAMETER, f"{name} is not supported by this server{accepted}", name)
 
 
 def _json_text(value: Any) -> str:
@@ -155,13 +155,13 @@ def _json_text(value: Any) -> str:
 
 def _as_api_error(problem: ErrorDetails) -> ApiError:
     param = param_name(problem["loc"])
-    return invalid(f"{param}: {problem['msg']}", param, _code_of(problem["type"]))
+    return ApiError(_code_of(problem["type"]), f"{param}: {problem['msg']}", param)
 
 
-def _code_of(kind: str) -> str:
+def _code_of(kind: str) -> Code:
     if kind == "missing":
-        return "missing_required_parameter"
-    return "invalid_type" if kind.endswith("_type") else "invalid_value"
+        return Code.MISSING_PARAMETER
+    return Code.INVALID_TYPE if kind.endswith("_type") else Code.INVALID_VALUE
 
 
 def param_name(location: tuple[int | str, ...]) -> str:

@@ -40,14 +40,14 @@ def error_of(answer: Any, status: int) -> dict[str, Any]:
 
 
 TABLE: list[tuple[Exception, int, str | None, str | None]] = [
-    (ChatTemplateError("no such role"), 400, "messages", None),
-    (SessionIdError("session_id", "is long"), 400, "session_id", None),
+    (ChatTemplateError("no such role"), 400, "messages", "template_error"),
+    (SessionIdError("session_id", "is long"), 400, "session_id", "invalid_value"),
     (InvalidParameter("top_p", "top_p is odd"), 400, "top_p", "invalid_value"),
     (QueueFull(3, 7), 429, None, "queue_full"),
     (EngineStopped("x"), 503, None, "server_stopping"),
     (OutOfMemory("too long"), 503, None, "out_of_memory"),
     (StepFailed("inner detail"), 500, None, "generation_failed"),
-    (EngineError("inner detail"), 500, None, None),
+    (EngineError("inner detail"), 500, None, "generation_failed"),
 ]
 
 

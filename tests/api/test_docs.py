@@ -1,0 +1,104 @@
+"""docs/api.md names every endpoint, field, header and code that exists, and none that does not."""
+
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from server.api.answer import PromptTokensDetails, TimingsBody, Usage
+from server.api.errors import STATUS, Code, ErrorObject
+from server.api.health import HealthBody
+from server.api.openai_chat_types import (
+    REFUSED_IN_CHAT,
+    ChatBody,
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChatMessage,
+    ChunkChoice,
+    MessageBody,
+)
+from server.api.openai_completions import REFUSED_IN_COMPLETIONS, CompletionBody, TextChoice, TextCompletion
+from server.api.openai_models import ModelBody, ModelList
+from server.api.wire import REFUSED, GenerationBody, StreamOptions
+from server.app import ROUTES
+from server.sessions import SESSION_HEADERS, SESSION_METADATA
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next one of any depth."""
+    found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    assert found, f"docs/api.md has no section {title!r}"
+    return found.group(1)
+
+
+def rows(text: str) -> list[str]:
+    """The names in the first column of every table."""
+    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+
+
+def refused(text: str) -> set[str]:
+    """The names in the paragraph about refused fields, less the values in brackets."""
+    paragraph = text[text.index("Refused unless") :].split("\n\n")[0]
+    return set(re.findall(r"`([a-z_]+)`", re.sub(r"\(`.*?`\)", "", paragraph)))
+
+
+CHAT, TEXT = section("`POST /v1/chat/completions`"), section("`POST /v1/completions`")
+BOTH = section("Fields of both completion endpoints")
+
+
+def test_every_endpoint_is_documented_and_exists() -> None:
+    methods = {f"{method} {route.path.split(':')[0]}" for route in ROUTES for method in route.methods or ()}
+    documented = {name.rstrip("}") for name in re.findall(r"^\| `([A-Z]+ /[^`]*)` \|", PAGE, re.MULTILINE)}
+    assert documented == {name for name in methods if not name.startswith("HEAD")}
+
+
+def test_every_field_of_a_body_is_documented_and_exists() -> None:
+    chat_fields, message_fields = CHAT.split("A message holds:")
+    assert set(rows(BOTH)) == set(GenerationBody.model_fields)
+    assert set(rows(chat_fields)) == set(ChatBody.model_fields) - set(GenerationBody.model_fields)
+    assert set(rows(message_fields)) == set(ChatMessage.model_fields)
+    assert set(rows(TEXT)) == set(CompletionBody.model_fields) - set(GenerationBody.model_fields)
+    assert all(f"`{name}`" in BOTH for name in StreamOptions.model_fields)
+
+
+def test_every_refused_field_is_documented_and_refused() -> None:
+    assert refused(BOTH) == set(REFUSED)
+    assert refused(CHAT) == set(REFUSED_IN_CHAT) - set(REFUSED)
+    assert refused(TEXT) == set(REFUSED_IN_COMPLETIONS) - set(REFUSED)
+
+
+def test_every_field_of_an_answer_is_documented() -> None:
+    answer = section("The answer")
+    tables = rows(answer)
+    assert set(tables) == {*get_type_hints(ChatCompletion), *get_type_hints(TimingsBody)}
+    for kind in (ChatChunk, ChatChoice, ChunkChoice, MessageBody, TextCompletion, TextChoice, Usage):
+        assert set(get_type_hints(kind)) <= set(re.findall(r"`([a-z_]+)[.`]", answer)), kind
+    assert all(f"prompt_tokens_details.{name}`" in answer for name in get_type_hints(PromptTokensDetails))
+
+
+@pytest.mark.parametrize("kind", [ModelBody, ModelList, HealthBody])
+def test_every_field_of_models_and_health_is_documented(kind: Any) -> None:
+    assert all(f"`{name}`" in section("Models and health") for name in get_type_hints(kind))
+
+
+def test_every_source_of_a_session_is_documented_in_its_order() -> None:
+    text = section("Sessions").lower()
+    places = [text.index(f"`{name}`") for name in ("session_id", *SESSION_HEADERS[:3])]
+    places += [text.index(f"`{name}`", places[-1]) for name in SESSION_HEADERS[3:]]
+    places += [text.index(name, places[-1]) for name in ("prompt_cache_key", "metadata.user_id")]
+    places += [text.index(f"metadata.{name}") for name in SESSION_METADATA]
+    places += [text.index(name) for name in ("previous_response_id", "conversation`, a text")]
+    assert places == sorted(places)
+
+
+def test_every_code_of_an_error_is_documented_with_its_status() -> None:
+    errors = section("Errors")
+    documented = re.findall(r"^\| (\d{3}) \| `([a-z_]+)` \|", errors, re.MULTILINE)
+    assert set(documented) == {(str(status), code.value) for code, (status, _) in STATUS.items()}
+    assert set(STATUS) == set(Code)
+    assert all(f'"{name}"' in errors for name in get_type_hints(ErrorObject))
