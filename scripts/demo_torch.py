@@ -1,0 +1,193 @@
+# mypy: disable-error-code="import-not-found,misc,no-any-return,untyped-decorator"
+"""The demo model in PyTorch: the qwen3 architecture with the parameter names of its safetensors files.
+
+For training only; nothing else imports it. Hidden matrices are updated by Muon (orthogonalised momentum; Jordan et
+al. 2024), embedding and norms by AdamW. What is exported is an exponential average of the weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` with its last axis at unit mean square, scaled."""
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped keys, normed queries and keys, and rotary positions."""
+
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
+        self.head_dim = c["head_dim"]
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(c["hidden_size"], width, bias=False)
+        self.k_proj = nn.Linear(c["hidden_size"], kv_width, bias=False)
+        self.v_proj = nn.Linear(c["hidden_size"], kv_width, bias=False)
+        self.o_proj = nn.Linear(width, c["hidden_size"], bias=False)
+        self.q_norm = RMSNorm(self.head_dim, c["rms_norm_eps"])
+        self.k_norm = RMSNorm(self.head_dim, c["rms_norm_eps"])
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Shapes: `x` [batch, tokens, hidden], `cos` and `sin` [tokens, head_dim / 2]."""
+        rows, length, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(rows, length, self.num_heads, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(rows, length, self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(x).view(rows, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
+        repeats = self.num_heads // self.num_kv_heads
+        q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+        return out
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class Feedforward(nn.Module):
+    """Gated two-layer network."""
+
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
+        self.up_proj = nn.Linear(c["hidden_size"], c["intermediate_size"], bias=False)
+        self.down_proj = nn.Linear(c["intermediate_size"], c["hidden_size"], bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape out as in."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each after a norm and added to the stream."""
+
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(c), Feedforward(c)
+        self.input_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        self.post_attention_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Same shape out as in."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Network(nn.Module):
+    """The whole model; parameter names gain the prefix `model.` when exported."""
+
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
+        self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
+        half = c["head_dim"] // 2
+        self.frequencies = c["rope_theta"] ** (-torch.arange(half) / half)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.005 if "o_proj" in name or "down_proj" in name else 0.03)
+
+    def forward(self, tokens: Tensor, where: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss over the flat positions `where`, whose next tokens are `targets`."""
+        angles = torch.arange(tokens.shape[1])[:, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        chosen = self.norm(x.reshape(-1, x.shape[-1])[where])
+        return F.cross_entropy(F.linear(chosen, self.embed_tokens.weight).float(), targets)
+
+
+class Trainer:
+    """Weights, optimizers and their average. One thread of the caller; PyTorch uses `threads` of its own."""
+
+    def __init__(self, config: dict[str, Any], seed: int, threads: int) -> None:
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        self.network = Network(config)
+        self.compiled = torch.compile(self.network, dynamic=True)
+        matrices = [p for n, p in self.network.named_parameters() if p.dim() == 2 and "embed" not in n]
+        others = [p for n, p in self.network.named_parameters() if p.dim() != 2 or "embed" in n]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, weight_decay=0.02, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.97), weight_decay=0.0),
+        ]
+        self.average = {name: value.detach().clone() for name, value in self.network.state_dict().items()}
+        self.num_steps = 0
+
+    def step(self, batch: list[Any], rate: float) -> float:
+        """One update on a batch of examples at the learning rate `rate`; returns the loss before it."""
+        tokens, where, targets = tensors(batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.compiled(tokens, where, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._average()
+        return float(loss.detach())
+
+    def _average(self) -> None:
+        self.num_steps += 1
+        weight = max(0.01, 1 / self.num_steps)
+        for name, value in self.network.state_dict().items():
+            self.average[name].lerp_(value, weight)
+
+    def save(self, path: Path, step: int, pool: int) -> None:
+        """Writes everything needed to go on."""
+        state = {
+            "network": self.network.state_dict(), "average": self.average, "step": step, "pool": pool,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers], "num_steps": self.num_steps,
+        }  # fmt: skip
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+
+    def resume(self, path: Path) -> tuple[int, int]:
+        """Loads what `save` wrote; returns the step and the pool."""
+        state = torch.load(path)
+        self.network.load_state_dict(state["network"])
+        self.average, self.num_steps = state["average"], state["num_steps"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return state["step"], state["pool"]
+
+    def export(self, path: Path) -> None:
+        """Writes the averaged weights as float32 safetensors."""
+        weights = {f"model.{name}": value.contiguous() for name, value in self.average.items()}
+        save_file(weights, path, metadata={"format": "mlx"})
+
+
+def tensors(batch: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Padded tokens [rows, length]; flat positions before each learned token; those tokens."""
+    length = -(-max(len(example.tokens) for example in batch) // 64) * 64
+    tokens = torch.zeros(len(batch), length, dtype=torch.long)
+    where, targets = [], []
+    for row, example in enumerate(batch):
+        tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
+        spots = [spot for spot in range(1, len(example.tokens)) if example.learned[spot]]
+        where += [row * length + spot - 1 for spot in spots]
+        targets += [example.tokens[spot] for spot in spots]
+    return tokens, torch.tensor(where), torch.tensor(targets)
