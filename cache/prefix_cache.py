@@ -106,14 +106,15 @@ class Lease:
         """Records prompt tokens whose state is now in the caches, and captures a restore point if one is here."""
         self._slot.log.append(tokens)
         self._owner.commit(self._slot)
-        point = self._points.get(self.offset)
-        if point is not None:
-            self._owner.capture(self._slot, point.kind)
+        self._capture_here()
 
     def append(self, token: int) -> None:
-        """Records one decoded token whose state is now in the caches."""
+        """Records one token of a decode step whose state is now in the caches; the first is the prompt's last."""
         self._slot.log.append(np.array([token], np.int32))
-        if self.offset % MEASURE_TOKENS == 0:
+        if self.offset == self.num_prompt_tokens and self.offset in self._points:
+            self._owner.commit(self._slot)
+            self._capture_here()
+        elif self.offset % MEASURE_TOKENS == 0:
             self._owner.measure(self._slot)
 
     def close(self) -> None:
@@ -125,6 +126,11 @@ class Lease:
         """Ends the sequence after its caches may have been damaged: what is not safe elsewhere is dropped."""
         self._end()
         self._owner.discard(self._slot)
+
+    def _capture_here(self) -> None:
+        point = self._points.get(self.offset)
+        if point is not None:
+            self._owner.capture(self._slot, point.kind)
 
     def _end(self) -> None:
         assert self.is_open, "a lease was closed twice"
@@ -150,9 +156,17 @@ class PrivateLease(Lease):
 class PrefixCache:
     """State of all conversations with one model. Worker thread only."""
 
-    def __init__(self, make_caches: Callable[[], list[LayerCache]], *, num_slots: int, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        make_caches: Callable[[], list[LayerCache]],
+        *,
+        num_slots: int,
+        budget_bytes: int,
+        layout: Layout | None = None,
+    ) -> None:
+        """`layout` says how the caches come apart; by default it is found from what `make_caches` makes."""
         self._make_caches = make_caches
-        self.layout = Layout(make_caches())
+        self.layout = layout or Layout(make_caches())
         self.ledger = Ledger(budget_bytes)
         self._tries: dict[str, PrefixTrie] = {}
         root = self._trie("").root
@@ -475,7 +489,7 @@ class PrefixCache:
             wanted = [point for point in wanted if point.kind is RestorePointKind.EXPLICIT]
         else:
             wanted = [*wanted, RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END)]
-        return placement.plan(wanted, start=offset, stop=num_tokens - 1)
+        return placement.plan(wanted, start=offset, stop=num_tokens)
 
     def _move_tip(self, slot: Slot, tip: Node) -> None:
         slot.tip.num_slots -= 1
