@@ -119,7 +119,18 @@ def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
         model, config = load_model(path)
     except (Exception, SystemExit) as error:  # whatever an architecture's code makes of a configuration it dislikes
         raise ModelBroken(f"{name}: cannot be loaded: {_first_lines(error)}") from error
+    # What is no parameter (rotary frequencies, for one) is still lazy, and lazy arrays belong to their thread.
+    mx.eval(list(_arrays(model)))
     return model, config
+
+
+def _arrays(tree: Any) -> Iterator[mx.array]:
+    """Every array in a model, private ones included."""
+    if isinstance(tree, mx.array):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from _arrays(branch)
 
 
 def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWrapper:
