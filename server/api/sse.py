@@ -1,10 +1,9 @@
-"""Server-sent events: JSON payloads, heartbeats in silence, errors after the start, and the end of a client.
+"""Server-sent events: JSON payloads, heartbeats, errors after the start, and the end of a client.
 
 A stream is a series of `data:` lines with one JSON object each and ends with `data: [DONE]`. Comments, which
 clients skip, keep the connection open while nothing else is sent.
 """
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -17,6 +16,9 @@ from server.api.errors import explain
 
 SEPARATOR = "\n"
 DONE = ServerSentEvent("[DONE]", sep=SEPARATOR)
+
+# One encoder for all: building one per chunk costs more than encoding the chunk.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class EventStream(EventSourceResponse):
@@ -32,11 +34,15 @@ class EventStream(EventSourceResponse):
         describe: Callable[[], str],
         on_close: Callable[[], None],
     ) -> None:
-        """`describe` says in a few words what a silent stream is waiting for."""
+        """Sends a comment every `heartbeat_seconds`; `describe` says in a few words what is waited for."""
         self._on_close = on_close
-        content = with_heartbeats(_encoded(payloads, request_id), heartbeat_seconds, describe)
-        # Heartbeats depend on what was sent before, which the library's own pings do not know: they are off.
-        super().__init__(content, sep=SEPARATOR, ping=0, shutdown_grace_period=drain_seconds)
+        super().__init__(
+            _events(payloads, request_id),
+            sep=SEPARATOR,
+            ping=heartbeat_seconds,
+            ping_message_factory=lambda: ServerSentEvent(comment=describe(), sep=SEPARATOR),
+            shutdown_grace_period=drain_seconds,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the whole stream; returns when it ended or the client left."""
@@ -46,41 +52,11 @@ class EventStream(EventSourceResponse):
             self._on_close()
 
 
-async def _encoded(payloads: AsyncIterator[Mapping[str, Any]], request_id: str) -> AsyncIterator[ServerSentEvent]:
+async def _events(payloads: AsyncIterator[Mapping[str, Any]], request_id: str) -> AsyncIterator[ServerSentEvent]:
     try:
         async for payload in payloads:
-            yield _event(payload)
+            yield ServerSentEvent(_encode(payload), sep=SEPARATOR)
     except Exception as error:  # the border of the process: the status was sent, so the stream must tell
-        yield _event(explain(error, request_id).body())
+        yield ServerSentEvent(_encode(explain(error, request_id).body()), sep=SEPARATOR)
         return
     yield DONE
-
-
-def _event(payload: Mapping[str, Any]) -> ServerSentEvent:
-    text = json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return ServerSentEvent(text, sep=SEPARATOR)
-
-
-async def with_heartbeats(
-    events: AsyncIterator[ServerSentEvent], seconds: float, describe: Callable[[], str]
-) -> AsyncIterator[ServerSentEvent]:
-    """Yields `events`, and a comment whenever `seconds` passed without one."""
-    upcoming: asyncio.Future[ServerSentEvent | None] | None = None
-    try:
-        while True:
-            upcoming = upcoming or asyncio.ensure_future(_next_of(events))
-            done, _ = await asyncio.wait((upcoming,), timeout=seconds)
-            if not done:
-                yield ServerSentEvent(comment=describe(), sep=SEPARATOR)
-                continue
-            event, upcoming = upcoming.result(), None
-            if event is None:
-                return
-            yield event
-    finally:
-        if upcoming is not None:
-            upcoming.cancel()
-
-
-async def _next_of(events: AsyncIterator[ServerSentEvent]) -> ServerSentEvent | None:
-    return await anext(events, None)

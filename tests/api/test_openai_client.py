@@ -242,11 +242,10 @@ def test_a_long_prefill_is_bridged_by_comments(address: str, engine: FakeEngine)
     ):
         seen = [line for line in answer.iter_lines() if line]
     first_text = next(index for index, line in enumerate(seen) if "Hello" in line)
-    comments = [index for index, line in enumerate(seen) if line.startswith(":")]
+    comments = [line for line in seen[:first_text] if line.startswith(":")]
     assert '"role":"assistant"' in seen[0]
     assert len(comments) >= 3
-    assert all(0 < index < first_text for index in comments)
-    assert ": prefill 0 of 8" in seen
+    assert ": prefill 0 of 8" in comments
 
 
 def test_the_client_does_not_see_the_comments(client: openai.OpenAI, engine: FakeEngine) -> None:
