@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cache.placement import RestorePoint, RestorePointKind
 from models.errors import ModelError
+from models.pieces import Pieces, token_ends
 
 Message: TypeAlias = Mapping[str, Any]
 """`role`, `content` (text, None, or a list of text parts), and what else the template reads. A part or a
@@ -79,10 +80,12 @@ class RenderedPrompt:
 
     tokens: NDArray[np.int32]
     restore_points: tuple[RestorePoint, ...] = ()
+    text: str = ""
+    """What was tokenized, for a conversation."""
 
 
 class ChatRenderer:
-    """Renders conversations for one model. Keeps no state between calls."""
+    """Renders conversations for one model. Remembers pieces of text and replies, so that it can be asked again."""
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is a Hugging Face tokenizer or mlx-lm's wrapper of one; it is borrowed."""
@@ -94,6 +97,7 @@ class ChatRenderer:
             self._backend.no_padding()
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added_ids = np.array(sorted(added), dtype=np.int32)
+        self._pieces = _pieces_of(self._backend, added)
 
     @property
     def reads_tools(self) -> bool:
@@ -118,7 +122,16 @@ class ChatRenderer:
             RestorePoint(tokenized.offset_of(boundary, kind), kind)
             for boundary, kind in conversation.boundaries(text)
         }
-        return RenderedPrompt(tokenized.ids, tuple(sorted(p for p in points if p.offset > 0)))
+        return RenderedPrompt(tokenized.ids, tuple(sorted(p for p in points if p.offset > 0)), text)
+
+    def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
+        """Says that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token.
+
+        A later conversation that holds the reply is then given these ids, whose state is cached, and not those
+        that the tokenizer would make of the text.
+        """
+        if self._pieces is not None:
+            self._pieces.remember_reply(prompt.text, prompt.tokens, reply, reply_ids)
 
     def encode(self, text: str) -> RenderedPrompt:
         """Returns the tokens of a plain prompt, with the model's first token where it has one.
@@ -141,10 +154,12 @@ class ChatRenderer:
         if self._backend is None:
             encode = partial(self._encode_plain, add_special_tokens=False)
             return _SlowlyTokenized(encode, text, self._added_ids)
+        if self._pieces is not None:
+            tokenized = self._pieces.tokenize(text)
+            return _Tokenized(tokenized.ids, tokenized.ends, self._added_ids)
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return _Tokenized(
-            np.array(encoding.ids, dtype=np.int32), _token_ends(encoding.offsets, len(text)), self._added_ids
-        )
+        ids = np.array(encoding.ids, dtype=np.int32)
+        return _Tokenized(ids, token_ends(encoding.offsets, len(text)), self._added_ids)
 
 
 class _Conversation:
@@ -251,16 +266,12 @@ class _SlowlyTokenized(_Tokenized):
         return int(differs[0]) if len(differs) else length
 
 
-def _token_ends(offsets: Sequence[tuple[int, int]], text_length: int) -> NDArray[np.int64]:
-    """Returns an upper bound for where each token ends, ascending.
-
-    Byte-level tokenizers may trim white space from the offsets they report, so a token can end later than
-    stated, but never after the start of the next one; halves of one character report the same range.
-    """
-    spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
-    next_starts = np.append(spans[1:, 0], text_length)
-    ends: NDArray[np.int64] = np.maximum.accumulate(np.maximum(spans[:, 1], next_starts))
-    return ends
+def _pieces_of(backend: Any, added: Mapping[int, Any]) -> Pieces | None:
+    """Returns piecewise tokenization for a tokenizer that is known to cut as it assumes."""
+    if backend is None:
+        return None
+    pieces = Pieces(backend, {str(token): number for number, token in added.items()})
+    return pieces if pieces.fits() else None
 
 
 def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:

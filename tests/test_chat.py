@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from cache.mlx_lm_guard import guard_mlx_lm
 from cache.placement import RestorePointKind
 from models.chat import ChatRenderer, ChatTemplateError, RenderedPrompt
+from tests import tiny_models
 
 CHATML = """\
 {%- if tools %}<|im_start|>system
@@ -263,3 +264,18 @@ def test_the_wrapper_of_mlx_lm_renders_the_same() -> None:
     ours = ChatRenderer(wrapped).render(messages)
     assert ours.tokens.tolist() == wrapped.apply_chat_template(messages, add_generation_prompt=True)
     assert RestorePointKind.SYSTEM_END in kinds(ours)
+
+
+def test_a_reply_sent_back_keeps_the_tokens_it_was_generated_with() -> None:
+    tokenizer = tiny_models.tokenizer()
+    renderer = ChatRenderer(tokenizer)
+    conversation: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+    prompt = renderer.render(conversation)
+    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "the"]
+    assert tokenizer.encode("the", add_special_tokens=False) != ids
+    renderer.remember_reply(prompt, "the", ids)
+    following = renderer.render(
+        [*conversation, {"role": "assistant", "content": "the"}, {"role": "user", "content": "x"}]
+    )
+    known = len(prompt.tokens) + len(ids)
+    assert following.tokens[:known].tolist() == [*prompt.tokens.tolist(), *ids]
