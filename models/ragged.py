@@ -10,7 +10,7 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   long as the same rows decode; `RaggedBatch.extract` gives a row its part back.
 
 This module knows nothing of tokens, sampling or requests. A model that touches keys in a way that `Rows` does not
-know fails in its first call: `Rows` is an empty array to everyone who does not ask for its items.
+know fails in its first call: `Rows` has a useless shape for everyone who does not ask for its items.
 
 Worker thread only. The replaced attention acts on `Rows` alone, so other threads are not affected by it.
 """
@@ -39,17 +39,21 @@ class NotRagged(Exception):
     """A layer cache of this class cannot take part in a ragged batch."""
 
 
+_MISFIT = mx.zeros(10_007)  # a prime, so that it cannot be reshaped either
+mx.eval(_MISFIT)
+
+
 class Rows(mx.array):
     """One item per row where a model expects one array: keys, values, masks or scores of different lengths.
 
-    To MLX it is an empty array, so an operation that does not know it fails on the shape instead of giving a wrong
-    result. The few operations that models apply between cache and attention act on each item.
+    To MLX it is an array of a shape that fits nowhere, so an operation that does not know it fails instead of giving
+    a wrong result. The few operations that models apply between cache and attention act on each item.
     """
 
     items: list[Any]
 
     def __init__(self, items: Sequence[Any]) -> None:
-        super().__init__([], dtype=next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
+        super().__init__(_MISFIT, next((item.dtype for item in items if isinstance(item, mx.array)), mx.bool_))
         self.items = list(items)
 
     def swapaxes(self, axis1: int, axis2: int) -> "Rows":  # type: ignore[override]
@@ -147,9 +151,18 @@ class RaggedBatch:
 
 
 def own_point_state(caches: Sequence[LayerCache]) -> None:
-    """Makes the point state in `caches` lazy copies that own their bytes; slices would hold a whole batch alive."""
-    for own, _ in _point_layers(caches, caches):
-        own.cache = [None if state is None else mx.contiguous(state) for state in own.cache]
+    """Evaluates the point state in `caches` and copies what is a slice: it would hold a whole batch alive."""
+    layers = [own for own, _ in _point_layers(caches, caches)]
+    mx.eval([layer.cache for layer in layers])
+    for layer in layers:
+        layer.cache = [_owned(state) for state in layer.cache]
+    mx.eval([layer.cache for layer in layers])
+
+
+def _owned(state: mx.array | None) -> mx.array | None:
+    if state is None or mx.get_array_buffer_size(state) <= state.nbytes:
+        return state
+    return mx.array(state)
 
 
 def _join(column: Sequence[LayerCache], offsets: OffsetArrays) -> LayerCache:

@@ -133,8 +133,8 @@ class Runner:
             index = self._joined_rows.index(row)
             self._extract(index)
             self._joined_rows[index] = None
-        own_point_state(row.caches)
         mx.eval([cache.state for cache in row.caches])
+        own_point_state(row.caches)
 
     def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
         """Returns the logits `[num_rows, vocab_size]` of one token for each row."""

@@ -220,15 +220,57 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 NAMES = tuple(CONFIGS)
 
+_LATENT = {key: value for key, value in CONFIGS["deepseek_v32"].items() if not key.startswith("index_")}
+
+EXTRA_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama_wide_heads": {**_LLAMA, "head_dim": 32},  # wide enough to quantize keys and values
+    "deepseek_v3": {**_LATENT, "model_type": "deepseek_v3"},
+    "gemma4": {  # the last two layers use the keys and values of earlier ones
+        **_DENSE,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 16,
+        "sliding_window": WINDOW,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+    "gemma3n": {
+        "model_type": "gemma3n",
+        "text_config": {
+            **_DENSE,
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 6,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "rope_local_base_freq": 10000.0,
+            "final_logit_softcapping": 30.0,
+            "activation_sparsity_pattern": [0.0] * 6,
+            "altup_num_inputs": 2,
+            "altup_coef_clip": 120.0,
+            "altup_correct_scale": True,
+            "altup_active_idx": 0,
+            "laurel_rank": 8,
+            "intermediate_size": [128] * 6,
+        },
+    },
+}
+"""Further kinds of attention, for tests of decoding."""
+
 
 def build(name: str) -> Module:
-    """Returns the tiny model `name`, one of `NAMES`, evaluated; built once per process, so do not change it."""
+    """Returns the tiny model `name` of `NAMES` or `EXTRA_CONFIGS`, evaluated. One per process: do not change it."""
     return _build(name)
 
 
 @functools.cache
 def _build(name: str) -> Module:
-    config = json.loads(json.dumps(CONFIGS[name]))
+    config = json.loads(json.dumps((CONFIGS | EXTRA_CONFIGS)[name]))
     model_class, args_class = _get_classes(config)
     mx.random.seed(SEED)
     model: Module = model_class(args_class.from_dict(config))
