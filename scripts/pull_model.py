@@ -5,7 +5,7 @@ Usage: .venv/bin/python scripts/pull_model.py org/name[@revision]
 
 import sys
 
-from server.cli import main
+from server.cli import execute
 
 if __name__ == "__main__":
-    main(["pull", *sys.argv[1:]])
+    sys.exit(execute(["pull", *sys.argv[1:]]))

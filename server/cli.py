@@ -6,15 +6,19 @@ MLX and transformers are imported only by the commands that need them: `--help`,
 """
 
 import inspect
+import logging
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import Field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from models.errors import ModelError
+from models.store import resolve
 from server.config import ConfigError, ServerConfig
 from server.errors import StartError
 
@@ -36,16 +40,28 @@ _UNIT_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one command and ends the process with its exit status. `arguments` defaults to the process's own."""
+def main() -> NoReturn:
+    """Runs the command that the process was started with, and ends the process."""
+    status = execute(sys.argv[1:])
+    sys.stdout.flush()
+    if "mlx.core" in sys.modules:
+        # A thread that used a compiled MLX function takes the GIL once more when it dies, which may be after
+        # `join` returned. If the interpreter is being torn down then, the process aborts: so nothing is torn down.
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Runs one command and returns its exit status; what went wrong is told on standard error."""
     try:
-        sys.exit(app(list(sys.argv[1:] if arguments is None else arguments), "mlx-serve", standalone_mode=False))
+        return int(app(list(arguments), "mlx-serve", standalone_mode=False) or 0)
     except typer.TyperException as error:
-        _fail(_usage_message(error), error.exit_code)
+        return _tell(_usage_message(error), error.exit_code)
     except ConfigError as error:
-        _fail(str(error), 2)
+        return _tell(str(error), 2)
     except (ModelError, StartError) as error:
-        _fail(str(error), 1)
+        return _tell(str(error), 1)
 
 
 def parse_size(text: str) -> int:
@@ -53,7 +69,7 @@ def parse_size(text: str) -> int:
 
     GB is 10^9 bytes and GiB is 2^30, and so on for the other units.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _UNIT_BYTES:
         raise ConfigError(f"{text!r} is not a size; write it like 8GB, 512MB or 2GiB")
     return int(float(match[1]) * _UNIT_BYTES[match[2]])
@@ -78,7 +94,8 @@ def _serve(**given: Any) -> None:
     config = config_from(given)
     if len(config.models) > 1:
         raise ConfigError(f"{len(config.models)} models were named; one model at a time for now")
-    from server.serve import serve
+    with _loading(config.models[0]):
+        from server.serve import serve
 
     raise typer.Exit(serve(config))
 
@@ -94,7 +111,8 @@ def run(
 ) -> None:
     """Chat with a model in the terminal."""
     config = config_from({"models": [model], "context_tokens": context, "cache_memory_bytes": cache_memory})
-    from server.terminal import chat
+    with _loading(config.models[0]):
+        from server.terminal import chat
 
     raise typer.Exit(chat(config, system))
 
@@ -195,9 +213,23 @@ def _usage_message(error: typer.TyperException) -> str:
     return f"{message}; see {command} --help"
 
 
-def _fail(message: str, status: int) -> None:
+@contextmanager
+def _loading(model: str) -> Iterator[None]:
+    """Tells a person at a terminal that something happens while MLX and transformers are imported."""
+    from rich.console import Console
+
+    # Else transformers advises to install PyTorch; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # A name that stands for nothing is told at once.
+    resolve(model)
+    console = Console()
+    with console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
+        yield
+
+
+def _tell(message: str, status: int) -> int:
     typer.echo(f"mlx-serve: {message}", err=True)
-    sys.exit(status)
+    return status
 
 
 app.command("serve")(_with_settings(_serve))

@@ -8,8 +8,10 @@ answers have `drain_seconds` to finish, and what still runs then is told so; a s
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -45,6 +47,9 @@ def serve(config: ServerConfig) -> int:
         try:
             return asyncio.run(_serve(service, config, listener, console))
         finally:
+            # It ends in a moment anyway, and a signal now would only change the exit status.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
             service.engine.stop()
 
 
@@ -151,9 +156,9 @@ class _Stopper:
     async def _drain(self) -> None:
         num_running = self._engine.stats()["open_requests"]
         if num_running:
-            logger.info("stopping: up to %g s for %d running answers", self._drain_seconds, num_running)
+            logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
         if not await self._engine.drain(self._drain_seconds):
-            logger.warning("stopping: answers that are still running end now")
+            logger.warning("stopping: what still runs ends now")
         await asyncio.to_thread(self._engine.stop)
 
 
@@ -191,8 +196,8 @@ def _url_host(host: str) -> str:
 def example_call(url: str, model: str, needs_key: bool) -> str:
     """Returns a command for the shell that asks the server something."""
     key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    return f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n  -d '{body}'"
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
+    return f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
 
 
 def count_text(number: int) -> str:

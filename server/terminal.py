@@ -21,6 +21,7 @@ from server.compose import open_service
 from server.config import ServerConfig
 from server.engine.errors import EngineError
 from server.engine.events import Delta, Failed, Finished, Timings
+from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.log import configure_logging
 
@@ -112,16 +113,22 @@ class Chat:
     async def _stream(self, reply: list[str]) -> None:
         generation = self.engine.submit(self._request())
         try:
-            async for event in generation:
-                if isinstance(event, Delta):
-                    reply.append(event.text)
-                    self.write(event.text)
-                elif isinstance(event, Finished):
-                    self._timings = event.timings
-                elif isinstance(event, Failed):
-                    raise event.error
-        finally:
+            await self._follow(generation, reply)
+        except asyncio.CancelledError:
+            # The end comes within a step, and with it what /stats shows.
             generation.cancel()
+            await self._follow(generation, reply)
+            raise
+
+    async def _follow(self, generation: Generation, reply: list[str]) -> None:
+        async for event in generation:
+            if isinstance(event, Delta):
+                reply.append(event.text)
+                self.write(event.text)
+            elif isinstance(event, Finished):
+                self._timings = event.timings
+            elif isinstance(event, Failed):
+                raise event.error
 
     def _request(self) -> GenerationRequest:
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
@@ -196,8 +203,9 @@ def describe(timings: Timings) -> str:
     """Returns two lines about one answer: what its prompt cost and how fast it came."""
     prompt_tokens = timings.cache_tokens + timings.evaluated_tokens
     share = timings.cache_tokens / prompt_tokens if prompt_tokens else 0
+    # The time runs from the first token to the last, so one token fewer was made in it.
     seconds = timings.predicted_ms / 1000
-    speed = f", {timings.predicted_tokens / seconds:.1f} tokens/s" if seconds else ""
+    speed = f", {(timings.predicted_tokens - 1) / seconds:.1f} tokens/s" if seconds else ""
     return (
         f"prompt: {prompt_tokens} tokens, {timings.cache_tokens} cached ({share:.0%}), "
         f"{timings.evaluated_tokens} evaluated in {timings.prompt_ms:.0f} ms\n"

@@ -1,0 +1,248 @@
+"""`mlx-serve serve` as a process: start-up report, addresses, signals, exit status. On a real tiny model."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.sampling import SamplingParams
+from server.compose import model_id, read_sampling
+from server.errors import StartError
+from server.serve import bind, count_text, example_call
+from tests.tiny_models import write
+
+COMMAND = [sys.executable, "-c", "from server.cli import main; main()", "serve"]
+DEADLINE_SECONDS = 60.0
+
+
+class Process:
+    """A server process, its output so far, and the address that it reported."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.output = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def port(self) -> int:
+        self.wait_for("Try it:")
+        match = re.search(r"http://[^:]*:(\d+)/v1", self.output)
+        assert match is not None
+        return int(match[1])
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while text not in self.output:
+            assert time.monotonic() < deadline, self.output
+            assert self._reader.is_alive(), self.output
+            time.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self) -> int:
+        status = self._process.wait(DEADLINE_SECONDS)
+        self._reader.join(5)
+        return status
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait(5)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output += line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("qwen3", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Process]:
+    process = Process(str(folder), "--port", "0", *arguments)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+class Stream:
+    """One streaming request; `start` returns when its first token has come."""
+
+    def __init__(self, port: int, max_tokens: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_SECONDS)
+        body = {
+            "stream": True,
+            "ignore_eos": True,
+            "max_tokens": max_tokens,
+            "messages": [{"role": "user", "content": "hi"}],
+        }
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200
+        self._response.readline()
+
+    def rest(self) -> str:
+        return self._response.read().decode()
+
+
+def accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except ConnectionError:
+        return False
+    return True
+
+
+def get(port: int, path: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_SECONDS)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
+    with serving(
+        folder, "--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5"
+    ) as server:
+        port = server.port
+        report = server.output
+        for fact in ("tiny, 152096 parameters", "900 tokens", "64.0 MB", "3 conversations at once, 5 more", "curl"):
+            assert fact in report
+        assert get(port, "/health")[0] == 200
+        assert [model["id"] for model in get(port, "/v1/models")[1]["data"]] == ["tiny"]
+        idle = socket.create_connection(("127.0.0.1", port))
+
+        stream = Stream(port, max_tokens=600)
+        server.signal(signal.SIGTERM)
+        server.wait_for("stopping: 1 running")
+        deadline = time.monotonic() + 5
+        while accepts(port):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        rest = stream.rest()
+        assert '"finish_reason":"length"' in rest
+        assert rest.rstrip().endswith("data: [DONE]")
+        assert server.wait() == 0
+        assert "terminate" not in server.output
+        idle.close()
+
+
+def test_what_does_not_finish_in_time_is_told_so(folder: Path) -> None:
+    with serving(folder, "--drain", "0.2") as server:
+        stream = Stream(server.port, max_tokens=100_000)
+        server.signal(signal.SIGINT)
+        assert "the server is stopping" in stream.rest()
+        assert server.wait() == 0
+        assert "Traceback" not in server.output
+
+
+def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+    with serving(folder) as server:
+        stream = Stream(server.port, max_tokens=100_000)
+        server.signal(signal.SIGINT)
+        server.wait_for("stopping: 1 running")
+        server.signal(signal.SIGINT)
+        assert server.wait() == 130
+        with pytest.raises(http.client.IncompleteRead):
+            stream.rest()
+        assert "Traceback" not in server.output
+
+
+def test_a_key_is_asked_for_and_not_shown(folder: Path) -> None:
+    with serving(folder, "--api-key", "geheim") as server:
+        assert get(server.port, "/v1/models")[0] == 401
+        assert "geheim" not in server.output
+        assert "Bearer YOUR_KEY" in server.output
+
+
+def test_a_taken_port_is_told_before_the_model_is_loaded(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = subprocess.run(
+            [*COMMAND, str(folder), "--port", str(port)], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr == (
+        f"mlx-serve: port {port} of 127.0.0.1 is in use; choose another with --port, or 0 for any free one\n"
+    )
+
+
+def test_a_bound_socket_does_not_listen_yet() -> None:
+    with contextlib.closing(bind("127.0.0.1", 0)) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+@pytest.mark.parametrize(
+    ("host", "words"), [("nowhere.invalid", "no address"), ("203.0.113.7", "cannot listen on 203.0.113.7")]
+)
+def test_an_address_that_is_not_ours(host: str, words: str) -> None:
+    with pytest.raises(StartError, match=words):
+        bind(host, 0)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may listen on any port")
+def test_a_port_that_needs_more_rights() -> None:
+    with pytest.raises(StartError, match="needs more rights"):
+        bind("127.0.0.1", 1)
+
+
+def test_the_example_is_a_call_that_a_shell_understands() -> None:
+    call = example_call("http://127.0.0.1:1", "org/it's", needs_key=True)
+    words = subprocess.run(["sh", "-c", call.replace("curl", "printf '%s\\n'", 1)], capture_output=True, check=True)
+    body = words.stdout.decode().splitlines()[-1]
+    assert json.loads(body)["model"] == "org/it's"
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("demo", "demo"),
+        ("org/name@v1", "org/name@v1"),
+        ("qwen3:4b", "qwen3:4b"),
+        ("/a/b/tiny/", "tiny"),
+        ("./x", "x"),
+    ],
+)
+def test_clients_ask_by_the_name_given_and_for_a_folder_by_its_own(name: str, shown: str) -> None:
+    assert model_id(name) == shown
+
+
+def test_counts_as_people_read_them() -> None:
+    assert [count_text(n) for n in (999, 1_700_000, 8_190_000_000)] == ["999", "1.7 million", "8.2 billion"]
+
+
+def test_recommended_sampling_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}')
+    assert read_sampling(file, 1000) == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    file.write_text('{"do_sample": false, "temperature": 0.6}')
+    assert read_sampling(file, 1000).is_greedy
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"temperature": "hot"}', '{"temperature": 1e9}', '{"top_k": -3}'])
+def test_an_unusable_recommendation_is_ignored(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    assert read_sampling(file, 1000) == SamplingParams()
+    file.write_text(text)
+    assert read_sampling(file, 1000) == SamplingParams()
