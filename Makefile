@@ -14,7 +14,7 @@ help:
 	@echo "make test            run the tests (ARGS='tests/test_cli.py -k port')"
 	@echo "make check           formatting, lint, types, import rules"
 	@echo "make fix             format, and mend what the linter can mend"
-	@echo "make bench           run the benchmarks; results go to results/"
+	@echo "make bench           run the benchmarks; results go to results/ (ARGS='decode trie')"
 	@echo "make lock            resolve the dependencies anew into requirements.lock"
 
 venv:
@@ -41,7 +41,7 @@ fix: venv
 	@$(PY) -m ruff format $(CODE) tests
 
 bench: venv
-	@$(PY) scripts/bench.py $(ARGS)
+	@$(PY) -m scripts.bench $(ARGS)
 
 # Versions stay as they are unless UPGRADE=1. No address of an index may enter the file.
 lock: venv
