@@ -1,10 +1,12 @@
-"""What to give up when memory is short: pure choices over candidates.
+"""What to give up when memory is short: a pure order over candidates.
 
-A candidate is an idle slot, a whole leaf, or one snapshot. Idle slots go first, since paging one out loses nothing:
-it frees unused room in its buffers and the second copy of a prefix that others hold too. Then the policy is least
-recently used, deepest first among equals, and never a victim that frees nothing.
+A candidate is a whole leaf, or the snapshot of a node that others hang on. The policy is least recently used, deepest
+first among equals, and never a victim that frees nothing. What goes exposes what it hung on: the queue then takes
+more candidates and goes on with the oldest of all.
 """
 
+import heapq
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,25 +18,30 @@ class Candidate:
 
     key: Any
     num_bytes: int
+    """Bytes that giving it up may free."""
     last_used: int
     offset: int
     """Where the state ends, in tokens: of two equally old, the deeper goes first."""
     is_explicit: bool = False
     """Asked for by name, so it goes after everything else."""
-    is_lossless: bool = False
-    """Nothing has to be evaluated again for it."""
 
 
-def choose(candidates: Iterable[Candidate], needed_bytes: int) -> list[Candidate]:
-    """Returns victims in order, enough to free `needed_bytes` if the candidates have as much."""
-    ranked = sorted(
-        (candidate for candidate in candidates if candidate.num_bytes > 0),
-        key=lambda c: (not c.is_lossless, c.is_explicit, c.last_used, -c.offset),
-    )
-    victims: list[Candidate] = []
-    for candidate in ranked:
-        if needed_bytes <= 0:
-            break
-        victims.append(candidate)
-        needed_bytes -= candidate.num_bytes
-    return victims
+class Queue:
+    """Candidates in the order in which to give them up."""
+
+    def __init__(self, candidates: Iterable[Candidate]) -> None:
+        self._count = itertools.count()
+        self._heap = [self._entry(candidate) for candidate in candidates if candidate.num_bytes > 0]
+        heapq.heapify(self._heap)
+
+    def push(self, candidate: Candidate) -> None:
+        """Adds a candidate, unless it would free nothing."""
+        if candidate.num_bytes > 0:
+            heapq.heappush(self._heap, self._entry(candidate))
+
+    def pop(self) -> Candidate | None:
+        """Removes and returns what should go next; None if nothing is left."""
+        return heapq.heappop(self._heap)[-1] if self._heap else None
+
+    def _entry(self, candidate: Candidate) -> tuple[tuple[bool, int, int], int, Candidate]:
+        return (candidate.is_explicit, candidate.last_used, -candidate.offset), next(self._count), candidate

@@ -14,9 +14,8 @@ recency is a counter.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -525,58 +524,71 @@ class PrefixCache:
 
     def _evict(self, excess_bytes: int, *, protected: Sequence[Node], busy: Slot | None = None) -> int:
         """Gives up what was used longest ago until `excess_bytes` are freed; returns what could not be."""
-        target, kept = self.ledger.charged_bytes - excess_bytes, set(protected)
-        while (excess := self.ledger.charged_bytes - target) > 0:
-            victims = eviction.choose(self._candidates(kept, busy), excess)
-            if not victims:
-                return excess
-            for victim in victims:
-                victim.key()
-        return 0
+        if excess_bytes <= 0:
+            return 0
+        target = self.ledger.charged_bytes - excess_bytes
+        self._page_out_idle(target, busy)
+        self._drop_oldest(target, set(protected))
+        return self.ledger.charged_bytes - target
 
-    def _candidates(self, protected: set[Node], busy: Slot | None) -> list[eviction.Candidate]:
-        """Lists what can be given up. Each candidate's key is the call that does it."""
-        found = [
-            self._slot_candidate(slot)
-            for slot in self.slots
-            if slot is not busy and not slot.is_leased and slot.offset
-        ]
-        for trie, node in self._all_nodes():
-            if node in protected:
-                continue
+    def _page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
+        """Pages idle slots out until no more than `target_bytes` are charged.
+
+        That loses nothing, and frees unused room in buffers and second copies of what other slots hold too.
+        """
+        idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
+        for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
+            if self.ledger.charged_bytes > target_bytes:
+                self._page_out(slot, 0)
+
+    def _drop_oldest(self, target_bytes: int, kept: set[Node]) -> None:
+        """Drops leaves and inner snapshots until no more than `target_bytes` are charged."""
+        if self.ledger.charged_bytes <= target_bytes:
+            return
+        queue = eviction.Queue(self._candidates(kept))
+        while self.ledger.charged_bytes > target_bytes and (victim := queue.pop()) is not None:
+            trie, node = victim.key
             if self._is_free_leaf(node):
-                found.append(self._leaf_candidate(trie, node))
-            elif node.snapshot is not None and node.children:
-                found.append(self._snapshot_candidate(trie, node))
-        return found
+                exposed = self._drop_leaf(trie, node)
+                if exposed is not None and exposed not in kept:
+                    queue.push(self._candidate(trie, exposed))
+            elif node.parent is not None:
+                self._drop_snapshot(trie, node)
+
+    def _candidates(self, kept: set[Node]) -> Iterator[eviction.Candidate]:
+        for trie, node in self._all_nodes():
+            if node not in kept and (self._is_free_leaf(node) or (node.children and node.snapshot is not None)):
+                yield self._candidate(trie, node)
+
+    def _candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
+        if not node.children:
+            return eviction.Candidate((trie, node), node.num_bytes, node.last_used, node.stop)
+        num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
+        return eviction.Candidate((trie, node), num_bytes, node.last_used, node.stop, node.is_explicit)
 
     def _is_free_leaf(self, node: Node) -> bool:
-        return not node.children and node.num_slots == 0 and node.home is None
+        return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None
 
-    def _slot_candidate(self, slot: Slot) -> eviction.Candidate:
-        size = self.ledger.slot_bytes(slot.index)
-        page_out = partial(self._page_out, slot, 0)
-        return eviction.Candidate(page_out, size, slot.tip.last_used, slot.offset, is_lossless=True)
-
-    def _leaf_candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
-        def drop() -> None:
-            # An earlier victim of the same round may have been this node's only sibling: the node is still a leaf.
-            self.num_evictions += 1
+    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> Node | None:
+        """Drops a leaf, and what above it holds no bytes; returns the node that is a leaf now, None if none is."""
+        self.num_evictions += 1
+        parent = node.parent
+        trie.remove(node)
+        while parent is not None and self._is_free_leaf(parent):
+            if parent.num_bytes:
+                return parent
+            node, parent = parent, parent.parent
             trie.remove(node)
+        return None
 
-        return eviction.Candidate(drop, node.num_bytes, node.last_used, node.stop)
-
-    def _snapshot_candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
+    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> None:
+        """Drops what of a snapshot no other leans on."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if self._is_leant_on(node) else None
-
-        def drop() -> None:
+        if rest is None or rest.num_bytes < snapshot.num_bytes:
             self.num_evictions += 1
             trie.snap(node, rest)
-
-        freed = snapshot.num_bytes - (rest.num_bytes if rest else 0)
-        return eviction.Candidate(drop, freed, node.last_used, node.stop, node.is_explicit)
 
     def _is_leant_on(self, node: Node) -> bool:
         """Whether a snapshot further down needs window rows that are only here."""
