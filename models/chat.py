@@ -9,7 +9,9 @@ such edge is preferred.
 This module knows neither HTTP nor MLX. Everything here may run on any thread, several at once.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,6 +22,7 @@ from numpy.typing import NDArray
 
 from cache.placement import RestorePoint, RestorePointKind
 from models.errors import ModelError
+from models.outline import NO_OUTLINE, Outline
 from models.pieces import Pieces, token_ends
 
 Message: TypeAlias = Mapping[str, Any]
@@ -82,6 +85,7 @@ class RenderedPrompt:
     restore_points: tuple[RestorePoint, ...] = ()
     text: str = ""
     """What was tokenized, for a conversation."""
+    outline: Outline = NO_OUTLINE
 
 
 class ChatRenderer:
@@ -122,7 +126,8 @@ class ChatRenderer:
             RestorePoint(tokenized.offset_of(boundary, kind), kind)
             for boundary, kind in conversation.boundaries(text)
         }
-        return RenderedPrompt(tokenized.ids, tuple(sorted(p for p in points if p.offset > 0)), text)
+        outline = conversation.outline(text, tokenized.before, points)
+        return RenderedPrompt(tokenized.ids, tuple(sorted(p for p in points if p.offset > 0)), text, outline)
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Says that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token.
@@ -204,6 +209,23 @@ class _Conversation:
                 continue
             yield _shared_length(text, variant), kind
 
+    def outline(self, text: str, tokens_before: Callable[[int], int], points: Iterable[RestorePoint]) -> Outline:
+        """Returns where each message begins in `text`, in tokens; a message begins where the one before ended."""
+        starts, position = list[int](), 0
+        for message in self._messages:
+            starts.append(tokens_before(position) if position else 0)
+            content = str(message["content"]).strip()
+            found = text.find(content, position)
+            position = found + len(content) if found >= 0 else position
+        ends = {point.kind: point.offset for point in points}
+        return Outline(
+            starts=tuple(starts),
+            roles=tuple(str(message["role"]) for message in self._messages),
+            head_end=ends.get(RestorePointKind.SYSTEM_END, 0),
+            prompt_end=ends.get(RestorePointKind.PROMPT_END, 0),
+            tools_digest=hashlib.sha256(json.dumps(self._tools).encode()).hexdigest() if self._tools else "",
+        )
+
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
         """Yields conversations that share with this one just what the restore point is to keep."""
         messages = self._messages
@@ -227,14 +249,15 @@ class _Tokenized:
 
     def offset_of(self, boundary: int, kind: RestorePointKind) -> int:
         """Returns the token offset for a character boundary: at or before it, never behind."""
-        offset = self._tokens_before(boundary)
+        offset = self.before(boundary)
         if kind is RestorePointKind.EXPLICIT:
             return offset
         if kind is RestorePointKind.PROMPT_END and self._is_edge(offset):
             return offset
         return self._stable_edge(offset)
 
-    def _tokens_before(self, boundary: int) -> int:
+    def before(self, boundary: int) -> int:
+        """Returns how many tokens end at or before a character offset."""
         return int(np.searchsorted(self._ends, boundary, side="right"))
 
     def _stable_edge(self, offset: int) -> int:
@@ -259,7 +282,8 @@ class _SlowlyTokenized(_Tokenized):
         self._text = text
         super().__init__(np.array(encode(text), dtype=np.int32), np.zeros(0, dtype=np.int64), added_ids)
 
-    def _tokens_before(self, boundary: int) -> int:
+    def before(self, boundary: int) -> int:
+        """Returns how many tokens end at or before a character offset."""
         start = self._encode(self._text[:boundary])
         length = min(len(start), len(self.ids))
         differs = np.flatnonzero(self.ids[:length] != np.array(start[:length], dtype=np.int32))

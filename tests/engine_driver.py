@@ -10,9 +10,14 @@ import numpy as np
 from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import PrefixCache
 from server.engine.events import Delta, Event, Failed, Finished, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, TokenArray
 from server.engine.worker import Worker
 from tests.fake_runner import EOS, FakeRunner
+
+
+def spell(tokens: TokenArray) -> str:
+    """Spells tokens as numbers."""
+    return " ".join(map(str, tokens.tolist()))
 
 
 class SpelledOut:
@@ -82,6 +87,7 @@ class Harness:
             chunk_tokens=chunk_tokens,
             expected_tokens=16,
             clock=lambda: self.now,
+            spell=spell,
         )
         self._ids = (f"r{number}" for number in itertools.count())
 

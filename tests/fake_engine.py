@@ -18,6 +18,7 @@ from cache.placement import RestorePoint, RestorePointKind
 from models.chat import ChatTemplateError, Message, RenderedPrompt
 from server.api.served import ServedModel
 from server.api.tools import ToolFormat
+from server.engine.diagnosis import Reuse
 from server.engine.errors import EngineStopped, QueueFull
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
 from server.engine.generation import Generation
@@ -81,7 +82,7 @@ class FakeEngine:
     async def _run(self, request: GenerationRequest, script: Script, generation: Generation) -> None:
         num_prompt = len(request.tokens)
         hit = script.hit_tokens
-        generation.post([Started(0, hit, hit, num_prompt)])
+        generation.post([Started(0, num_prompt, Reuse(hit, hit, None, None))])
         if script.prefill_seconds:
             await self._pause(request, script.prefill_seconds)
         generation.post([Progress(num_prompt, num_prompt)])

@@ -112,6 +112,7 @@ class Engine:
                 chunk_tokens=config.chunk_tokens,
                 expected_tokens=config.expected_tokens,
                 clock=time.monotonic,
+                spell=lambda tokens: str(loaded.tokenizer.decode(tokens.tolist())),
             )
 
         return cls(make_worker, config)

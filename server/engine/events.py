@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from server.engine.diagnosis import Reuse
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended."""
@@ -31,9 +33,20 @@ class Started:
     """The request holds a slot; its prefix is restored and prefill begins."""
 
     slot: int
-    match_tokens: int
-    hit_tokens: int
     prompt_tokens: int
+    reuse: Reuse
+    restore_ms: float = 0.0
+    """Time it took to make the restored part live."""
+
+    @property
+    def match_tokens(self) -> int:
+        """Prompt tokens that the cache knew."""
+        return self.reuse.match_tokens
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens restored, hence not evaluated."""
+        return self.reuse.hit_tokens
 
 
 @dataclass(frozen=True)

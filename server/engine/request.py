@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.placement import RestorePoint
+from models.outline import NO_OUTLINE, Outline
 from models.sampling import SamplingParams
 
 TokenArray: TypeAlias = NDArray[np.int32]
@@ -39,5 +40,7 @@ class GenerationRequest:
     """False: neither reuse nor keep state."""
     priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
+    outline: Outline = NO_OUTLINE
+    """How the prompt is made up, to explain what of it could not be reused."""
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""

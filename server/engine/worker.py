@@ -21,11 +21,14 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from cache.errors import BudgetExceeded
 from cache.layers import LayerCache
 from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import Lease, PrefixCache
 from models.sampling import SamplingParams
+from server.engine.diagnosis import Miss, MissReason, Reuse, Sessions, Spell, Turn, diagnose
 from server.engine.errors import EngineStopped, OutOfMemory, StepFailed
 from server.engine.events import Event, Failed, Progress, Started
 from server.engine.request import GenerationRequest, TokenArray
@@ -82,6 +85,7 @@ class Worker:
         chunk_tokens: int,
         expected_tokens: int,
         clock: Callable[[], float],
+        spell: Spell,
     ) -> None:
         self.prefix_cache = prefix_cache
         self._runner = runner
@@ -90,6 +94,8 @@ class Worker:
         self._chunk_tokens = chunk_tokens
         self._expected_tokens = expected_tokens
         self._clock = clock
+        self._spell = spell
+        self._sessions = Sessions()
         self._scheduler = Scheduler(chunk_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._flight: _Flight | None = None
@@ -174,7 +180,7 @@ class Worker:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gets a lease for a waiting sequence; False if it has to go on waiting, or failed."""
-        request = sequence.request
+        request, begun = sequence.request, self._clock()
         try:
             lease = self.prefix_cache.begin(
                 sequence.tokens,
@@ -196,13 +202,24 @@ class Worker:
         sequence.lease = lease
         sequence.ticket.phase, sequence.ticket.offset = Phase.PREFILLING, lease.offset
         if sequence.hit_tokens is None:
-            sequence.hit_tokens, sequence.marks.started = lease.hit_tokens, self._clock()
-            self._tell(
-                sequence,
-                [Started(lease.slot_index, lease.match_tokens, lease.hit_tokens, len(request.tokens))],
-            )
+            self._tell(sequence, [self._started(sequence, lease, begun)])
         self._share(sequence)
         return True
+
+    def _started(self, sequence: Sequence, lease: Lease, begun: float) -> Started:
+        """Returns the event of a request's first lease, with the reason for what was not reused."""
+        request, now = sequence.request, self._clock()
+        sequence.hit_tokens, sequence.marks.started = lease.hit_tokens, begun
+        return Started(lease.slot_index, len(request.tokens), self._explain(request, lease), 1000 * (now - begun))
+
+    def _explain(self, request: GenerationRequest, lease: Lease) -> Reuse:
+        match, hit = lease.match_tokens, lease.hit_tokens
+        if not request.cache_prompt:
+            return Reuse(match, hit, None, Miss(MissReason.DISABLED))
+        if request.session_id is None:
+            return Reuse(match, hit, None, None)
+        previous = self._sessions.previous(request.namespace, request.session_id, request.tokens)
+        return diagnose(previous, request.tokens, request.outline, match=match, hit=hit, spell=self._spell)
 
     def _share(self, sequence: Sequence) -> None:
         """Asks whoever is to evaluate a prefix that another request needs too to keep a restore point at its end."""
@@ -292,6 +309,7 @@ class Worker:
         lease = sequence.lease
         if lease is None:
             return
+        self._remember(sequence)
         try:
             if sequence.row is not None:
                 self._runner.settle(sequence.row)
@@ -300,6 +318,14 @@ class Worker:
             logger.exception("the state of request %s was lost", sequence.request.request_id)
             if lease.is_open:
                 lease.discard()
+
+    def _remember(self, sequence: Sequence) -> None:
+        """Keeps a turn, for the explanation of the next one of its session."""
+        request = sequence.request
+        if request.session_id is not None and request.cache_prompt and sequence.lease is not None:
+            tokens = np.concatenate([request.tokens, np.array(sequence.generated, np.int32)])
+            turn = Turn(tokens[: sequence.lease.offset], len(request.tokens), request.outline)
+            self._sessions.record(request.namespace, request.session_id, turn)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
         self._tell(sequence, [Failed(error)])

@@ -15,7 +15,7 @@ from server.engine.events import Event, Failed, Finished, FinishReason, Started
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.worker import Worker
-from tests.engine_driver import SpelledOut
+from tests.engine_driver import SpelledOut, spell
 from tests.fake_runner import EOS, FakeRunner
 
 
@@ -54,6 +54,7 @@ class Served:
             chunk_tokens=16,
             expected_tokens=16,
             clock=time.monotonic,
+            spell=spell,
         )
 
 

@@ -1,0 +1,128 @@
+"""Why a prompt was not reused: pure comparison of a request with the last turns of its session.
+
+A session may hold several conversations (an agent and its sub-agents share an id), so the last turns of all of them
+are kept, and a request is compared with the one that it shares most with. Knows no trie, only what it reported:
+how much of the prompt was found and how much was restored.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cache.trie import TokenArray, common_prefix_length
+from models.outline import Outline
+
+MAX_TURNS = 4
+"""Turns kept per session: one for each conversation that shares its id."""
+MAX_SESSIONS = 1024
+_CONTEXT_TOKENS = 12
+
+Spell = Callable[[TokenArray], str]
+"""Turns tokens into text."""
+
+
+class MissReason(StrEnum):
+    """Why less was reused than the session's last turn held."""
+
+    COLD = "cold"
+    SYSTEM_CHANGED = "system_changed"
+    TOOLS_CHANGED = "tools_changed"
+    MESSAGES_CHANGED = "messages_changed"
+    NO_RESTORE_POINT = "no_restore_point"
+    EVICTED = "evicted"
+    DISABLED = "disabled"
+
+
+@dataclass(frozen=True)
+class Miss:
+    """One reason, and where the prompt parted from the turn before, if it did."""
+
+    reason: MissReason
+    message_index: int | None = None
+    role: str | None = None
+    token: int | None = None
+    """Offset of the first token that differs, or that could not be restored."""
+    before: str = ""
+    """Words of the earlier prompt around that place."""
+    after: str = ""
+    """The same place in this prompt."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """How much of a prompt was reused, and why not more."""
+
+    match_tokens: int
+    hit_tokens: int
+    kept: float | None
+    """Share of the session's previous prompt that was reused, 0 to 1; None without one."""
+    miss: Miss | None
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What a finished request leaves behind: its prompt and output, and how the prompt was made up."""
+
+    tokens: TokenArray
+    """Those that were evaluated; less than the prompt for a request that was cancelled early."""
+    num_prompt_tokens: int
+    outline: Outline
+
+
+class Sessions:
+    """The last turns of each session, bounded. Worker thread only."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[tuple[str, str], list[Turn]] = OrderedDict()
+
+    def record(self, namespace: str, session_id: str, turn: Turn) -> None:
+        """Keeps a turn, in place of the one that it continues."""
+        turns = self._turns.pop((namespace, session_id), [])
+        continued = self.closest(turns, turn.tokens)
+        kept = [one for one in turns if one is not continued or not _continues(turn, one)]
+        self._turns[namespace, session_id] = [*kept, turn][-MAX_TURNS:]
+        while len(self._turns) > MAX_SESSIONS:
+            self._turns.popitem(last=False)
+
+    def previous(self, namespace: str, session_id: str, tokens: TokenArray) -> Turn | None:
+        """Returns the turn that a prompt shares most with."""
+        return self.closest(self._turns.get((namespace, session_id), []), tokens)
+
+    @staticmethod
+    def closest(turns: list[Turn], tokens: TokenArray) -> Turn | None:
+        """Returns the turn with the longest common prefix, the newest among equals."""
+        return max(reversed(turns), key=lambda turn: common_prefix_length(turn.tokens, tokens), default=None)
+
+
+def _continues(turn: Turn, earlier: Turn) -> bool:
+    """Whether `turn` is a later turn of the conversation of `earlier`, not another one with the same head."""
+    shared = common_prefix_length(turn.tokens, earlier.tokens)
+    return shared > max(earlier.outline.head_end, turn.outline.head_end)
+
+
+def diagnose(
+    previous: Turn | None, tokens: TokenArray, outline: Outline, *, match: int, hit: int, spell: Spell
+) -> Reuse:
+    """Explains the reuse of a prompt of which `match` tokens were found and `hit` restored."""
+    if previous is None:
+        return Reuse(match, hit, None, Miss(MissReason.COLD, token=hit) if hit == 0 else None)
+    kept = min(hit, previous.num_prompt_tokens) / previous.num_prompt_tokens
+    common = min(common_prefix_length(previous.tokens, tokens), len(tokens) - 1)
+    if hit < common:
+        reason = MissReason.EVICTED if match < common else MissReason.NO_RESTORE_POINT
+        return Reuse(match, hit, kept, Miss(reason, *outline.message_at(hit), token=hit))
+    prompt_end = previous.outline.prompt_end or previous.num_prompt_tokens
+    if common < min(prompt_end, len(previous.tokens), len(tokens) - 1):
+        return Reuse(match, hit, kept, _change(previous, tokens, outline, common, spell))
+    return Reuse(match, hit, kept, None)
+
+
+def _change(previous: Turn, tokens: TokenArray, outline: Outline, common: int, spell: Spell) -> Miss:
+    index, role = outline.message_at(common)
+    reason = MissReason.MESSAGES_CHANGED
+    if common < max(outline.head_end, previous.outline.head_end):
+        tools_differ = outline.tools_digest != previous.outline.tools_digest
+        reason = MissReason.TOOLS_CHANGED if tools_differ else MissReason.SYSTEM_CHANGED
+    around = slice(max(0, common - _CONTEXT_TOKENS), common + _CONTEXT_TOKENS)
+    return Miss(reason, index, role, common, spell(previous.tokens[around]), spell(tokens[around]))

@@ -1,0 +1,122 @@
+"""The reason for every miss, one story each."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cache.trie import TokenArray
+from models.outline import Outline
+from server.engine.diagnosis import MissReason, Reuse, Sessions, Turn, diagnose
+
+HEAD = list(range(100, 120))
+USER = list(range(200, 210))
+REPLY = list(range(300, 305))
+
+
+def tokens_of(*parts: Sequence[int]) -> TokenArray:
+    """Returns the parts joined."""
+    return np.array([token for part in parts for token in part], np.int32)
+
+
+def spell(tokens: TokenArray) -> str:
+    """Spells tokens as numbers."""
+    return " ".join(map(str, tokens.tolist()))
+
+
+def outline_of(*lengths: int, tools: str = "") -> Outline:
+    """Returns the outline of a system message and user messages of these lengths; two tokens of header follow."""
+    ends = np.cumsum(lengths).tolist()
+    roles = ("system", *["user", "assistant"] * len(lengths))[: len(lengths)]
+    return Outline((0, *ends[:-1]), roles, head_end=lengths[0], prompt_end=ends[-1], tools_digest=tools)
+
+
+FIRST = Turn(tokens_of(HEAD, USER, [1, 2], REPLY), 32, outline_of(20, 10))
+
+
+def story(tokens: TokenArray, outline: Outline, *, match: int, hit: int, previous: Turn | None = FIRST) -> Reuse:
+    """Diagnoses one request after `FIRST`."""
+    return diagnose(previous, tokens, outline, match=match, hit=hit, spell=spell)
+
+
+def test_a_pure_extension_has_nothing_to_explain() -> None:
+    tokens = tokens_of(FIRST.tokens.tolist(), USER)
+    reuse = story(tokens, outline_of(20, 10, 7, 10), match=37, hit=37)
+    assert reuse.miss is None and reuse.kept == 1.0
+
+
+def test_a_first_turn_is_cold_unless_something_was_restored() -> None:
+    tokens = tokens_of(HEAD, USER)
+    cold = story(tokens, outline_of(20, 10), match=0, hit=0, previous=None)
+    assert cold.miss is not None and cold.miss.reason is MissReason.COLD and cold.kept is None
+    assert story(tokens, outline_of(20, 10), match=20, hit=20, previous=None).miss is None
+
+
+def test_a_changed_clock_in_the_system_prompt_is_named_with_its_words() -> None:
+    changed = [*HEAD[:8], 916, *HEAD[9:]]
+    reuse = story(tokens_of(changed, USER, [1, 2]), outline_of(20, 10), match=8, hit=8)
+    assert reuse.miss is not None
+    assert (reuse.miss.reason, reuse.miss.message_index, reuse.miss.role) == (MissReason.SYSTEM_CHANGED, 0, "system")
+    assert reuse.miss.token == 8
+    assert "108" in reuse.miss.before.split() and "916" in reuse.miss.after.split()
+    assert reuse.kept == 8 / 32
+
+
+def test_changed_tools_are_told_from_a_changed_system_prompt() -> None:
+    changed = [*HEAD[:8], 916, *HEAD[9:]]
+    reuse = story(tokens_of(changed, USER), outline_of(20, 10, tools="other"), match=8, hit=8)
+    assert reuse.miss is not None and reuse.miss.reason is MissReason.TOOLS_CHANGED
+
+
+def test_an_edited_message_is_named() -> None:
+    edited = [*USER[:4], 999, *USER[5:]]
+    reuse = story(tokens_of(HEAD, edited, [1, 2]), outline_of(20, 10), match=24, hit=24)
+    assert reuse.miss is not None
+    assert (reuse.miss.reason, reuse.miss.message_index, reuse.miss.role) == (MissReason.MESSAGES_CHANGED, 1, "user")
+
+
+def test_what_was_known_but_not_restorable_is_no_restore_point() -> None:
+    tokens = tokens_of(FIRST.tokens.tolist(), USER)
+    reuse = story(tokens, outline_of(20, 10, 7, 10), match=37, hit=20)
+    assert reuse.miss is not None and reuse.miss.reason is MissReason.NO_RESTORE_POINT and reuse.miss.token == 20
+
+
+def test_what_is_no_longer_known_was_evicted() -> None:
+    tokens = tokens_of(FIRST.tokens.tolist(), USER)
+    reuse = story(tokens, outline_of(20, 10, 7, 10), match=20, hit=20)
+    assert reuse.miss is not None and reuse.miss.reason is MissReason.EVICTED
+
+
+def test_a_reply_that_is_rendered_otherwise_is_no_change_of_the_client() -> None:
+    """Templates drop thinking: the next turn parts after the prompt's end, where the answer's header began."""
+    tokens = tokens_of(HEAD, USER, [7, 8, 9], USER)
+    assert story(tokens, outline_of(20, 10, 3, 10), match=30, hit=30).miss is None
+
+
+def test_an_exact_repeat_keeps_all_but_the_last_token() -> None:
+    tokens = FIRST.tokens[:32]
+    assert story(tokens, FIRST.outline, match=31, hit=31).miss is None
+
+
+def test_the_retry_of_a_cancelled_prompt_changed_nothing() -> None:
+    cancelled = Turn(FIRST.tokens[:16], 32, FIRST.outline)
+    assert story(FIRST.tokens[:32], FIRST.outline, match=16, hit=16, previous=cancelled).miss is None
+
+
+class TestSessions:
+    def test_a_session_without_turns_has_no_previous_one(self) -> None:
+        assert Sessions().previous("", "s", tokens_of(HEAD)) is None
+
+    def test_a_turn_replaces_the_one_it_continues_and_not_a_sub_agents(self) -> None:
+        sessions = Sessions()
+        child = Turn(tokens_of(HEAD, [9, 9, 9, 9]), 24, outline_of(20, 4))
+        later = Turn(tokens_of(FIRST.tokens.tolist(), USER), 47, outline_of(20, 10, 7, 10))
+        for turn in (FIRST, child, later):
+            sessions.record("", "s", turn)
+        assert sessions.previous("", "s", tokens_of(HEAD, [9, 9, 9, 9, 5])) is child
+        assert sessions.previous("", "s", later.tokens) is later
+        assert len(sessions._turns["", "s"]) == 2
+
+    def test_namespaces_do_not_see_each_other(self) -> None:
+        sessions = Sessions()
+        sessions.record("a", "s", FIRST)
+        assert sessions.previous("b", "s", FIRST.tokens) is None
