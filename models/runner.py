@@ -127,12 +127,14 @@ class Runner:
     def settle(self, row: DecodeRow) -> None:
         """Afterwards `row.caches` hold the row's whole state, evaluated, in arrays of their own.
 
-        The row may decode on: its next launch joins it anew.
+        The row may decode on, also from caches that were changed meanwhile: its next launch joins it anew.
         """
         if row in self._joined_rows:
             index = self._joined_rows.index(row)
             self._extract(index)
             self._joined_rows[index] = None
+            if not any(self._joined_rows):
+                self._forget_joined()  # or the merged state of the last rows would stay until the next launch
         mx.eval([cache.state for cache in row.caches])
         own_point_state(row.caches)
 

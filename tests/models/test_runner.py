@@ -4,7 +4,9 @@ The reference for "alone" is the model itself, called with one whole prompt and 
 """
 
 import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -261,6 +263,44 @@ def test_a_failing_launch_harms_no_row_outside_of_it(name: str) -> None:
     decoding.step(5)
     decoding.read()
     assert_like_alone(name, *decoding.live)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "falcon_h1"])
+def test_a_settled_row_may_go_on_from_another_state(name: str) -> None:
+    decoding = Decoding(runner_of(name))
+    changed, other = decoding.join(12), decoding.join(25)
+    decoding.step(3)
+    decoding.read()
+    decoding.runner.settle(changed.row)
+    donor = decoding.join(18)
+    decoding.live.remove(donor)
+    for cache, state in zip(changed.row.caches, [cache.state for cache in donor.row.caches], strict=True):
+        cache.state = state
+    changed.row.next_token, changed.length, changed.output = donor.row.next_token, 18, []
+    decoding.step(5)
+    decoding.read()
+    assert_like_alone(name, changed, other)
+
+
+@pytest.mark.parametrize("ending", ["settled", "failed"])
+def test_the_runner_lets_go_of_rows_that_are_over(ending: str) -> None:
+    model = FlakyModel("qwen3_5")
+    decoding = Decoding(Runner(model, vocab_size=VOCAB))
+    rows = [decoding.join(5), decoding.join(6)]
+    held = weakref.ref(rows[0].row)
+    decoding.step(3)
+    if ending == "settled":
+        decoding.leave(rows[0])
+        decoding.leave(rows[1])
+    else:
+        decoding.read()
+        model.fails = True
+        with pytest.raises(RuntimeError):
+            decoding.step()
+    decoding.live, decoding._current = [], None
+    rows.clear()
+    gc.collect()
+    assert held() is None
 
 
 def test_a_row_needs_a_token_from_somewhere() -> None:
