@@ -43,9 +43,7 @@ def run(
     """
     points = [RestorePoint(offset, RestorePointKind.EXPLICIT) for offset in explicit]
     tokens = np.array(prompt, np.int32)
-    lease = prefix_cache.begin(
-        tokens, session_id=session_id, namespace=namespace, restore_points=points, reuse=reuse
-    )
+    lease = prefix_cache.begin(tokens, session_id=session_id, namespace=namespace, restore_points=points, reuse=reuse)
     assert lease is not None, "all slots are leased"
     prefix_cache.check()
     outcome = Outcome(len(prompt) - lease.hit_tokens, lease.match_tokens, lease.hit_tokens, lease.slot_index)

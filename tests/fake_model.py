@@ -162,6 +162,11 @@ def _assert_rows(segment: Segment, path: list[int]) -> None:
         assert rows == wanted, "stored rows of other tokens"
 
 
+def assert_bytes_known(prefix_cache: PrefixCache) -> None:
+    """Asserts that the ledger's stored bytes are the allocator's of all stored arrays, each found by hand."""
+    assert prefix_cache.ledger.stored_bytes == stored_bytes(prefix_cache)
+
+
 def stored_bytes(prefix_cache: PrefixCache) -> int:
     """Returns the allocator's bytes of all stored arrays, each found by hand."""
     arrays: list[mx.array] = []

@@ -1,0 +1,125 @@
+"""What was restored answers like what was computed anew: greedy tokens of real architectures, token for token.
+
+One slot, so that every change of conversation goes through page-out and page-in.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from cache.layers import LayerCache
+from cache.placement import RestorePoint, RestorePointKind
+from cache.prefix_cache import PrefixCache
+from tests import cache_driver, fake_model, tiny_models
+
+# isort: split
+from mlx_lm.models.cache import make_prompt_cache
+
+NUM_GENERATED = 6
+SPAN_ONLY = ("llama", "llama_4bit", "qwen3", "gemma2", "deepseek_v32")
+
+
+def some_tokens(seed: int, num_tokens: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(1, tiny_models.VOCAB, num_tokens)]
+
+
+SYSTEM = some_tokens(1, 45)
+QUESTION = some_tokens(2, 20)
+
+
+class Chat:
+    """A model behind a prefix cache with one slot."""
+
+    def __init__(self, name: str, num_slots: int = 1) -> None:
+        self.model: Any = tiny_models.build(name)
+        self.prefix_cache = PrefixCache(
+            lambda: list(make_prompt_cache(self.model)), num_slots=num_slots, budget_bytes=1 << 30
+        )
+        self.logits: Any = None
+
+    def evaluate(self, caches: Sequence[LayerCache], tokens: Any) -> None:
+        self.logits = self.model(mx.array(tokens)[None], cache=list(caches))[0, -1]
+        mx.eval(self.logits, [cache.state for cache in caches])
+
+    def ask(self, prompt: list[int]) -> tuple[list[int], int]:
+        """Returns the greedy reply, which must be a cold run's, and how many prompt tokens were restored."""
+        tokens = np.array(prompt, np.int32)
+        points = [RestorePoint(len(SYSTEM), RestorePointKind.SYSTEM_END)]
+        lease = self.prefix_cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED)
+        assert lease is not None
+        cache_driver.prefill(lease, tokens, self.evaluate)
+        reply = self._decode(lease.caches, prompt[-1], lease.append)
+        lease.close()
+        self.prefix_cache.check()
+        assert reply == self._cold(prompt), f"after {lease.hit_tokens} restored tokens of {len(prompt)}"
+        return reply, lease.hit_tokens
+
+    def _cold(self, prompt: list[int]) -> list[int]:
+        caches = make_prompt_cache(self.model)
+        self.evaluate(caches, np.array(prompt[:-1], np.int32))
+        return self._decode(caches, prompt[-1], lambda token: None)
+
+    def _decode(self, caches: Sequence[LayerCache], token: int, record: Any) -> list[int]:
+        reply: list[int] = []
+        while len(reply) < NUM_GENERATED:
+            self.evaluate(caches, np.array([token], np.int32))
+            record(token)
+            token = int(mx.argmax(self.logits).item())
+            reply.append(token)
+        return reply
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_restored_equals_cold(name: str) -> None:
+    chat = Chat(name)
+    first = [*SYSTEM, *QUESTION]
+    reply, hit = chat.ask(first)
+    assert hit == 0
+    second = [*first, *reply, *some_tokens(3, 15)]
+    reply, hit = chat.ask(second)
+    assert hit == len(first) + NUM_GENERATED - 1, "the next turn goes on where the last one ended"
+    third = [*second, *reply, *some_tokens(4, 9)]
+    _, hit = chat.ask(third)
+    assert hit == len(second) + NUM_GENERATED - 1
+
+    _, hit = chat.ask([*SYSTEM, *some_tokens(5, 30)])
+    assert hit == len(SYSTEM), "another conversation on the same system prompt"
+    _, hit = chat.ask(third)
+    assert hit == len(third) - 1, "back, and an exact repeat"
+
+    edited = [*first[: len(SYSTEM) + 10], *some_tokens(6, 12)]
+    _, hit = chat.ask(edited)
+    assert hit == len(SYSTEM) + 10 if name in SPAN_ONLY else len(SYSTEM) <= hit <= len(SYSTEM) + 10
+    _, hit = chat.ask(edited)
+    assert hit == len(edited) - 1
+    _, hit = chat.ask(second)
+    assert hit == len(second) - 1
+    fake_model.assert_bytes_known(chat.prefix_cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_swa", "qwen3_5", "falcon_h1"])
+def test_two_live_conversations_share_a_prefix(name: str) -> None:
+    """The second slot copies the prefix out of the first; both outlive each other."""
+    chat = Chat(name, num_slots=2)
+    prompts = [[*SYSTEM, *some_tokens(seed, 20)] for seed in (7, 8, 9)]
+    for prompt in prompts:
+        reply, _ = chat.ask(prompt)
+        prompt += [*reply, *some_tokens(10, 5)]
+    for prompt in (*prompts, *reversed(prompts)):
+        _, hit = chat.ask(prompt)
+        assert hit >= len(prompt) - 6
+    fake_model.assert_bytes_known(chat.prefix_cache)
+
+
+@pytest.mark.parametrize("name", ["llama_swa", "gemma3", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize("num_evaluated", [1, 31, 48, 64])
+def test_a_cancelled_prefill_is_taken_up_again(name: str, num_evaluated: int) -> None:
+    chat = Chat(name)
+    prompt = [*SYSTEM, *QUESTION, *some_tokens(11, 30)]
+    cache_driver.run(chat.prefix_cache, prompt, evaluate=chat.evaluate, stop_at=num_evaluated, explicit=(30, 60))
+    chat.ask(some_tokens(12, 8))
+    _, hit = chat.ask(prompt)
+    assert hit >= num_evaluated, "what was evaluated stays restorable"
