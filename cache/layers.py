@@ -329,6 +329,9 @@ def _copied(cache: LayerCache, own: Callable[[mx.array], mx.array]) -> LayerCach
 class Layout:
     """How the layer caches of one model come apart. Made once from a fresh list of them."""
 
+    _spans: "Sequence[_Place]" = ()
+    _windows: "Sequence[_Place]" = ()
+
     def __init__(self, caches: Sequence[LayerCache]) -> None:
         rows = [(index, _row_leaf(cache)) for index, cache in enumerate(_leaves(caches))]
         windows = {leaf.window for _, leaf in rows if leaf is not None and leaf.window is not None}
@@ -341,6 +344,17 @@ class Layout:
         self._points = [index for index, _ in rows if index not in known]
         self.window = next(iter(windows), None) or 0
         """Rows that must be there before an offset to restore the window layers at it; 0 without such layers."""
+        _number(self._spans)
+        _number(self._windows)
+
+    def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
+        """Leaves out the layers that hold no rows in `caches`, which the model has evaluated tokens with.
+
+        Some models hand out a cache for each layer although some layers share another's keys and values.
+        """
+        leaves = _leaves(caches)
+        self._spans = [place for place in self._spans if place.leaf.length(leaves[place.index])]
+        self._windows = [place for place in self._windows if place.leaf.length(leaves[place.index])]
         _number(self._spans)
         _number(self._windows)
 

@@ -168,6 +168,7 @@ class PrefixCache:
         self.layout = layout or Layout(make_caches())
         self.ledger = Ledger(budget_bytes)
         self._tries: dict[str, PrefixTrie] = {}
+        self.slots: list[Slot] = []
         root = self._trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
         self._clock = 0
@@ -213,14 +214,18 @@ class PrefixCache:
 
     def peek(self, tokens: TokenArray, *, namespace: str = "") -> int:
         """Returns how many prompt tokens could be restored now, without touching anything."""
-        match = self._trie(namespace).match(tokens[:-1])
+        match = self._tries.get(namespace, PrefixTrie()).match(tokens[:-1])
         stored = self._deepest(match)
         known = tokens[: match.length]
         live = [s.offset for s in self.slots if not s.is_leased and self._continues(s, namespace, known)]
         return max([stored, *live])
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns the size of a token from caches that hold a few, so that the first request is estimated too."""
+        """Learns from caches that hold a few tokens how large one is, and which layers the model really uses.
+
+        Before that, requests are not estimated and every layer is taken for used.
+        """
+        self.layout.leave_out_unused(caches)
         self._bytes_per_token = self.layout.span_bytes_per_token(caches)
 
     def clear(self) -> None:
@@ -504,6 +509,8 @@ class PrefixCache:
 
     def _trie(self, namespace: str) -> PrefixTrie:
         if namespace not in self._tries:
+            in_use = {slot.namespace for slot in self.slots}
+            self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in in_use}
             self._tries[namespace] = PrefixTrie(lambda num_bytes: self.ledger.store(num_bytes))
         return self._tries[namespace]
 
@@ -645,6 +652,6 @@ def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] |
 def _subtree(node: Node) -> list[Node]:
     """Returns a node and everything below it, parents first."""
     found = [node]
-    for child in node.children.values():
-        found.extend(_subtree(child))
+    for parent in found:
+        found.extend(parent.children.values())
     return found

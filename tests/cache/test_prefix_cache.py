@@ -1,0 +1,87 @@
+"""Single facts about the prefix cache that histories and scenarios do not name."""
+
+import tracemalloc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from cache import layers
+from cache.errors import BudgetExceeded
+from cache.layers import LayerCache
+from cache.placement import RestorePoint, RestorePointKind
+from cache.prefix_cache import Lease, PrefixCache
+from cache.trie import TokenArray
+from tests import cache_driver, fake_model
+
+# isort: split
+from mlx_lm.models.cache import KVCache
+
+
+def make(layout: str = "T", *, num_slots: int = 2, budget_bytes: int = 1 << 30) -> PrefixCache:
+    return PrefixCache(lambda: fake_model.make_caches(layout), num_slots=num_slots, budget_bytes=budget_bytes)
+
+
+def begin(prefix_cache: PrefixCache, tokens: Sequence[int], **options: Any) -> Lease:
+    lease = prefix_cache.begin(np.array(tokens, np.int32), **options)
+    assert lease is not None
+    return lease
+
+
+def evaluate(lease: Lease, tokens: TokenArray | Sequence[int]) -> None:
+    fake_model.evaluate(lease.caches, np.array(tokens, np.int32))
+    lease.advance(np.array(tokens, np.int32))
+
+
+def test_a_very_long_conversation_can_be_discarded() -> None:
+    """More turns than the interpreter nests calls."""
+    prefix_cache = make("R")
+    points = [RestorePoint(offset, RestorePointKind.USER_START) for offset in range(1, 1500)]
+    prompt = list(range(1, 1502))
+    lease = begin(prefix_cache, prompt, restore_points=points)
+    for offset in range(1500):
+        lease._slot.log.append(np.array([prompt[offset]], np.int32))
+        prefix_cache.commit(lease._slot)
+        prefix_cache._trie("").snap(lease._slot.tip, fake_snapshot(offset + 1))
+    assert prefix_cache.stats()["nodes"] == 1500
+    lease.discard()
+    prefix_cache.check()
+    assert prefix_cache.stats()["nodes"] == 0
+
+
+def fake_snapshot(offset: int) -> Any:
+    from cache.prefix_cache import Snapshot
+
+    return Snapshot(offset, None, None)
+
+
+def test_a_layer_that_the_model_never_uses_is_left_alone() -> None:
+    """Some models hand out a cache for layers that share another layer's keys and values."""
+
+    def make_caches() -> list[LayerCache]:
+        return [KVCache(), KVCache(), *fake_model.make_caches("W")]
+
+    def evaluate_all(caches: Sequence[LayerCache], tokens: TokenArray) -> None:
+        fake_model.evaluate([caches[0], *caches[2:]], tokens)
+
+    prefix_cache = PrefixCache(make_caches, num_slots=1, budget_bytes=1 << 30)
+    sample = make_caches()
+    evaluate_all(sample, np.array([1, 2], np.int32))
+    prefix_cache.calibrate(sample)
+    for prompt in ([1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 3, 4, 7]):
+        cache_driver.run(prefix_cache, prompt, [8], evaluate=evaluate_all)
+    assert cache_driver.run(prefix_cache, [1, 2, 5, 6, 9], evaluate=evaluate_all).left <= 3
+
+
+def test_namespaces_that_hold_nothing_are_forgotten() -> None:
+    prefix_cache = make(num_slots=1)
+    for number in range(20):
+        cache_driver.run(prefix_cache, [1, 2, 3], namespace=f"salt {number}")
+        prefix_cache.peek(np.array([1, 2], np.int32), namespace=f"asked {number}")
+    prefix_cache.clear()
+    prefix_cache.check()
+    assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
+    assert len(prefix_cache._tries) <= 2
+    assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
