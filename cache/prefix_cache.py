@@ -16,6 +16,7 @@ recency is a counter.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -54,11 +55,26 @@ class Snapshot:
         return Snapshot(offset, before, None), Snapshot(self.offset, after, self.points)
 
 
+class Tier(StrEnum):
+    """Where restored state came from."""
+
+    LIVE = "live"
+    """It was in the slot already."""
+    MEMORY = "memory"
+    """It was paged in, or copied from another slot."""
+
+
 class Lease:
     """A running sequence's hold on a slot and on its path in the trie. Close it exactly once, whatever happens."""
 
     def __init__(
-        self, owner: "PrefixCache", slot: Slot, tokens: TokenArray, match: Match, points: Iterable[RestorePoint]
+        self,
+        owner: "PrefixCache",
+        slot: Slot,
+        tokens: TokenArray,
+        match: Match,
+        points: Iterable[RestorePoint],
+        tier: Tier | None,
     ) -> None:
         self._owner = owner
         self._slot = slot
@@ -67,6 +83,8 @@ class Lease:
         """Prompt tokens found in the trie."""
         self.hit_tokens = slot.offset
         """Prompt tokens restored, hence not evaluated; at most `match_tokens`."""
+        self.tier = tier
+        """Where they came from; None if there are none."""
         self.is_open = True
         self._points = {point.offset: point for point in points}
 
@@ -200,8 +218,9 @@ class PrefixCache:
             return None
         offset = max(stored, slot.offset if self._continues(slot, namespace, tokens[: match.length]) else 0)
         capacity = len(tokens) + expected_tokens
-        if not self._make_room(slot, match.path, capacity):
+        if not self._make_room(slot, match.path, offset, capacity):
             return None
+        tier = Tier.LIVE if slot.offset == offset else Tier.MEMORY
         self._switch(slot, trie, namespace, match.path, offset, capacity)
         slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
         wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
@@ -210,7 +229,8 @@ class PrefixCache:
         )
         self._presize(slot, capacity)
         kind = Lease if reuse else PrivateLease
-        return kind(self, slot, tokens, match, self._plan(wanted, offset, len(tokens)) if reuse else ())
+        points = self._plan(wanted, offset, len(tokens)) if reuse else ()
+        return kind(self, slot, tokens, match, points, tier if offset else None)
 
     def peek(self, tokens: TokenArray, *, namespace: str = "") -> int:
         """Returns how many prompt tokens could be restored now, without touching anything."""
@@ -300,9 +320,12 @@ class PrefixCache:
             return
         landing = self._land(trie, path, offset)
         keep = self._shared(slot, landing) if slot.namespace == namespace else 0
-        landing.num_slots += 1
         self._page_out(slot, keep)
-        landing.num_slots -= 1
+        # What has just left the slot is stored now, and may be what must go.
+        arriving = landing.path()
+        self._evict(
+            self.ledger.excess_bytes(self._growth(slot, arriving, offset, capacity)), protected=arriving, busy=slot
+        )
         slot.namespace = namespace
         if slot.tip.parent is None:
             slot.tip = trie.root
@@ -519,15 +542,22 @@ class PrefixCache:
 
     # -------------------------------------------------------------------------------------------------- room
 
-    def _make_room(self, slot: Slot, path: Sequence[Node], num_tokens: int) -> bool:
+    def _make_room(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> bool:
         """Frees memory for a sequence of `num_tokens` in `slot`; False if it must wait for other leases."""
         needed = int(num_tokens * self._bytes_per_token)
         if needed > self.ledger.budget_bytes:
             raise BudgetExceeded(needed, self.ledger.budget_bytes)
-        moving = sum(node.span.num_bytes for node in path if node.span is not None)
-        extra = needed - moving - self.ledger.slot_bytes(slot.index)
-        missing = self._evict(self.ledger.excess_bytes(extra), protected=path, busy=slot)
+        excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        missing = self._evict(excess, protected=path, busy=slot)
         return missing <= 0 or not any(other.is_leased for other in self.slots)
+
+    def _growth(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
+        """Returns the bytes charged more once `slot` has room for `num_tokens`, `[0, offset)` coming from `path`."""
+        moving = 0.0
+        for node in path:
+            if node.span is not None and node.start < offset:
+                moving += node.span.num_bytes * (min(node.stop, offset) - node.start) / len(node.tokens)
+        return int(num_tokens * self._bytes_per_token - moving) - self.ledger.slot_bytes(slot.index)
 
     def _evict(self, excess_bytes: int, *, protected: Sequence[Node], busy: Slot | None = None) -> int:
         """Gives up what was used longest ago until `excess_bytes` are freed; returns what could not be."""

@@ -85,3 +85,61 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
     assert len(prefix_cache._tries) <= 2
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
+
+
+BYTES_PER_TOKEN = 128
+"""Of the fake layout T."""
+
+
+def calibrated(num_tokens: float, *, num_slots: int) -> PrefixCache:
+    """Returns a cache of attention layers with a budget of so many tokens."""
+    prefix_cache = make(num_slots=num_slots, budget_bytes=int(num_tokens * BYTES_PER_TOKEN))
+    sample = fake_model.make_caches("T")
+    fake_model.evaluate(sample, fake_model.tokens_of(1, 2))
+    prefix_cache.calibrate(sample)
+    return prefix_cache
+
+
+@pytest.mark.parametrize("num_shared", [0, 200])
+def test_what_a_slot_gives_up_makes_room_too(num_shared: int) -> None:
+    """The conversation that leaves the slot counts as stored from then on, and can be dropped."""
+    prefix_cache = calibrated(800, num_slots=1)
+    first = list(range(1, 513))
+    cache_driver.run(prefix_cache, first)
+    second = [*first[:num_shared], *range(1000, 1512 - num_shared)]
+    lease = begin(prefix_cache, second)
+    ledger = prefix_cache.ledger
+    assert lease.hit_tokens == num_shared
+    assert ledger.charged_bytes <= ledger.budget_bytes
+    cache_driver.prefill(lease, np.array(second, np.int32), fake_model.evaluate)
+    assert ledger.charged_bytes <= ledger.budget_bytes
+    lease.close()
+
+
+def test_state_on_the_way_in_counts_once() -> None:
+    """Of two stored conversations the one that comes back needs no room besides its own."""
+    prefix_cache = calibrated(1100, num_slots=1)
+    conversations = [list(range(first, first + 512)) for first in (1, 1000)]
+    for tokens in conversations:
+        cache_driver.run(prefix_cache, tokens)
+    for tokens in conversations:
+        assert cache_driver.run(prefix_cache, tokens).left == 1
+    assert prefix_cache.num_evictions == 0
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    prefix_cache = calibrated(100, num_slots=1)
+    with pytest.raises(BudgetExceeded) as caught:
+        begin(prefix_cache, range(1, 60), expected_tokens=60)
+    assert caught.value.needed_bytes > caught.value.budget_bytes == 100 * BYTES_PER_TOKEN
+    prefix_cache.check()
+    cache_driver.run(prefix_cache, range(1, 60))
+
+
+def test_a_request_waits_for_another_ones_memory() -> None:
+    prefix_cache = calibrated(700, num_slots=2)
+    lease = begin(prefix_cache, range(1, 500))
+    assert prefix_cache.begin(np.arange(1000, 1400, dtype=np.int32)) is None
+    prefix_cache.check()
+    lease.close()
+    begin(prefix_cache, range(1000, 1400)).close()
