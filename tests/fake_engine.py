@@ -18,7 +18,7 @@ from cache.placement import RestorePoint, RestorePointKind
 from models.chat import ChatTemplateError, Message, RenderedPrompt
 from server.api.served import ServedModel
 from server.api.tools import ToolFormat
-from server.engine.diagnosis import Reuse
+from server.engine.diagnosis import Miss, Reuse
 from server.engine.errors import EngineStopped, QueueFull
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
 from server.engine.generation import Generation
@@ -39,6 +39,7 @@ class Script:
     error: Exception | None = None
     """Raised in place of the end, after the texts."""
     stop_text: str | None = None
+    miss: Miss | None = None
 
 
 @dataclass
@@ -81,8 +82,7 @@ class FakeEngine:
 
     async def _run(self, request: GenerationRequest, script: Script, generation: Generation) -> None:
         num_prompt = len(request.tokens)
-        hit = script.hit_tokens
-        generation.post([Started(0, num_prompt, Reuse(hit, hit, None, None))])
+        generation.post([self._started(request, script)])
         if script.prefill_seconds:
             await self._pause(request, script.prefill_seconds)
         generation.post([Progress(num_prompt, num_prompt)])
@@ -112,7 +112,13 @@ class FakeEngine:
         reason = FinishReason.CANCELLED if was_cancelled else script.reason
         num_prompt = len(request.tokens)
         timings = Timings(script.hit_tokens, num_prompt - script.hit_tokens, 20.0, num_predicted, 40.0)
-        return Finished(reason, num_prompt, timings, script.stop_text)
+        return Finished(reason, num_prompt, timings, script.stop_text, self._started(request, script))
+
+    @staticmethod
+    def _started(request: GenerationRequest, script: Script) -> Started:
+        hit = script.hit_tokens
+        reuse = Reuse(hit, hit, 0.5 if script.miss else None, script.miss)
+        return Started(0, len(request.tokens), reuse, restore_ms=2.0, tier="memory" if hit else None)
 
 
 class FakeRenderer:
@@ -121,6 +127,7 @@ class FakeRenderer:
     def __init__(self, *, reads_tools: bool = True) -> None:
         self.reads_tools = reads_tools
         self.calls: list[dict[str, Any]] = []
+        self.replies: list[tuple[str, tuple[int, ...]]] = []
 
     def render(
         self,
@@ -136,6 +143,9 @@ class FakeRenderer:
 
     def encode(self, text: str) -> RenderedPrompt:
         return RenderedPrompt(self._tokens(text))
+
+    def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
+        self.replies.append((reply, tuple(reply_ids)))
 
     @staticmethod
     def _text(parts: Any) -> str:

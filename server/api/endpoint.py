@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.answer import Answer, OutputEvent
+from server.api.answer import Answer, OnReply, OutputEvent
 from server.api.body import not_finite, parse_object, read_body
 from server.api.prepare import Origin
 from server.api.served import ApiContext, ServedModel
@@ -37,6 +37,7 @@ class Plan:
     stream: bool
     chunks: Callable[[AsyncIterator[OutputEvent]], AsyncIterator[Payload]]
     whole: Callable[[AsyncIterator[OutputEvent]], Awaitable[Payload]]
+    on_reply: OnReply | None = None
 
 
 Planner: TypeAlias = Callable[[ApiContext, Origin], Plan]
@@ -64,7 +65,7 @@ async def _answer(
 ) -> Response:
     plan = await asyncio.to_thread(_plan, context, request, raw, id_prefix, planner)
     engine = context.running_engine(plan.model)
-    answer = Answer(engine, plan.model.id, plan.request, received)
+    answer = Answer(engine, plan.model.id, plan.request, received, plan.on_reply)
     if not plan.stream:
         return await _whole(answer, plan)
     return EventStream(

@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from models.chat import RESERVED_TEMPLATE_ARGUMENTS, RenderedPrompt
-from server.api.answer import OutputEvent, finish_reason, timings_of, usage_of
+from server.api.answer import OutputEvent
+from server.api.costs import costs_of, finish_reason, usage_of
 from server.api.endpoint import Payload, Plan, generate
 from server.api.errors import ApiError, Code
 from server.api.openai_chat_types import (
@@ -28,6 +30,7 @@ from server.api.served import ApiContext, ServedModel
 from server.api.tools import PlainOutput, ToolCall, ToolOutput
 from server.api.wire import SYSTEM_FINGERPRINT, parse_body
 from server.engine.events import Delta, Finished, FinishReason
+from server.engine.request import GenerationRequest
 
 MAX_EXPLICIT_POINTS = 16
 
@@ -42,17 +45,19 @@ def plan_chat(context: ApiContext, origin: Origin) -> Plan:
     body = parse_body(ChatBody, dict(origin.raw), REFUSED_IN_CHAT)
     model = context.find_model(body.model)
     tools = _offered_tools(body, origin, model)
+    prompt = _render(body, tools, model)
     request = build_request(
         body,
-        _render(body, tools, model),
+        prompt,
         prompt_param="messages",
         max_tokens=body.limit(),
         model=model,
         config=context.config,
         origin=origin,
     )
-    dialect = ChatDialect(request.request_id, model, tools, body.wants_usage())
-    return Plan(model, request, body.stream is True, dialect.chunks, dialect.whole)
+    dialect = ChatDialect(request, model, tools, body.wants_usage())
+    on_reply = partial(model.renderer.remember_reply, prompt)
+    return Plan(model, request, body.stream is True, dialect.chunks, dialect.whole, on_reply)
 
 
 def _offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[Mapping[str, Any]]:
@@ -88,9 +93,14 @@ class ChatDialect:
     """Turns the events of one request into chunks or one body. Used once."""
 
     def __init__(
-        self, completion_id: str, model: ServedModel, tools: Sequence[Mapping[str, Any]], wants_usage: bool
+        self,
+        request: GenerationRequest,
+        model: ServedModel,
+        tools: Sequence[Mapping[str, Any]],
+        wants_usage: bool,
     ) -> None:
-        self._id = completion_id
+        self._id = request.request_id
+        self._session_id = request.session_id
         self._model_id = model.id
         self._created = int(time.time())
         self._wants_usage = wants_usage
@@ -140,7 +150,7 @@ class ChatDialect:
         if self._wants_usage:
             last = self._chunk(None)
             last["usage"] = usage_of(finished)
-        last["timings"] = timings_of(finished.timings)
+        last.update(costs_of(finished, self._session_id))  # type: ignore[typeddict-item]
         return [end] if last is end else [end, last]
 
     def _chunk(self, delta: DeltaBody | None, reason: str | None = None) -> ChatChunk:
@@ -178,7 +188,7 @@ class ChatDialect:
             "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": [choice],
             "usage": usage_of(finished),
-            "timings": timings_of(finished.timings),
+            **costs_of(finished, self._session_id),
         }
 
 

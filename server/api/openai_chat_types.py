@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from models.chat import Message
-from server.api.answer import TimingsBody, Usage
+from server.api.costs import CacheBody, TimingsBody, Usage
 from server.api.wire import REFUSED, GenerationBody, Neutral, WireModel
 
 REFUSED_IN_CHAT: Neutral = {
@@ -232,6 +232,7 @@ class ChatChunk(TypedDict):
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[TimingsBody]
+    cache: NotRequired[CacheBody | None]
 
 
 class ChatCompletion(TypedDict):
@@ -245,3 +246,4 @@ class ChatCompletion(TypedDict):
     choices: list[ChatChoice]
     usage: Usage
     timings: TimingsBody
+    cache: CacheBody | None

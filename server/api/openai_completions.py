@@ -12,13 +12,15 @@ from starlette.responses import Response
 
 from cache.placement import RestorePoint, RestorePointKind
 from models.chat import RenderedPrompt
-from server.api.answer import OutputEvent, TimingsBody, Usage, finish_reason, timings_of, usage_of
+from server.api.answer import OutputEvent
+from server.api.costs import CacheBody, TimingsBody, Usage, costs_of, finish_reason, usage_of
 from server.api.endpoint import Payload, Plan, generate
 from server.api.errors import ApiError, Code
 from server.api.prepare import Origin, build_request
 from server.api.served import ApiContext, ServedModel
 from server.api.wire import REFUSED, SYSTEM_FINGERPRINT, GenerationBody, Neutral, parse_body
 from server.engine.events import Delta, Finished
+from server.engine.request import GenerationRequest
 
 REFUSED_IN_COMPLETIONS: Neutral = {
     **REFUSED,
@@ -68,6 +70,7 @@ class TextCompletion(TypedDict):
     choices: list[TextChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[TimingsBody]
+    cache: NotRequired[CacheBody | None]
 
 
 async def create_completion(request: Request) -> Response:
@@ -88,7 +91,7 @@ def plan_completion(context: ApiContext, origin: Origin) -> Plan:
         config=context.config,
         origin=origin,
     )
-    dialect = CompletionDialect(request.request_id, model, body.wants_usage())
+    dialect = CompletionDialect(request, model, body.wants_usage())
     return Plan(model, request, body.stream is True, dialect.chunks, dialect.whole)
 
 
@@ -106,8 +109,9 @@ def _prompt(prompt: str | list[int], model: ServedModel) -> RenderedPrompt:
 class CompletionDialect:
     """Turns the events of one request into chunks or one body. Used once."""
 
-    def __init__(self, completion_id: str, model: ServedModel, wants_usage: bool) -> None:
-        self._id = completion_id
+    def __init__(self, request: GenerationRequest, model: ServedModel, wants_usage: bool) -> None:
+        self._id = request.request_id
+        self._session_id = request.session_id
         self._model_id = model.id
         self._created = int(time.time())
         self._wants_usage = wants_usage
@@ -129,7 +133,8 @@ class CompletionDialect:
                 texts.append(event.text)
                 continue
             body = self._body("".join(texts), finish_reason(event))
-            body["usage"], body["timings"] = usage_of(event), timings_of(event.timings)
+            body["usage"] = usage_of(event)
+            body.update(costs_of(event, self._session_id))  # type: ignore[typeddict-item]
             return body
         raise AssertionError("the events of a request end with Finished")
 
@@ -139,7 +144,7 @@ class CompletionDialect:
         if self._wants_usage:
             last = self._body("", None)
             last["choices"], last["usage"] = [], usage_of(finished)
-        last["timings"] = timings_of(finished.timings)
+        last.update(costs_of(finished, self._session_id))  # type: ignore[typeddict-item]
         return [end] if last is end else [end, last]
 
     def _body(self, text: str, reason: str | None) -> TextCompletion:

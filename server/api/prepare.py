@@ -65,6 +65,7 @@ def build_request(
         cache_prompt=body.cache_prompt is not False,
         priority=_priority(body),
         restore_points=prompt.restore_points,
+        outline=prompt.outline,
         ignore_eos=body.ignore_eos is True,
     )
 

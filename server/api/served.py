@@ -34,6 +34,10 @@ class PromptRenderer(Protocol):
         """Returns the tokens of a plain prompt."""
         ...
 
+    def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
+        """Says with which tokens a reply was generated, for the conversation that it comes back in."""
+        ...
+
 
 class EnginePort(Protocol):
     """The part of the engine that the HTTP side uses, all of it on the event loop."""

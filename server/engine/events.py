@@ -37,6 +37,8 @@ class Started:
     reuse: Reuse
     restore_ms: float = 0.0
     """Time it took to make the restored part live."""
+    tier: str | None = None
+    """Where the restored part came from: `live`, `memory`; None if there is none."""
 
     @property
     def match_tokens(self) -> int:
@@ -74,6 +76,8 @@ class Finished:
     timings: Timings
     stop_text: str | None = None
     """The stop string that ended it, if one did."""
+    started: Started | None = None
+    """How it began; None if it was cancelled before that."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cache.prefix_cache import Lease
 from models.text import StopStringMatcher
-from server.engine.events import Delta, Event, Finished, FinishReason, Timings
+from server.engine.events import Delta, Event, Finished, FinishReason, Started, Timings
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.scheduler import Ticket, ticket_for
 
@@ -65,7 +65,7 @@ class Sequence:
         self.is_suspect = False
         """A step with this sequence failed: it decodes alone until one succeeds."""
         self.reason: FinishReason | None = None
-        self.hit_tokens: int | None = None
+        self.started: Started | None = None
         self.marks = Marks(submitted=now)
         self._decoder = decoder
         self._eos = frozenset[int]() if request.ignore_eos else eos_token_ids
@@ -128,11 +128,12 @@ class Sequence:
             events += self._delta(self._stops.flush())
         else:
             self.reason = FinishReason.STOP if reason is not FinishReason.CANCELLED else reason
-        return [*events, Finished(self.reason, len(self.request.tokens), self._timings(now), self._stop_text)]
+        num_prompt = len(self.request.tokens)
+        return [*events, Finished(self.reason, num_prompt, self._timings(now), self._stop_text, self.started)]
 
     def _timings(self, now: float) -> Timings:
         marks = self.marks
-        hit = min(self.hit_tokens or 0, len(self.request.tokens))
+        hit = self.started.hit_tokens if self.started else 0
         started = marks.started or now
         first = marks.first_token or now
         return Timings(

@@ -7,8 +7,12 @@ Invariants:
 * a token is recorded before it is emitted, and the caches never run ahead of what is recorded;
 * what happens depends only on the messages, their order and the clock handed in, so a seed is a history.
 
-A step is: one decode step for all live rows, then one prefill chunk. Decode steps are double-buffered: the next
-one starts before the tokens of the last one are read, except when a chunk follows, which would delay them.
+A step is: one prefill chunk, then one decode step for all live rows. Decode steps are double-buffered: the next
+one starts before the tokens of the last one are read, except where a chunk or a runner that does not overlap would
+delay them.
+
+A sequence that ended stays for one more decode step if its last token was not evaluated yet, so that the next turn
+goes on behind it. It leaves at once when that would keep anybody waiting.
 
 A step that fails takes down nobody but the sequence at fault. A failed prefill has one sequence. After a failed
 decode step the live state of every row in it is dropped, and each row is replayed from what the trie still holds,
@@ -47,6 +51,9 @@ class Step(Protocol):
 
 class Runner(Protocol):
     """What evaluates tokens; `models.runner.Runner` is the real one."""
+
+    overlaps: bool
+    """Whether `launch` returns while most of the step is still ahead."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray) -> None:
         """Evaluates tokens of one sequence after what its caches hold."""
@@ -122,7 +129,8 @@ class Worker:
         """Ends a request now; its progress stays cached. Unknown or finished ids are ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self._tell(sequence, sequence.cancel(self._clock()))
+            if sequence.reason is None:
+                self._tell(sequence, sequence.cancel(self._clock()))
             self._leave(sequence)
 
     def fail_all(self, error: Exception) -> None:
@@ -142,14 +150,15 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """Runs one decode step and one prefill chunk, whichever there is work for."""
-        self._decode()
+        """Runs one prefill chunk and one decode step, whichever there is work for."""
         ticket = self._scheduler.choose_prefill(self._restorable)
         if ticket is not None:
             self._read_flight()
+            self._leave_ended()
             sequence = self._sequences.get(ticket.request_id)
             if sequence is not None:
                 self._prefill(sequence)
+        self._decode()
 
     def _restorable(self, ticket: Ticket) -> int:
         if not ticket.shares:
@@ -201,16 +210,18 @@ class Worker:
             return False
         sequence.lease = lease
         sequence.ticket.phase, sequence.ticket.offset = Phase.PREFILLING, lease.offset
-        if sequence.hit_tokens is None:
-            self._tell(sequence, [self._started(sequence, lease, begun)])
+        if sequence.started is None:
+            sequence.started = self._started(sequence, lease, begun)
+            self._tell(sequence, [sequence.started])
         self._share(sequence)
         return True
 
     def _started(self, sequence: Sequence, lease: Lease, begun: float) -> Started:
         """Returns the event of a request's first lease, with the reason for what was not reused."""
         request, now = sequence.request, self._clock()
-        sequence.hit_tokens, sequence.marks.started = lease.hit_tokens, begun
-        return Started(lease.slot_index, len(request.tokens), self._explain(request, lease), 1000 * (now - begun))
+        sequence.marks.started = begun
+        reuse = self._explain(request, lease)
+        return Started(lease.slot_index, len(request.tokens), reuse, 1000 * (now - begun), lease.tier)
 
     def _explain(self, request: GenerationRequest, lease: Lease) -> Reuse:
         match, hit = lease.match_tokens, lease.hit_tokens
@@ -239,6 +250,8 @@ class Worker:
     # -- decode
 
     def _decode(self) -> None:
+        if not self._runner.overlaps:
+            self._read_flight()
         previous, sequences, failure = self._flight, self._rows_to_launch(), None
         self._flight = None
         if sequences:
@@ -250,10 +263,12 @@ class Worker:
             self._read(previous)
         if failure is not None:
             self._recover(sequences, failure)
+        elif sequences:
+            self._leave_evaluated(sequences)
 
     def _rows_to_launch(self) -> list[Sequence]:
         decoding = [self._sequences[t.request_id] for t in self._scheduler.in_phase(Phase.DECODING)]
-        ready = [sequence for sequence in decoding if sequence.may_launch]
+        ready = [sequence for sequence in decoding if sequence.may_launch or sequence.reason is not None]
         suspects = [sequence for sequence in ready if sequence.is_suspect]
         return suspects[:1] or ready
 
@@ -292,7 +307,7 @@ class Worker:
         if newer is not None and newer is not flight and sequence in newer.sequences:
             self._record(sequence)
         self._tell(sequence, sequence.accept(token, self._clock()))
-        if sequence.reason is not None:
+        if sequence.reason is not None and (sequence.unrecorded is None or not sequence.request.cache_prompt):
             self._leave(sequence)
 
     def _record(self, sequence: Sequence) -> None:
@@ -302,6 +317,16 @@ class Worker:
             sequence.unrecorded = None
 
     # -- endings
+
+    def _leave_evaluated(self, sequences: list[Sequence]) -> None:
+        """Ends those that took part in a step for their last token only."""
+        for sequence in sequences:
+            if sequence.reason is not None and sequence.request.request_id in self._sequences:
+                self._leave(sequence)
+
+    def _leave_ended(self) -> None:
+        """Ends those that wait for a step for their last token: a prefill chunk is not to hold them up."""
+        self._leave_evaluated(list(self._sequences.values()))
 
     def _leave(self, sequence: Sequence) -> None:
         """Ends a sequence that is over; what it computed stays."""
@@ -328,12 +353,14 @@ class Worker:
             self._sessions.record(request.namespace, request.session_id, turn)
 
     def _fail(self, sequence: Sequence, error: Exception) -> None:
-        self._tell(sequence, [Failed(error)])
+        if sequence.reason is None:
+            self._tell(sequence, [Failed(error)])
         self._leave(sequence)
 
     def _fail_step(self, sequence: Sequence, error: Exception) -> None:
         logger.error("request %s failed", sequence.request.request_id, exc_info=error)
-        self._tell(sequence, [Failed(StepFailed(f"the model failed on this request: {error}"))])
+        if sequence.reason is None:
+            self._tell(sequence, [Failed(StepFailed(f"the model failed on this request: {error}"))])
         self._forget(sequence)
         if sequence.lease is not None:
             sequence.lease.discard()
@@ -346,6 +373,9 @@ class Worker:
             return
         logger.warning("a decode step of %d rows failed; replaying each: %s", len(alive), error)
         for sequence in alive:
+            if sequence.reason is not None:
+                self._fail_step(sequence, error)
+                continue
             if sequence.lease is not None:
                 sequence.lease.discard()
             self._scheduler.remove(sequence.ticket)

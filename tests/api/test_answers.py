@@ -300,3 +300,14 @@ def test_fields_without_meaning_are_listed_at_debug(client: TestClient, caplog: 
     ask(client, zeta=1, alpha={"b": 2}, n=1)
     [record] = caplog.records
     assert record.getMessage().endswith("alpha, zeta")
+
+
+def test_a_finished_reply_is_told_to_the_renderer_with_its_tokens(engine: FakeEngine) -> None:
+    model = fake_model()
+    renderer = model.renderer
+    assert isinstance(renderer, FakeRenderer)
+    client = TestClient(create_app(engine, model, ServerConfig()))
+    for script in (Script(), Script(reason=FinishReason.LENGTH), Script(stop_text="x")):
+        engine.script = script
+        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    assert renderer.replies == [("Hello there.", (0, 1, 2))], "only an answer that the model ended is whole"

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.api.answer import PromptTokensDetails, TimingsBody, Usage
+from server.api.costs import CacheBody, MissBody, PromptTokensDetails, TimingsBody, Usage
 from server.api.errors import STATUS, Code, ErrorObject
 from server.api.health import HealthBody
 from server.api.openai_chat_types import (
@@ -23,6 +23,7 @@ from server.api.openai_completions import REFUSED_IN_COMPLETIONS, CompletionBody
 from server.api.openai_models import ModelBody, ModelList
 from server.api.wire import REFUSED, GenerationBody, StreamOptions
 from server.app import ROUTES
+from server.engine.diagnosis import MissReason
 from server.sessions import SESSION_HEADERS, SESSION_METADATA
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +76,9 @@ def test_every_refused_field_is_documented_and_refused() -> None:
 def test_every_field_of_an_answer_is_documented() -> None:
     answer = section("The answer")
     tables = rows(answer)
-    assert set(tables) == {*get_type_hints(ChatCompletion), *get_type_hints(TimingsBody)}
+    bodies = (ChatCompletion, TimingsBody, CacheBody, MissBody)
+    assert set(tables) == {name for body in bodies for name in get_type_hints(body)}
+    assert all(f"`{reason.value}`" in answer for reason in MissReason)
     for kind in (ChatChunk, ChatChoice, ChunkChoice, MessageBody, TextCompletion, TextChoice, Usage):
         assert set(get_type_hints(kind)) <= set(re.findall(r"`([a-z_]+)[.`]", answer)), kind
     assert all(f"prompt_tokens_details.{name}`" in answer for name in get_type_hints(PromptTokensDetails))

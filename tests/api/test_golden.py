@@ -1,6 +1,6 @@
 """Whole answers as they go over the wire, byte for byte but for names, times and random ids.
 
-Run this file as a script to write the transcripts anew after a change that is meant; read the difference.
+Run `python -m tests.api.test_golden` to write the transcripts anew after a change that is meant; read the difference.
 """
 
 import re
@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from server.app import create_app
 from server.config import ServerConfig
+from server.engine.diagnosis import Miss, MissReason
 from server.engine.errors import OutOfMemory, QueueFull
 from server.engine.events import FinishReason
 from tests.fake_engine import FakeEngine, Script, fake_model
@@ -45,6 +46,7 @@ def normalised(text: str) -> str:
 
 PLAIN = Script(texts=("Hel", "lo “you”\n", "🙂"), hit_tokens=4)
 USAGE = {"include_usage": True}
+CHANGED = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17")
 
 EXCHANGES: dict[str, Callable[[], str]] = {
     "chat": lambda: exchange(CHAT, PLAIN),
@@ -54,6 +56,7 @@ EXCHANGES: dict[str, Callable[[], str]] = {
     "chat_tools": lambda: exchange(CHAT, CALLING, tools=TOOLS),
     "chat_tools_stream": lambda: exchange(CHAT, CALLING, tools=TOOLS, stream=True),
     "chat_stream_error": lambda: exchange(CHAT, replace(PLAIN, error=OutOfMemory("too long")), stream=True),
+    "chat_miss": lambda: exchange(CHAT, replace(PLAIN, miss=CHANGED), session_id="s-1"),
     "chat_invalid": lambda: exchange(CHAT, PLAIN, temperature="hot"),
     "chat_queue_full": lambda: exchange(CHAT, PLAIN, FakeEngine(max_waiting=0)),
     "text": lambda: exchange(TEXT, PLAIN),

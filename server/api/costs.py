@@ -1,0 +1,140 @@
+"""What every answer says about itself: why it ended, its token counts, its times, and what was reused."""
+
+from typing import TypedDict
+
+from server.engine.diagnosis import Miss
+from server.engine.events import Finished, FinishReason, Started, Timings
+
+
+class PromptTokensDetails(TypedDict):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Token counts of one request, as OpenAI names them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TimingsBody(TypedDict):
+    """What the answer cost; `cache_n + prompt_n` = prompt tokens. Rates are null where nothing was timed."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+
+
+class MissBody(TypedDict):
+    """Why less was reused than the session's last turn held."""
+
+    reason: str
+    message_index: int | None
+    role: str | None
+    token: int | None
+    before: str
+    after: str
+
+
+class CacheBody(TypedDict):
+    """What of the prompt was reused, from where, and why not more."""
+
+    session_id: str | None
+    slot: int
+    match_tokens: int
+    hit_tokens: int
+    tier: str | None
+    restore_ms: float
+    kept: float | None
+    miss: MissBody | None
+
+
+class Costs(TypedDict):
+    """What every answer says about itself beyond OpenAI's fields."""
+
+    timings: TimingsBody
+    cache: CacheBody | None
+
+
+def costs_of(finished: Finished, session_id: str | None) -> Costs:
+    """Returns timings and reuse of a finished request."""
+    return {"timings": timings_of(finished.timings), "cache": _cache_of(finished.started, session_id)}
+
+
+def _cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
+    if started is None:
+        return None
+    return {
+        "session_id": session_id,
+        "slot": started.slot,
+        "match_tokens": started.match_tokens,
+        "hit_tokens": started.hit_tokens,
+        "tier": started.tier,
+        "restore_ms": started.restore_ms,
+        "kept": started.reuse.kept,
+        "miss": _miss_of(started.reuse.miss),
+    }
+
+
+def _miss_of(miss: Miss | None) -> MissBody | None:
+    if miss is None:
+        return None
+    return {
+        "reason": miss.reason.value,
+        "message_index": miss.message_index,
+        "role": miss.role,
+        "token": miss.token,
+        "before": miss.before,
+        "after": miss.after,
+    }
+
+
+def usage_of(finished: Finished) -> Usage:
+    """Returns the token counts of a finished request."""
+    predicted = finished.timings.predicted_tokens
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": predicted,
+        "total_tokens": finished.prompt_tokens + predicted,
+        "prompt_tokens_details": {"cached_tokens": finished.timings.cache_tokens},
+    }
+
+
+def timings_of(timings: Timings) -> TimingsBody:
+    """Returns the costs of a finished request in milliseconds and tokens per second."""
+    prompt_per_token, prompt_rate = _rates(timings.evaluated_tokens, timings.prompt_ms)
+    predicted_per_token, predicted_rate = _rates(timings.predicted_tokens, timings.predicted_ms)
+    return {
+        "cache_n": timings.cache_tokens,
+        "prompt_n": timings.evaluated_tokens,
+        "prompt_ms": timings.prompt_ms,
+        "prompt_per_token_ms": prompt_per_token,
+        "prompt_per_second": prompt_rate,
+        "predicted_n": timings.predicted_tokens,
+        "predicted_ms": timings.predicted_ms,
+        "predicted_per_token_ms": predicted_per_token,
+        "predicted_per_second": predicted_rate,
+    }
+
+
+def _rates(num_tokens: int, milliseconds: float) -> tuple[float | None, float | None]:
+    per_token = milliseconds / num_tokens if num_tokens else None
+    per_second = 1000 * num_tokens / milliseconds if milliseconds > 0 else None
+    return per_token, per_second
+
+
+def finish_reason(finished: Finished, *, made_calls: bool = False) -> str:
+    """Returns OpenAI's word for why the answer ended."""
+    if made_calls and finished.reason is FinishReason.STOP:
+        return "tool_calls"
+    return finished.reason.value
