@@ -67,6 +67,8 @@ class Runner:
 
     is_ragged: bool
     """False: this model's rows are evaluated one after another in each step, behind the same interface."""
+    overlaps: bool
+    """Whether `launch` returns while most of the step is still ahead. MLX's CPU backend works it off first."""
 
     def __init__(self, model: Any, *, vocab_size: int) -> None:
         """`vocab_size` is the width of the model's logits. Probes the model: some very short model calls."""
@@ -78,6 +80,7 @@ class Runner:
         self._prefilled_tokens = 0
         self._num_launches = 0
         self.is_ragged = probe.is_ragged(model, vocab_size)
+        self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def make_caches(self) -> list[LayerCache]:
         """Returns fresh, empty layer caches for one sequence, in the layout that the model wants."""
@@ -137,6 +140,11 @@ class Runner:
                 self._forget_joined()  # or the merged state of the last rows would stay until the next launch
         mx.eval([cache.state for cache in row.caches])
         own_point_state(row.caches)
+
+    def close(self) -> None:
+        """Ends this thread's streams. A thread that ends with live ones can abort the process when it exits."""
+        mx.synchronize()
+        mx.clear_streams()
 
     def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
         """Returns the logits `[num_rows, vocab_size]` of one token for each row."""

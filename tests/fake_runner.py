@@ -64,6 +64,7 @@ class FakeRunner:
     """Records what it was asked to do in `log`, and fails where `fault` says so."""
 
     layout: str = "T"
+    overlaps: bool = True
     fault: Callable[[str, list[list[int]]], str | None] = lambda kind, rows: None
     """Called with "prefill" or "decode" and the tokens of each row; "launch" or "read" makes that part fail."""
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -108,6 +109,10 @@ class FakeRunner:
 
     def settle(self, row: FakeRow) -> None:
         """Rows are always settled here."""
+
+    def close(self) -> None:
+        """There is no device to let go of."""
+        self.log.append(("close",))
 
     def _input(self, row: FakeRow, previous: FakeStep | None) -> int:
         token, row.next_token = row.next_token, None

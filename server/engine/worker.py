@@ -69,6 +69,9 @@ class Runner(Protocol):
     def settle(self, row: Any) -> None:
         """Makes a row's own caches hold all of its state."""
 
+    def close(self) -> None:
+        """Lets go of the device; nothing is evaluated afterwards."""
+
 
 @dataclass
 class _Flight:
@@ -139,8 +142,9 @@ class Worker:
             self._fail(sequence, error)
 
     def stop(self) -> None:
-        """Ends every request because the engine ends."""
+        """Ends every request because the engine ends, and what the runner holds of the device."""
         self.fail_all(EngineStopped("the server is shutting down"))
+        self._runner.close()
 
     def stats(self) -> dict[str, Any]:
         """Returns counts for reports."""
