@@ -1,0 +1,39 @@
+"""What holds for every test: no network, no deadlines that depend on how busy the machine is."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+# Read by transformers when it is imported: it advises to install PyTorch.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+settings.register_profile("mlx-serve", deadline=None)
+settings.load_profile("mlx-serve")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_network() -> Iterator[None]:
+    """Lets connections of this process reach loopback addresses only."""
+    connect = socket.socket.connect
+
+    def connect_on_loopback(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6) and not _is_loopback(address[0]):
+            raise ConnectionError(f"a test tried to reach {address[0]}")
+        connect(self, address)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect_on_loopback)
+        yield
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
