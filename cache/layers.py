@@ -72,7 +72,23 @@ class Segment:
         self.stop = stop
         self._packs = list(packs)
         self._where = {index: (pack, row) for pack in packs for row, index in enumerate(pack.indices)}
+        self._num_components = len(self._where)
         self.num_bytes = int(mx.get_array_buffer_size(*[pack.rows for pack in packs])) if packs else 0
+
+    @classmethod
+    def of(cls, start: int, stop: int, packs: Iterable[tuple[tuple[int, ...], mx.array]]) -> "Segment":
+        """Returns a segment of packs as `packs` gives them: for a segment that was stored elsewhere."""
+        return cls(start, stop, [_Pack(indices, rows, len(indices)) for indices, rows in packs])
+
+    @property
+    def packs(self) -> list[tuple[tuple[int, ...], mx.array]]:
+        """Components and their rows, [num_components, num_heads, num_tokens, width]. Not for changing."""
+        return [(pack.indices, pack.rows) for pack in self._packs]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no component has been forgotten."""
+        return len(self._where) == self._num_components
 
     def component(self, index: int) -> mx.array:
         """Returns a view of one component's rows, shape [1, num_heads, num_tokens, width]."""
@@ -311,6 +327,11 @@ class PointState:
         self._held = [_copied(cache, owned) for cache in caches]
         arrays = _arrays_in(self._held)
         self.num_bytes = int(mx.get_array_buffer_size(*arrays)) if arrays else 0
+
+    @property
+    def held(self) -> Sequence[LayerCache]:
+        """The layer caches that carry the state. Not for changing; `PointState(held)` is the same state again."""
+        return self._held
 
     def put(self, caches: Sequence[LayerCache]) -> None:
         """Makes this the state of live caches of the same model."""
