@@ -78,13 +78,21 @@ def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
     context_tokens = min(config.context_tokens or loaded.context_tokens, loaded.context_tokens)
     return ServedModel(
         id=loaded.name,
-        renderer=ChatRenderer(loaded.tokenizer_wrapper),
+        renderer=ChatRenderer(_template_owner(loaded)),
         context_tokens=context_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
         tool_format=_tool_format(loaded),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
     )
+
+
+def _template_owner(loaded: LoadedModel) -> Any:
+    """Returns what renders conversations: the tokenizer, whose template then decides by itself whether to think.
+
+    mlx-lm's wrapper asks every template to think; it is needed for the models whose template is code of mlx-lm.
+    """
+    return loaded.tokenizer if loaded.tokenizer.chat_template else loaded.tokenizer_wrapper
 
 
 def _tool_format(loaded: LoadedModel) -> ToolFormat | None:

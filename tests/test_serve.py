@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from models.sampling import SamplingParams
-from server.compose import model_id, read_sampling
+from server.compose import model_id, open_service, read_sampling
+from server.config import ServerConfig
 from server.errors import StartError
 from server.serve import bind, count_text, example_call
 from tests.tiny_models import write
@@ -246,3 +247,12 @@ def test_an_unusable_recommendation_is_ignored(text: str, tmp_path: Path) -> Non
     assert read_sampling(file, 1000) == SamplingParams()
     file.write_text(text)
     assert read_sampling(file, 1000) == SamplingParams()
+
+
+def test_a_template_decides_by_itself_whether_the_model_thinks(tmp_path: Path) -> None:
+    folder = write("qwen3", tmp_path / "thinker")
+    template = "{% if enable_thinking is defined %}asked{% endif %}<think>{{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(template)
+    model = open_service(ServerConfig(models=(str(folder),))).model
+    prompt = model.renderer.render([{"role": "user", "content": "hi"}])
+    assert prompt.tokens.tolist() == model.renderer.encode("<think>hi").tokens.tolist()
