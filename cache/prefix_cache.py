@@ -122,15 +122,13 @@ class Lease:
     def advance(self, tokens: TokenArray) -> None:
         """Records prompt tokens whose state is now in the caches, and captures a restore point if one is here."""
         self._slot.log.append(tokens)
-        self._owner.commit(self._slot)
-        self._capture_here()
+        self._record_here()
 
     def append(self, token: int) -> None:
         """Records one token of a decode step whose state is now in the caches; the first is the prompt's last."""
         self._slot.log.append(np.array([token], np.int32))
         if self.offset == self.num_prompt_tokens and self.offset in self._points:
-            self._owner.commit(self._slot)
-            self._capture_here()
+            self._record_here()
         elif self.offset % MEASURE_TOKENS == 0:
             self._owner.measure(self._slot)
 
@@ -144,8 +142,9 @@ class Lease:
         self._end()
         self._owner.discard(self._slot)
 
-    def _capture_here(self) -> None:
+    def _record_here(self) -> None:
         point = self._points.get(self.offset)
+        self._owner.commit(self._slot, may_split=point is not None)
         if point is not None:
             self._owner.capture(self._slot, point.kind)
 
@@ -261,11 +260,14 @@ class PrefixCache:
 
     # -------------------------------------------------------------------------------------------- for leases
 
-    def commit(self, slot: Slot) -> None:
-        """Makes the trie know all of a slot's tokens. Copies of them that were stored are dropped: held once."""
+    def commit(self, slot: Slot, *, may_split: bool = True) -> None:
+        """Makes the trie know all of a slot's tokens. Copies of them that were stored are dropped: held once.
+
+        Without `may_split` a sequence that stops inside an edge waits at its start: the next chunk will pass it.
+        """
         trie, known = self._trie(slot.namespace), slot.tip.stop
         if known < slot.offset:
-            tip = trie.extend(slot.tip, slot.log.view(known))
+            tip = trie.extend(slot.tip, slot.log.view(known), may_split=may_split)
             for node in tip.path():
                 if node.start >= known and (node.home is None):
                     trie.settle(node, slot)
@@ -289,24 +291,31 @@ class PrefixCache:
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""
         self._clock += 1
-        self.commit(slot)
+        try:
+            self.commit(slot)
+        except Exception:
+            self.discard(slot)
+            raise
         slot.is_leased, slot.last_used = False, self._clock
         self.ledger.reserve(slot.index, 0)
         self._evict(self.ledger.excess_bytes(), protected=())
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease without trusting the slot's caches: nodes that live only there are dropped."""
-        trie = self._trie(slot.namespace)
-        homes = self._other_homes(slot)
-        lost = [node for node in slot.tip.path() if node.home is slot and node not in homes]
-        for node in slot.tip.path():
+        self._give_up(slot, slot.tip.path())
+        slot.is_leased = False
+
+    def _give_up(self, slot: Slot, path: Sequence[Node]) -> None:
+        """Empties a slot, and drops what on `path` was only there or is no longer whole."""
+        trie, homes = self._trie(slot.namespace), self._other_homes(slot)
+        for node in path:
             if node.home is slot and node in homes:
                 node.home = homes[node]
+        lost = next((node for node in path if node.home is slot or not _is_whole(node)), None)
         self._empty(slot)
-        if lost:
-            for node in reversed(_subtree(lost[0])):
+        if lost is not None:
+            for node in reversed(_subtree(lost)):
                 trie.remove(node)
-        slot.is_leased = False
 
     # ------------------------------------------------------------------------------------------------ paging
 
@@ -321,15 +330,19 @@ class PrefixCache:
         landing = self._land(trie, path, offset)
         keep = self._shared(slot, landing) if slot.namespace == namespace else 0
         self._page_out(slot, keep)
-        # What has just left the slot is stored now, and may be what must go.
-        arriving = landing.path()
-        self._evict(
-            self.ledger.excess_bytes(self._growth(slot, arriving, offset, capacity)), protected=arriving, busy=slot
-        )
         slot.namespace = namespace
         if slot.tip.parent is None:
             slot.tip = trie.root
-        self._page_in(slot, trie, landing, capacity)
+        arriving = landing.path()
+        try:
+            # What has just left the slot is stored now, and may be what must go.
+            growth = self._growth(slot, arriving, offset, capacity)
+            self._evict(self.ledger.excess_bytes(growth), protected=arriving, busy=slot)
+            self._page_in(slot, trie, landing, capacity)
+        except Exception:
+            # Layers may rest at different offsets, and moved state may be half gone.
+            self._give_up(slot, arriving)
+            raise
 
     def _land(self, trie: PrefixTrie, path: list[Node], offset: int) -> Node:
         """Returns the node that stops at `offset` on `path`, splitting one if need be."""
@@ -372,9 +385,12 @@ class PrefixCache:
     def _page_out(self, slot: Slot, keep: int) -> None:
         """Takes `[keep, …)` out of a slot: its nodes get bytes of their own, or another slot that has them too."""
         if slot.offset > keep and slot.tip.parent is not None:
-            trie = self._trie(slot.namespace)
-            self._keep_tip(slot)
-            self._store_homed(slot, trie, keep)
+            try:
+                self._keep_tip(slot)
+                self._store_homed(slot, self._trie(slot.namespace), keep)
+            except Exception:
+                self._give_up(slot, slot.tip.path())
+                raise
         if keep == 0:
             self._empty(slot)
             return
@@ -677,6 +693,11 @@ def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] |
     if cover is not None and window.start <= cover[1]:
         return min(cover[0], window.start), window.stop
     return window.start, window.stop
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a node's stored span, if it has one, can still be read."""
+    return not isinstance(node.span, Segment) or node.span.is_whole
 
 
 def _subtree(node: Node) -> list[Node]:

@@ -152,11 +152,12 @@ class PrefixTrie:
             node = child
         return Match(path, length)
 
-    def extend(self, node: Node, tokens: TokenArray) -> Node:
+    def extend(self, node: Node, tokens: TokenArray, *, may_split: bool = True) -> Node:
         """Returns the node at which `tokens` end below `node`, splitting and adding edges as needed.
 
-        An added edge holds no state yet: the caller gives it a span or a home before anyone else looks.
-        Existing nodes are never changed but by splitting.
+        Without `may_split`, tokens that end inside an edge lead to where the edge starts. An added edge holds no
+        state yet: the caller gives it a span or a home before anyone else looks. Existing nodes are never changed
+        but by splitting.
         """
         done = 0
         while done < len(tokens):
@@ -165,6 +166,8 @@ class PrefixTrie:
                 return self._add(node, tokens[done:])
             matched = common_prefix_length(child.tokens, tokens[done:])
             done += matched
+            if matched < len(child.tokens) and done == len(tokens) and not may_split:
+                return node
             node = child if matched == len(child.tokens) else self.split(child, child.start + matched)
         return node
 
@@ -177,12 +180,12 @@ class PrefixTrie:
             raise ValueError(f"cannot split {node} at {offset}")
         cut = offset - node.start
         before = node.num_bytes
+        # Whatever may fail comes before the first change.
+        spans = node.span.split(offset) if node.span is not None else (None, None)
+        snapshots = node.snapshot.split(offset) if node.snapshot is not None else (None, None)
         upper = Node(node.parent, node.tokens[:cut].copy(), node.start)
         upper.home, upper.last_used = node.home, node.last_used
-        if node.span is not None:
-            upper.span, node.span = node.span.split(offset)
-        if node.snapshot is not None:
-            upper.snapshot, node.snapshot = node.snapshot.split(offset)
+        (upper.span, node.span), (upper.snapshot, node.snapshot) = spans, snapshots
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
         upper.parent.children[int(upper.tokens[0])] = upper  # type: ignore[union-attr]
         node.parent, node.tokens, node.start = upper, node.tokens[cut:].copy(), offset

@@ -1,16 +1,14 @@
 """Single facts about the prefix cache that histories and scenarios do not name."""
 
-import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
 from cache import layers
 from cache.errors import BudgetExceeded
-from cache.layers import LayerCache
+from cache.layers import LayerCache, Segment
 from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import Lease, PrefixCache
 from cache.trie import TokenArray
@@ -143,3 +141,88 @@ def test_a_request_waits_for_another_ones_memory() -> None:
     prefix_cache.check()
     lease.close()
     begin(prefix_cache, range(1000, 1400)).close()
+
+
+def test_passing_along_a_stored_edge_splits_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each split copies what is below; a split per chunk would make a long prompt quadratic."""
+    prefix_cache = make("R", num_slots=1)
+    prompt = list(range(1, 1000))
+    cache_driver.run(prefix_cache, prompt)
+    cache_driver.run(prefix_cache, [5000, 5001])
+    num_splits, split = 0, Segment.split
+
+    def counted(self: Segment, offset: int) -> tuple[Segment, Segment]:
+        nonlocal num_splits
+        num_splits += 1
+        return split(self, offset)
+
+    monkeypatch.setattr(Segment, "split", counted)
+    outcome = cache_driver.run(prefix_cache, [*prompt[:900], 4000, 4001], explicit=(300,))
+    assert (outcome.match, outcome.hit) == (900, 0)
+    assert num_splits == 2, "at the restore point and where the sequences part"
+    fake_model.assert_stored_right(prefix_cache)
+
+
+@pytest.mark.parametrize("layout", fake_model.MORE_LAYOUTS)
+@pytest.mark.parametrize("operation", ["_with_room", "owned", "_packed", "_sliced", "_copied"])
+def test_a_failing_allocation_fails_one_request(layout: str, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operation n fails, for every n until none fails any more; whatever happened, what is left is right."""
+    real = getattr(layers, operation)
+    number = 0
+    while True:
+        number += 1
+        countdown = number
+
+        def failing(*args: Any, **options: Any) -> Any:
+            nonlocal countdown
+            countdown -= 1
+            if countdown == 0:
+                raise RuntimeError("out of memory")
+            return real(*args, **options)
+
+        prefix_cache = make(layout)
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, operation, failing)
+            num_failed = sum(not try_to_run(prefix_cache, prompt) for prompt in SWITCHES)
+        fake_model.assert_bytes_known(prefix_cache)
+        fake_model.assert_stored_right(prefix_cache)
+        for prompt in SWITCHES:
+            cache_driver.run(prefix_cache, prompt, inspect=holds(prompt))
+        prefix_cache.clear()
+        assert prefix_cache.stats()["nodes"] == 0
+        if num_failed == 0:
+            return
+
+
+SWITCHES = ([1, 2, 3, 4], [1, 2, 5, 6, 7], [1, 2, 3, 4, 8, 9], [7, 7], [1, 2, 5, 6, 7, 8], [1, 2, 3, 4, 8], [1, 2, 9])
+
+
+def holds(prompt: list[int]) -> Callable[[Lease], None]:
+    return lambda lease: fake_model.assert_holds(lease.caches, prompt)
+
+
+def try_to_run(prefix_cache: PrefixCache, prompt: list[int]) -> bool:
+    """Runs a request as the engine does: whatever fails, a lease that was opened is discarded."""
+    tokens = np.array(prompt, np.int32)
+    try:
+        lease = begin(prefix_cache, prompt)
+    except RuntimeError:
+        prefix_cache.check()
+        return False
+    try:
+        cache_driver.prefill(lease, tokens, fake_model.evaluate)
+        fake_model.evaluate(lease.caches, tokens[-1:])
+        lease.append(prompt[-1])
+        holds(prompt)(lease)
+    except RuntimeError:
+        lease.discard()
+        prefix_cache.check()
+        return False
+    try:
+        lease.close()
+    except RuntimeError:
+        return False
+    finally:
+        prefix_cache.check()
+        assert not any(slot.is_leased for slot in prefix_cache.slots)
+    return True

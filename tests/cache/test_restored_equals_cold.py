@@ -67,7 +67,7 @@ class Chat:
         while len(reply) < NUM_GENERATED:
             self.evaluate(caches, np.array([token], np.int32))
             record(token)
-            token = int(mx.argmax(self.logits).item())
+            token = int(np.argmax(np.array(self.logits)))
             reply.append(token)
         return reply
 

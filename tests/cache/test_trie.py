@@ -118,6 +118,16 @@ def test_a_prefix_of_what_is_there_splits_and_adds_nothing() -> None:
     assert trie.match(ids(1, 2, 3)).length == 3
 
 
+def test_without_splitting_tokens_wait_at_the_edge_they_end_in() -> None:
+    trie = PrefixTrie()
+    first, node = insert(trie, 1, 2), insert(trie, 1, 2, 3, 4)
+    assert trie.extend(trie.root, ids(1, 2, 3), may_split=False) is first
+    assert trie.extend(first, ids(3), may_split=False) is first
+    assert trie.extend(first, ids(3, 4), may_split=False) is node
+    assert trie.num_nodes == 2
+    assert trie.extend(first, ids(3, 5), may_split=False).parent is not first, "where sequences part is a border"
+
+
 def test_the_edges_of_a_trie_own_their_tokens() -> None:
     trie, tokens = PrefixTrie(), ids(1, 2, 3)
     trie.store(trie.extend(trie.root, tokens), Text(0, (1, 2, 3)))
