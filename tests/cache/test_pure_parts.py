@@ -1,0 +1,181 @@
+"""The decisions of the cache that know no arrays: placement, eviction, ledger, choice of a slot, token log."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cache import eviction, placement
+from cache.ledger import Ledger
+from cache.placement import RestorePoint, RestorePointKind
+from cache.slots import SlotView, TokenLog, choose_slot
+
+# ----------------------------------------------------------------------------------------------------- placement
+
+points = st.builds(RestorePoint, st.integers(-2, 12), st.sampled_from(RestorePointKind))
+
+
+@given(wanted=st.lists(points), start=st.integers(0, 10), stop=st.integers(0, 12))
+def test_a_plan_is_ascending_within_what_is_evaluated_and_one_per_offset(
+    wanted: list[RestorePoint], start: int, stop: int
+) -> None:
+    offsets = [point.offset for point in placement.plan(wanted, start=start, stop=stop)]
+    assert offsets == sorted({point.offset for point in wanted if start < point.offset <= stop})
+
+
+@given(kinds=st.lists(st.sampled_from(RestorePointKind), min_size=1))
+def test_an_explicit_point_wins_an_offset_and_else_the_first(kinds: list[RestorePointKind]) -> None:
+    (chosen,) = placement.plan([RestorePoint(3, kind) for kind in kinds], start=0, stop=3)
+    explicit = RestorePointKind.EXPLICIT
+    assert chosen.kind is (explicit if explicit in kinds else kinds[0])
+
+
+# ------------------------------------------------------------------------------------------------------ eviction
+
+
+def candidate(
+    key: str, last_used: int, *, num_bytes: int = 1, offset: int = 0, is_explicit: bool = False
+) -> eviction.Candidate:
+    return eviction.Candidate(key, num_bytes, last_used, offset, is_explicit)
+
+
+def order(candidates: Sequence[eviction.Candidate]) -> str:
+    queue, found = eviction.Queue(candidates), ""
+    while (victim := queue.pop()) is not None:
+        found += victim.key
+    return found
+
+
+@pytest.mark.parametrize(
+    ("candidates", "expected"),
+    [
+        ([], ""),
+        ([candidate("b", 2), candidate("a", 1), candidate("c", 3)], "abc"),
+        ([candidate("b", 1, offset=5), candidate("a", 1, offset=9)], "ab"),
+        ([candidate("x", 1, num_bytes=0), candidate("a", 2)], "a"),
+        ([candidate("b", 1, is_explicit=True), candidate("a", 9)], "ab"),
+        ([candidate("a", 1), candidate("b", 1), candidate("c", 1)], "abc"),
+    ],
+    ids=["none", "oldest first", "deepest of equals first", "nothing freed", "asked for last", "stable"],
+)
+def test_eviction_order(candidates: list[eviction.Candidate], expected: str) -> None:
+    assert order(candidates) == expected
+
+
+def test_what_is_exposed_takes_its_place_in_the_order() -> None:
+    queue = eviction.Queue([candidate("old leaf", 1), candidate("new leaf", 9)])
+    assert queue.pop() == candidate("old leaf", 1)
+    queue.push(candidate("its parent", 2))
+    queue.push(candidate("empty", 0, num_bytes=0))
+    assert queue.pop() == candidate("its parent", 2)
+    assert queue.pop() == candidate("new leaf", 9)
+    assert queue.pop() is None
+
+
+# -------------------------------------------------------------------------------------------------------- ledger
+
+
+def test_a_slot_is_charged_what_it_holds_or_reserved_whichever_is_more() -> None:
+    ledger = Ledger(100)
+    ledger.store(10)
+    ledger.reserve(0, 50)
+    assert (ledger.charged_bytes, ledger.live_bytes, ledger.excess_bytes()) == (60, 0, -40)
+    ledger.set_live(0, 70)
+    ledger.set_live(1, 5)
+    assert (ledger.charged_bytes, ledger.live_bytes, ledger.slot_bytes(0)) == (85, 75, 70)
+    assert ledger.excess_bytes(30) == 15
+    ledger.set_live(0, 0)
+    assert ledger.slot_bytes(0) == 50
+    ledger.reserve(0, 0)
+    assert ledger.charged_bytes == 15
+    assert ledger.slot_bytes(7) == 0
+
+
+def test_more_cannot_be_dropped_than_was_stored() -> None:
+    ledger = Ledger(100)
+    ledger.store(10)
+    with pytest.raises(AssertionError, match="more bytes were dropped"):
+        ledger.store(-11)
+
+
+# --------------------------------------------------------------------------------------------------------- slots
+
+
+def view(
+    index: int,
+    offset: int = 0,
+    common: int = 0,
+    *,
+    is_leased: bool = False,
+    is_same_session: bool = False,
+    turn_start: int = 0,
+    last_used: int = 0,
+) -> SlotView:
+    return SlotView(index, is_leased, offset, common, is_same_session, turn_start, last_used)
+
+
+@pytest.mark.parametrize(
+    ("views", "stored_offset", "expected"),
+    [
+        ([], 0, None),
+        ([view(0, is_leased=True), view(1, is_leased=True)], 0, None),
+        ([view(0, 9, 0), view(1)], 0, 1),
+        ([view(0, 9, 0, last_used=2), view(1, 9, 0, last_used=1)], 0, 1),
+        ([view(0), view(1, 9, 9)], 0, 1),
+        ([view(0), view(1, 9, 9, is_leased=True)], 0, 0),
+        ([view(0, 5, 5), view(1, 9, 9)], 0, 1),
+        ([view(0, 9, 9), view(1, 9, 9, is_same_session=True)], 0, 1),
+        ([view(0, 9, 9), view(1)], 20, 1),
+        ([view(0, 9, 9), view(1)], 9, 0),
+        ([view(0, 9, 4), view(1)], 0, 1),
+        ([view(0, 9, 5, is_same_session=True), view(1)], 0, 0),
+        ([view(0, 9, 4, is_same_session=True), view(1)], 0, 1),
+        ([view(0, 9, 7, turn_start=7), view(1)], 0, 0),
+        ([view(0, 9, 6, turn_start=7), view(1)], 0, 1),
+        ([view(0, 9, 0, is_same_session=True), view(1)], 0, 1),
+        ([view(0, 9, 8, turn_start=8), view(1, 9, 6, is_same_session=True)], 0, 1),
+        ([view(0, 9, 9), view(1, 20, 15, is_same_session=True)], 0, 0),
+    ],
+    ids=[
+        "no slots",
+        "all leased",
+        "an empty one before another's",
+        "the one unused for longest",
+        "the one that it continues",
+        "not a leased one",
+        "the longest that it continues",
+        "of equals the same session's",
+        "elsewhere if more is stored",
+        "in place if as much is stored",
+        "a shared system prompt is no reason",
+        "rewinds its own session",
+        "not if less than half stays",
+        "re-renders a last turn without a session",
+        "not if more than the last turn changed",
+        "a session with nothing in common is no reason",
+        "its own session before another's turn",
+        "going on before rewinding",
+    ],
+)
+def test_choice_of_a_slot(views: list[SlotView], stored_offset: int, expected: int | None) -> None:
+    assert choose_slot(views, stored_offset) == expected
+
+
+# ----------------------------------------------------------------------------------------------------- token log
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=700) | st.integers(0, 2000), max_size=8))
+def test_a_token_log_is_a_list(steps: list[list[int] | int]) -> None:
+    log, model = TokenLog(), list[int]()
+    for step in steps:
+        if isinstance(step, list):
+            log.append(np.array(step, np.int32))
+            model += step
+        else:
+            log.truncate(step)
+            del model[step:]
+        assert len(log) == len(model)
+        assert log.view().tolist() == model
+        assert log.view(3, 5).tolist() == model[3:5] or len(model) < 5
