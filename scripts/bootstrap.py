@@ -32,10 +32,11 @@ def main() -> None:
     print(f"Setting up .venv with Python {version}; the first time takes a minute or two.")
     try:
         # Without its stamp the environment was never finished, and what pip half wrote it would not mend.
-        if not (STAMP.exists() and works([PYTHON, "-m", "pip", "--version"])):
+        is_new = not (STAMP.exists() and works([PYTHON, "-m", "pip", "--version"]))
+        if is_new:
             shutil.rmtree(str(VENV), ignore_errors=True)
             run([sys.executable, "-m", "venv", VENV])
-        install(cuda)
+        install(cuda, shows_progress=is_new and sys.stdout.isatty())
     except subprocess.CalledProcessError as error:
         sys.exit("Setting up .venv failed (see above); the command was: " + " ".join(error.cmd))
     STAMP.write_text(wanted)
@@ -69,12 +70,12 @@ def require_usable_python() -> None:
         sys.exit("This Python cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv")
 
 
-def install(cuda: bool) -> None:
+def install(cuda: bool, shows_progress: bool) -> None:
     """Installs the locked packages, each checked against its hash, then the project itself in place."""
     if STAMP.exists():
         STAMP.unlink()
     pip = [PYTHON, "-m", "pip", "--disable-pip-version-check"]
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    quiet = [] if shows_progress else ["--quiet"]
     run([*pip, "install", *quiet, "--require-hashes", "--requirement", ROOT / "requirements.lock"])
     if cuda:
         # Both backends bring `mlx/lib/libmlx.so`: the last one installed wins, and the other must not remain.
@@ -82,7 +83,7 @@ def install(cuda: bool) -> None:
         run([*pip, "uninstall", "--quiet", "--yes", "mlx-cpu"])
         run([*pip, "install", *quiet, "--force-reinstall", "--no-deps", f"mlx=={version}"])
         run([*pip, "install", *quiet, f"mlx[cuda13]=={version}"])
-    run([*pip, "install", "--quiet", "--no-build-isolation", "--no-deps", "--editable", ROOT])
+    run([*pip, "install", "--quiet", "--quiet", "--no-build-isolation", "--no-deps", "--editable", ROOT])
 
 
 def locked_version(name: str) -> str:

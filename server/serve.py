@@ -172,7 +172,8 @@ def show_banner(console: Console, service: Service, config: ServerConfig, listen
     url = f"http://{_url_host(host)}:{port}"
     for label, text in _facts(service, config, url):
         console.print(f"[bold]{label:<9}[/bold] {text}", markup=True)
-    console.print(f"\nTry it:\n{example_call(url, service.model.id, config.api_key is not None)}\n", markup=False)
+    example = example_call(url, service.model.id, config.api_key is not None)
+    console.print(f"\nTry it:\n{example}\n\nCtrl-C stops the server.\n", markup=False)
 
 
 def _facts(service: Service, config: ServerConfig, url: str) -> Iterator[tuple[str, str]]:
