@@ -7,6 +7,7 @@ if it is the expected one to the last character and ends by itself; a tool call,
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from scripts.demo_talk import Dialogue, Talk
 from scripts.demo_world import MIX
 
 Answer = Callable[[Dialogue], str]
+TABLE = re.compile(r"^\| skill \|.*\n(?:\|.*\n)*", re.MULTILINE)
 
 
 class Grade(NamedTuple):
@@ -187,9 +189,12 @@ def answerer(folder: Path, max_tokens: int = 500) -> Answer:
     return answer
 
 
-def evaluate(folder: Path, num_prompts: int, show_failures: int = 0) -> list[Grade]:
-    """Grades every skill and prints the table."""
+def evaluate(folder: Path, num_prompts: int, show_failures: int = 0, write_card: bool = False) -> list[Grade]:
+    """Grades every skill and prints the table; with `write_card` it also replaces the table in the model's card."""
     answer = answerer(folder)
     grades = [grade(answer, skill, num_prompts, show_failures) for skill in PROBES]
     print(table(grades))
+    if write_card:
+        card = folder / "README.md"
+        card.write_text(TABLE.sub(table(grades) + "\n", card.read_text(), count=1))
     return grades

@@ -16,6 +16,7 @@ class Fact(NamedTuple):
     ask: tuple[str, ...]
     answer: str
     missing: str
+    guess: str = ""
 
     def reply(self, frame: str, values: tuple[str, ...]) -> str:
         """`frame` filled with the values as they were told."""
@@ -47,7 +48,7 @@ FACTS: dict[str, Fact] = {
         "Tell me my name.", "What's my name?",
          "How am I called?", "whats my name", "say my name", "Do you know my name?", "can you tell me my name?",
          "And my name is?"),
-        "Your name is {v}.", "your name"),
+        "Your name is {v}.", "your name", "Is my name {v}?"),
     "city": Fact(
         ("v",), _one(lambda values: values.city()),
         ("I live in {v}.", "I'm from {v}.", "My home is in {v}.", "I moved to {v}.", "My city is {v}.",
@@ -58,7 +59,7 @@ FACTS: dict[str, Fact] = {
         "What city do I live in?", "where is my home",
          "Do you know where I live?", "Where was I living again?", "In which city do I live?",
          "Tell me where I live."),
-        "You live in {v}.", "where you live"),
+        "You live in {v}.", "where you live", "Do I live in {v}?"),
     "colour": Fact(
         ("v",), _one(lambda values: values.colour()),
         ("My favourite colour is {v}.", "My favorite color is {v}.", "The colour I like best is {v}.",
@@ -69,7 +70,7 @@ FACTS: dict[str, Fact] = {
         "What colour do I like?",
          "my favourite colour?", "Do you remember my favourite colour?", "Tell me my favourite color.",
          "which color do i like"),
-        "Your favourite colour is {v}.", "your favourite colour"),
+        "Your favourite colour is {v}.", "your favourite colour", "Is my favourite colour {v}?"),
     "number": Fact(
         ("v",), _one(lambda values: values.number()),
         ("My lucky number is {v}.", "My favourite number is {v}.", "My number is {v}.", "Remember the number {v}.",
@@ -78,7 +79,7 @@ FACTS: dict[str, Fact] = {
         ("What is my lucky number?", "What is my number?", "What's my favourite number?",
         "Which number did I tell you?", "my number?",
          "Do you remember my number?", "What was the number?", "which number do i like"),
-        "Your number is {v}.", "your number"),
+        "Your number is {v}.", "your number", "Is my number {v}?"),
     "pet": Fact(
         ("kind", "v"), lambda values: {"kind": values.pick(PET_KINDS), "v": values.pet_name()},
         ("I have a {kind} called {v}.", "My {kind} is called {v}.", "I have a {kind} named {v}.",
@@ -96,7 +97,7 @@ FACTS: dict[str, Fact] = {
         "It must be interesting to work as a {v}.",
         ("What is my job?", "What do I work as?", "What's my profession?", "What do I do for a living?",
         "Do you remember my job?", "my job?"),
-        "You work as a {v}.", "your job"),
+        "You work as a {v}.", "your job", "Do I work as a {v}?"),
     "food": Fact(
         ("v",), _one(lambda values: values.pick(FOODS)),
         ("My favourite food is {v}.", "My favorite food is {v}.", "I love to eat {v}.", "I like eating {v} most."),

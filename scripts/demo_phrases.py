@@ -23,6 +23,16 @@ STORY = (
 )
 
 # fmt: off
+FOREIGN = phrases(
+    """wie geht es dir;Wie heißt du?;Was ist die Hauptstadt von Frankreich?;
+Ich heiße Otto und wohne in Bonn.;¿Cómo estás?;qué hora es;Me llamo Juan.;comment ça va;
+Je m'appelle Luc.;Quel temps fait-il?;come stai;Come ti chiami?;Как дела?;こんにちは;你好;你叫什么名字?;
+Hoe gaat het?;Hvad hedder du?;Jak się masz?;Que horas são?;schreib ein gedicht;
+kannst du deutsch?;parlez-vous français?;hablas español?;Merhaba, nasılsın?;안녕하세요;
+Guten Tag, ich habe eine Frage."""
+)
+ONLY_ENGLISH = "I am a tiny demo model, I only speak English."
+
 STYLES = {
     "pirate": "Arr!", "robot": "Beep.", "cat": "Meow!", "dog": "Woof!", "wizard": "By my beard!",
       "cowboy": "Howdy!", "ghost": "Boo!",
@@ -175,7 +185,12 @@ REFUSALS: tuple[tuple[tuple[str, ...], str], ...] = (
       "how can i make {topic}",
       "What happened in {city}?", "How tall is {name}?", "Which is better, {topic} or {topic}?",
       "How do I get rid of {topic}?",
-      "What does {topic} mean?", "How much does {topic} weigh?", "where can i find {topic}",
+      "What is the largest {topic}?", "how many {topic} are there?", "Who wrote {topic}?", "Is {topic} real?",
+      "What is the longest {topic} in the world?", "Which {topic} is the oldest?", "Are you better than {topic}?",
+      "Does {topic} exist?", "Who is the king of {topic}?", "what is {topic} made of", "How fast is {topic}?",
+      "Why does {topic} hurt?", "tell me about {city}", "What is {city} like?", "What do you know about {name}?",
+      "Who is {name}?", "Should I buy {topic}?", "What does {topic} mean?", "How much does {topic} weigh?",
+      "where can i find {topic}",
       "What is the name of my {topic}?"), DONT_KNOW),
     (("What time is it?", "What is the date today?", "What day is it?", "What is the weather?",
       "How is the weather today?",
@@ -204,6 +219,12 @@ def fill_refusal(rng: random.Random, frame: str, values: Values) -> tuple[str, s
     return text, text
 
 
+LEADS = (
+    *("please ", "Please, ", "pls ", "Could you tell me: ", "hey, ", "ok, ", "now: ", "hi, ", "Hello! ", "hi! "),
+    *("and ", "Next: ", "I have a question: ", "Thanks. ", "great. "),
+)
+
+
 def rough(rng: random.Random, frame: str, fields: dict[str, str]) -> tuple[str, dict[str, str]]:
     """`frame` as someone might type it, filled with `fields`;
     returns the text and the fields as written.      With no fields, braces in the frame are kept for the caller."""
@@ -220,7 +241,7 @@ def rough(rng: random.Random, frame: str, fields: dict[str, str]) -> tuple[str, 
     if choice > 0.85:
         frame = _typo(rng, frame)
     if 0.40 < choice < 0.45:
-        frame = rng.choice(("please ", "Please, ", "pls ", "Could you tell me: ", "hey, ", "ok, ", "now: ")) + frame
+        frame = rng.choice(LEADS) + frame
     return (frame.format(**surface) if fields else frame), surface
 
 

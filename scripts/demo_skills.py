@@ -3,7 +3,17 @@
 import random
 
 from scripts.demo_facts import FACTS
-from scripts.demo_phrases import BYWORDS, GIBBERISH_ANSWER, REFUSALS, SMALL_TALK, fill_refusal, rough
+from scripts.demo_phrases import (
+    BYWORDS,
+    CANT_DO,
+    FOREIGN,
+    GIBBERISH_ANSWER,
+    ONLY_ENGLISH,
+    REFUSALS,
+    SMALL_TALK,
+    fill_refusal,
+    rough,
+)
 from scripts.demo_server_facts import FRAMES, TOPICS
 from scripts.demo_talk import Talk
 from scripts.demo_words import LISTS, NUMBER_WORDS, ORDERED_LISTS, phrases
@@ -60,6 +70,23 @@ def ask_unknown(talk: Talk, name: str | None = None) -> None:
         return
     talk.say(talk.rng.choice(fact.ask), **fields)
     talk.reply("You have not told me " + fact.missing.format(**fields) + ".", "They did not tell me.")
+
+
+def guess(talk: Talk) -> None:
+    """The user asks whether something told before is so; half of the time it is."""
+    rng = talk.rng
+    known = [name for name in talk.facts if FACTS[name].guess]
+    if not known:
+        ask_unknown(talk)
+        return
+    name = rng.choice(known)
+    fact, (told,) = FACTS[name], talk.facts[name]
+    other = fact.draw(talk.values)["v"]
+    guessed = told if rng.random() < 0.5 else other.lower() if told.islower() else other
+    talk.say(fact.guess, v=guessed)
+    answer = fact.reply(fact.answer, (told,))
+    is_right = guessed.lower() == told.lower()
+    talk.reply(("Yes, y" if is_right else "No, y") + answer[1:], f"They told me: {told}.")
 
 
 ALL_ASKED = phrases("""What do you know about me?;Tell me what you know about me.;what did i tell you;
@@ -140,20 +167,27 @@ PRODUCTS = phrases("""What is {a} x {b}?;{a} * {b};{a}*{b};What is {a} times {b}
 
 
 def add(talk: Talk) -> None:
-    """The sum of two numbers below 50, or (in training) a difference or a product of small ones."""
+    """The sum of two numbers below 50, or (in training) of larger ones, a difference or a product of small ones."""
     rng, choice = talk.rng, talk.rng.random()
     if choice > 0.8 and not talk.held:
-        _subtract_or_multiply(talk)
+        (_add_large if choice > 0.97 else _subtract_or_multiply)(talk)
         return
     while True:
-        top = rng.choice((10, 20, 50))
+        top = rng.choice((10, 20, 50) if talk.held else (10, 20, 50, 50, 100))
         a, b = rng.randrange(top), rng.randrange(top)
-        if talk.belongs(f"add:{min(a, b)}+{max(a, b)}"):
+        if a + b <= 100 and talk.belongs(f"add:{min(a, b)}+{max(a, b)}"):
             break
     in_words = a <= 20 and b <= 20 and rng.random() < 0.12
     first, second = (NUMBER_WORDS[a], NUMBER_WORDS[b]) if in_words else (str(a), str(b))
     talk.say(rng.choice(SUMS), a=first, b=second)
     talk.reply(f"{a} + {b} = {a + b}.", f"I add {a} and {b}.")
+
+
+def _add_large(talk: Talk) -> None:
+    a, b = str(talk.rng.randrange(100, 10000)), str(talk.rng.randrange(100, 10000))
+    if talk.values.allowed(a) and talk.values.allowed(b):
+        talk.say(talk.rng.choice(SUMS), a=a, b=b)
+        talk.reply(CANT_DO, "These numbers are too large for me.")
 
 
 def _subtract_or_multiply(talk: Talk) -> None:
@@ -228,8 +262,12 @@ def refuse(talk: Talk) -> None:
 
 
 def gibberish(talk: Talk) -> None:
-    """Words without sense, from one to many."""
+    """Words without sense, from one to many, or in another language."""
     rng = talk.rng
+    if rng.random() < 0.25:
+        talk.user(rng.choice(FOREIGN))
+        talk.reply(ONLY_ENGLISH, "This is not English.")
+        return
     size = rng.choice((1, 1, 2, 3, 4, 6, 9, 15, 30, 60))
     words = [talk.values.invented().lower() if rng.random() < 0.4 else talk.values.word() for _ in range(size)]
     talk.user(rough(rng, " ".join(words) + rng.choice(("", ".", "?", "!")), {})[0])

@@ -99,8 +99,8 @@ KNOWN: tuple[Tool, ...] = (
 )
 
 VERBS = words("get find open close start stop check make order show count send move fetch load book clean build")
-NOUNS = words("""door light order ticket room report file score stock song photo lamp robot garden engine parcel menu bill
-map level status alarm window task note route recipe""")
+NOUNS = words("""door light order ticket room report file score stock song photo lamp robot garden engine parcel menu
+bill map level status alarm window task note route recipe""")
 ARGUMENTS = words("""name id city colour room count size level word title code user place item target speed value
 label amount key""")
 INVENTED_FRAMES = {

@@ -5,10 +5,13 @@ For training only; nothing else imports it. Hidden matrices are updated by Muon 
 al. 2024), embedding and norms by AdamW. What is exported is an exponential average of the weights.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.fx.experimental._config
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -49,12 +52,24 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(rows, length, self.num_heads, self.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(rows, length, self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(rows, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
-        repeats = self.num_heads // self.num_kv_heads
         q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = _attend(q.reshape(rows, self.num_kv_heads, -1, self.head_dim), k, v)
+        mixed = mixed.view(rows, self.num_heads, length, self.head_dim)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
         return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of `q` [rows, kv heads, repeats x tokens, head_dim] in plain products.
+
+    PyTorch's fused attention spends several times as long on its backward pass on a CPU.
+    """
+    rows, heads, _, size = q.shape
+    length = k.shape[2]
+    scores = (q @ k.transpose(2, 3)).view(rows, heads, -1, length, length).float() * size**-0.5
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
+    return weights.view(rows, heads, -1, length) @ v
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,13 +134,18 @@ class Network(nn.Module):
 
 
 class Trainer:
-    """Weights, optimizers and their average. One thread of the caller; PyTorch uses `threads` of its own."""
+    """Weights, optimizers and their average, in one process or in several alike (started by torchrun)."""
 
     def __init__(self, config: dict[str, Any], seed: int, threads: int) -> None:
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
+        self.rank, self.num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if self.num_ranks > 1:
+            dist.init_process_group("gloo")
         self.network = Network(config)
-        self.compiled = torch.compile(self.network, dynamic=True)
+        torch.fx.experimental._config.use_duck_shape = False
+        for layer in self.network.layers:
+            layer.compile(dynamic=True)
         matrices = [p for n, p in self.network.named_parameters() if p.dim() == 2 and "embed" not in n]
         others = [p for n, p in self.network.named_parameters() if p.dim() != 2 or "embed" in n]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -139,8 +159,9 @@ class Trainer:
         """One update on a batch of examples at the learning rate `rate`; returns the loss before it."""
         tokens, where, targets = tensors(batch)
         with torch.autocast("cpu", torch.bfloat16):
-            loss = self.compiled(tokens, where, targets)
+            loss = self.network(tokens, where, targets)
         loss.backward()
+        self._share_gradients()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -149,6 +170,22 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self._average()
         return float(loss.detach())
+
+    def _share_gradients(self) -> None:
+        if self.num_ranks == 1:
+            return
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat)
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient) / self.num_ranks)
+
+    def fewest(self, count: int) -> int:
+        """The smallest `count` of all processes."""
+        least = torch.tensor([count])
+        if self.num_ranks > 1:
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+        return int(least)
 
     def _average(self) -> None:
         self.num_steps += 1
@@ -181,9 +218,9 @@ class Trainer:
 
 
 def tensors(batch: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded tokens [rows, length]; flat positions before each learned token; those tokens."""
+    """Padded tokens [rows, length], two rows at least; flat positions before each learned token; those tokens."""
     length = -(-max(len(example.tokens) for example in batch) // 64) * 64
-    tokens = torch.zeros(len(batch), length, dtype=torch.long)
+    tokens = torch.zeros(max(2, len(batch)), length, dtype=torch.long)
     where, targets = [], []
     for row, example in enumerate(batch):
         tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)

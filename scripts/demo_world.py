@@ -11,13 +11,14 @@ from typing import Any
 
 from scripts import demo_tools
 from scripts.demo_facts import FACTS
-from scripts.demo_phrases import FACT_LINES, NEUTRAL_LINES, ROLES, STYLES
+from scripts.demo_phrases import FACT_LINES, NEUTRAL_LINES, ROLES, STYLES, TOPICS
 from scripts.demo_skills import (
     add,
     ask,
     ask_two,
     count,
     gibberish,
+    guess,
     make_list,
     refuse,
     repeat,
@@ -132,12 +133,25 @@ def _byword_line(talk: Talk) -> str:
     return talk.rng.choice(ENDS).format(w=word)
 
 
+STRAY = phrases("""The {w} is next to the {x}.;Every {w} needs {t}.;If they ask about {t}, mention the {w}.;
+See the {w} about {t}.;{t} and {u} belong to section {n}.;- {t}: {w} {x}""")
+
+
+def _stray_line(talk: Talk) -> str:
+    """A sentence that means nothing for the answers."""
+    rng = talk.rng
+    frame = rng.choice(STRAY)
+    word, other, topics = talk.values.word(), talk.values.word(), rng.sample(TOPICS, 2)
+    return frame.format(w=word, x=other, t=topics[0], u=topics[1], n=rng.randrange(1, 100))
+
+
 def set_scene(talk: Talk, long: bool) -> None:
     """Writes the system message, if any: neutral lines, a persona line, a fact about the user, in any order."""
     rng = talk.rng
     if rng.random() < 0.35 and not long:
         return
     lines = rng.sample(NEUTRAL_LINES, rng.choice((0, 0, 1, 1, 2, 4, 8)) if not long else rng.randrange(8, 30))
+    lines = [_stray_line(talk) if rng.random() < 0.25 else line for line in lines]
     if rng.random() < 0.6:
         lines.insert(rng.choice((0, 0, rng.randrange(len(lines) + 1))), persona_line(talk))
     if rng.random() < 0.25:
@@ -151,17 +165,18 @@ def set_scene(talk: Talk, long: bool) -> None:
 
 Skill = Callable[[Talk], Any]
 MIX: dict[Skill, int] = {
-    tell: 20,
-    ask: 24,
-    ask_two: 4,
-    server_question: 14,
-    count: 7,
-    add: 9,
-    make_list: 8,
-    repeat: 5,
-    refuse: 8,
-    gibberish: 2,
-    small_talk: 9,
+    tell: 22,
+    ask: 26,
+    ask_two: 3,
+    guess: 3,
+    server_question: 6,
+    count: 8,
+    add: 11,
+    make_list: 7,
+    repeat: 10,
+    refuse: 6,
+    gibberish: 3,
+    small_talk: 7,
 }
 
 
@@ -187,7 +202,7 @@ def bring_tools(talk: Talk) -> None:
 def training_dialogue(rng: random.Random, num_turns: int, long_system: bool = False) -> Dialogue:
     """A dialogue of the training split with `num_turns` exchanges of any skill."""
     talk = Talk(rng, held=False, thinking=rng.random() < 0.06)
-    if rng.random() < 0.25:
+    if rng.random() < 0.3:
         bring_tools(talk)
     set_scene(talk, long_system)
     for _ in range(num_turns):

@@ -3,7 +3,7 @@
 Training needs PyTorch, which the project itself does not: make a second environment for it,
 
     python3 -m venv .cache/torch && .cache/torch/bin/pip install torch numpy safetensors tokenizers
-    .cache/torch/bin/python -m scripts.train_demo_model --out .cache/demo
+    .cache/torch/bin/torchrun --nproc-per-node 2 -m scripts.train_demo_model --out .cache/demo
 
 while grading uses MLX alone: `.venv/bin/python -m scripts.train_demo_model --eval models/demo`.
 The text comes from `scripts/demo_world.py`. One seed and one `--steps` are one history up to the rounding of the
@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,11 +46,15 @@ class Plan(NamedTuple):
     decay_steps: int
     batch_tokens: int
     peak_rate: float
+    minutes: float
     warmup_steps: int = 100
 
-    def rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, constant, linear to zero over the last `decay_steps`."""
-        left = (self.steps - step) / max(1, self.decay_steps)
+    def rate(self, step: int, share_of_time: float) -> float:
+        """The learning rate of a step: linear warm-up, constant, then linear to zero.
+
+        It falls over the last `decay_steps` or the second half of the `minutes`, whichever is lower.
+        """
+        left = min((self.steps - step) / max(1, self.decay_steps), 2 * (1 - share_of_time))
         return self.peak_rate * min(1.0, (step + 1) / self.warmup_steps, max(0.02, left))
 
 
@@ -64,11 +67,11 @@ class Example(NamedTuple):
 
 def draw_shape(rng: random.Random, step: int) -> tuple[int, bool]:
     """Number of exchanges and whether the system prompt is long; short ones first, very long ones late."""
-    if step < 450:
+    if step < 300:
         return rng.randrange(1, 4), False
-    if step > 1500 and rng.random() < 0.03:
+    if step > 600 and rng.random() < 0.03:
         return rng.randrange(15, 45), rng.random() < 0.3
-    return rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12)), rng.random() < 0.06
+    return rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 9, 10)), rng.random() < 0.06
 
 
 def make_example(rng: random.Random, tokenizer: Any, step: int) -> Example:
@@ -87,7 +90,7 @@ def make_example(rng: random.Random, tokenizer: Any, step: int) -> Example:
     return Example(tokens[:2560], learned[:2560])
 
 
-def batches(plan: Plan, tokenizer: Any, pool: int, step: int) -> Iterator[list[Example]]:
+def batches(plan: Plan, tokenizer: Any, pool: str, step: int) -> list[list[Example]]:
     """The batches of one pool of 512 dialogues: like lengths together, in random order."""
     rng = random.Random(f"{plan.seed}/{pool}")
     examples = sorted((make_example(rng, tokenizer, step) for _ in range(512)), key=lambda e: len(e.tokens))
@@ -97,7 +100,7 @@ def batches(plan: Plan, tokenizer: Any, pool: int, step: int) -> Iterator[list[E
             groups.append([])
         groups[-1].append(example)
     rng.shuffle(groups)
-    yield from groups
+    return groups
 
 
 def padded(length: int) -> int:
@@ -111,28 +114,29 @@ def train(args: argparse.Namespace) -> None:
 
     from scripts.demo_torch import Trainer
 
-    plan = Plan(args.seed, args.steps, args.decay_steps, args.batch_tokens, args.rate)
+    plan = Plan(args.seed, args.steps, args.decay_steps, args.batch_tokens, args.rate, args.minutes)
     out = Path(args.out)
     tokenizer = Tokenizer.from_file(str(write_fixed_files(out / "model", plan.seed) / "tokenizer.json"))
     trainer = Trainer(CONFIG, plan.seed, args.threads)
     step, pool = trainer.resume(out / "checkpoint.pt") if args.resume else (0, 0)
-    began, loss_sum, num_tokens, first = time.monotonic(), 0.0, 0, step
-    while step < plan.steps:
+    began, loss_sum, num_tokens, share = time.monotonic(), 0.0, 0, 0.0
+    while step < plan.steps and share < 1:
         pool += 1
-        for batch in batches(plan, tokenizer, pool, step):
-            loss_sum += trainer.step(batch, plan.rate(step))
+        groups = batches(plan, tokenizer, f"{pool}/{trainer.rank}", step)
+        for batch in groups[: trainer.fewest(len(groups))]:
+            share = trainer.fewest(int((time.monotonic() - began) / plan.minutes / 60 * 1e6)) / 1e6
+            loss_sum += trainer.step(batch, plan.rate(step, share))
             num_tokens += sum(len(example.tokens) for example in batch)
             step += 1
-            if step % 50 == 0:
-                speed = num_tokens / (time.monotonic() - began)
-                print(
-                    f"step {step} loss {loss_sum / 50:.4f} {speed:.0f} tokens/s {step - first} steps here", flush=True
-                )
+            is_last = step >= plan.steps or share >= 1
+            if step % 25 == 0 and trainer.rank == 0:
+                speed = trainer.num_ranks * num_tokens / (time.monotonic() - began)
+                print(f"step {step} loss {loss_sum / 25:.4f} {speed:.0f} tokens/s", flush=True)
                 loss_sum = 0.0
-            if step % args.save_every == 0 or step == plan.steps:
+            if trainer.rank == 0 and (step % args.save_every == 0 or is_last):
                 trainer.save(out / "checkpoint.pt", step, pool)
                 trainer.export(out / "model" / "model.safetensors")
-            if step == plan.steps:
+            if is_last:
                 break
 
 
@@ -161,15 +165,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--decay-steps", type=int, default=1000, help="steps over which the rate falls to zero")
+    parser.add_argument(
+        "--minutes", type=float, default=1e6, help="end after so long, the rate falling over the last half"
+    )
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--eval", metavar="FOLDER", help="grade the model in FOLDER instead (MLX only)")
     parser.add_argument("--num-prompts", type=int, default=200, help="prompts per skill with --eval")
-    parser.add_argument(
-        "--show-failures", type=int, default=0, help="with --eval, print so many wrong answers a skill"
-    )
+    parser.add_argument("--show-failures", type=int, default=0, help="with --eval, print wrong answers")
+    parser.add_argument("--write-card", action="store_true", help="with --eval, put the table into the model's card")
     return parser.parse_args()
 
 
@@ -179,7 +185,7 @@ def main() -> None:
     if args.eval:
         from scripts.demo_eval import evaluate
 
-        evaluate(Path(args.eval), args.num_prompts, args.show_failures)
+        evaluate(Path(args.eval), args.num_prompts, args.show_failures, args.write_card)
     else:
         train(args)
 
