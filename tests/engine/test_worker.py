@@ -95,7 +95,7 @@ def test_a_chunk_runs_between_two_decode_steps_while_a_long_prompt_prefills() ->
     harness.submit(prompt_of(2, 100), max_tokens=1)
     harness.runner.log.clear()
     harness.step(6)
-    assert [entry[0] for entry in harness.runner.log] == ["decode", "prefill"] * 6
+    assert [entry[0] for entry in harness.runner.log] == ["prefill", "decode"] * 6
 
 
 def test_a_newcomer_gets_its_first_token_within_two_decode_steps() -> None:
@@ -106,8 +106,59 @@ def test_a_newcomer_gets_its_first_token_within_two_decode_steps() -> None:
     newcomer = harness.submit(prompt_of(2, 10), ignore_eos=True)
     while not newcomer.tokens:
         harness.step()
-    # one step under way, its own prefill, its own step, and the step that runs while its token is read
-    assert [entry[0] for entry in harness.runner.log].count("decode") <= 3
+    # its own prefill, its own step, and the step that runs while its token is read
+    assert [entry[0] for entry in harness.runner.log] == ["prefill", "decode", "decode"]
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_last_token_is_evaluated_too_when_nobody_waits(layout: str, overlaps: bool) -> None:
+    harness = Harness(runner=FakeRunner(layout, overlaps=overlaps))
+    for seed, count in ((2, 6), (3, 40)):
+        prompt = prompt_of(seed, 50)
+        harness.submit(prompt, max_tokens=count)
+        harness.run()
+        history = [*prompt, *reference(prompt, count)]
+        sink = harness.submit([*history, 1, 2, 3], max_tokens=1)
+        harness.run()
+        assert sink.started.hit_tokens == len(history)
+
+
+def test_the_last_token_keeps_no_newcomer_waiting() -> None:
+    harness = Harness()
+    ending = harness.submit(prompt_of(1, 20), max_tokens=3, ignore_eos=True)
+    harness.run(ending)
+    harness.runner.log.clear()
+    harness.submit(prompt_of(2, 10))
+    harness.step()
+    assert [entry for entry in harness.runner.log if entry[0] == "decode"] == [("decode", 1)]
+
+
+def test_a_runner_that_does_not_overlap_has_its_tokens_told_before_the_next_launch() -> None:
+    harness = Harness(runner=FakeRunner(overlaps=False))
+    sink = harness.submit(prompt_of(1, 10), max_tokens=5, ignore_eos=True)
+    for _ in range(4):
+        said = len(sink.tokens)
+        harness.runner.log.clear()
+        harness.step()
+        assert len([entry for entry in harness.runner.log if entry[0] == "decode"]) == 1
+    assert len(sink.tokens) == said + 1 == 3
+
+
+def test_a_sequence_that_ended_hears_nothing_more() -> None:
+    for disturb in (
+        lambda harness: harness.worker.cancel("r"),
+        lambda harness: harness.worker.stop(),
+        lambda harness: setattr(harness.runner, "fault", lambda kind, rows: "launch"),
+    ):
+        harness = Harness()
+        sink = harness.submit(prompt_of(1, 20), max_tokens=3, ignore_eos=True, request_id="r")
+        harness.run(sink)
+        assert harness.prefix_cache.slots[sink.started.slot].is_leased
+        disturb(harness)
+        harness.run()
+        assert isinstance(sink.last, Finished)
+        assert not any(slot.is_leased for slot in harness.prefix_cache.slots)
 
 
 def test_four_at_once_on_one_cold_prefix_compute_it_once() -> None:
@@ -330,6 +381,7 @@ def test_stop_fails_what_still_runs() -> None:
     harness.worker.stop()
     assert all(isinstance(sink.last, Failed) for sink in sinks)
     assert not harness.worker.has_work
+    assert harness.runner.log[-1] == ("close",), "the device was not let go of"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -345,7 +397,8 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
             return rng.choice(["launch", "read"])
         return None
 
-    harness = Harness(runner=FakeRunner(layout, fault=fault), num_slots=3, budget_bytes=rng.choice([60_000, 1 << 30]))
+    runner = FakeRunner(layout, overlaps=rng.random() < 0.5, fault=fault)
+    harness = Harness(runner=runner, num_slots=3, budget_bytes=rng.choice([60_000, 1 << 30]))
     histories: list[list[int]] = [prompt_of(0, 12)]
     running: dict[str, tuple[list[int], int, Collected]] = {}
     for number in range(40):
