@@ -1,8 +1,12 @@
 """Errors of the cache.
 
 CacheError
-└── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
+├── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
+├── DiskInUse          another process keeps its state in the folder
+└── DiskFault          stored state cannot be read back; it is gone, and evaluated again
 """
+
+from pathlib import Path
 
 
 class CacheError(Exception):
@@ -19,3 +23,15 @@ class BudgetExceeded(CacheError):
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+
+
+class DiskInUse(CacheError):
+    """Another process holds the folder of the disk tier."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"the cache folder {folder} is in use by another process; give each its own")
+        self.folder = folder
+
+
+class DiskFault(CacheError):
+    """State on disk cannot be read: its file is gone, foreign or damaged, or the disk fails."""

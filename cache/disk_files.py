@@ -1,0 +1,300 @@
+"""Files of the disk tier: safetensors with checksums, written once, read in parts.
+
+A file's tensors are stored row by row, a row being one token's state, so that any range of rows is one read. Every
+`block_rows` rows have a checksum; all of them form the last tensor, `checksums`. Whoever keeps a `Receipt` can tell
+later whether the file is still what was written: its digest covers the header and the checksums, and these cover
+the data. Nothing here knows what the tensors mean.
+
+Everything that touches the file system goes through `FileSystem`, so that tests can make any operation fail.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cache.errors import DiskFault
+
+NumpyArray: TypeAlias = NDArray[Any]
+
+CHECKSUM_BYTES = 16
+_CHECKSUMS = "checksums"
+
+NUMPY_TYPES: Mapping[str, str] = {
+    "BOOL": "?",
+    "U8": "<u1",
+    "I8": "<i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "C64": "<c8",
+}
+"""Types of a safetensors file and what carries their bits in numpy, which has no bfloat16."""
+
+
+class FileSystem:
+    """What the disk tier asks of the operating system. Any method may raise OSError; any thread may call it."""
+
+    def make_folder(self, path: Path) -> None:
+        """Creates a folder that only its owner can enter, unless it exists."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def lock(self, path: Path) -> int:
+        """Opens a file and locks it for this process; raises BlockingIOError while another holds it."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def create(self, path: Path) -> int:
+        """Opens a new file for writing, readable by its owner only, in place of any old one."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def open(self, path: Path) -> int:
+        """Opens a file for reading. Neither a link nor a pipe in its place is followed or waited for."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Writes some of `data` and returns how many bytes."""
+        return os.write(descriptor, data)
+
+    def read(self, descriptor: int, into: memoryview, offset: int) -> int:
+        """Reads bytes from `offset` on into a buffer and returns how many; 0 at the end of the file."""
+        return os.preadv(descriptor, [into], offset)
+
+    def size(self, descriptor: int) -> int:
+        """Returns the bytes of an open regular file, -1 of anything else."""
+        status = os.fstat(descriptor)
+        return status.st_size if stat.S_ISREG(status.st_mode) else -1
+
+    def sync(self, descriptor: int) -> None:
+        """Waits until an open file's data have left this process's reach."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Closes an open file."""
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Gives a file its final name."""
+        source.rename(target)
+
+    def remove(self, path: Path) -> None:
+        """Deletes a file if it is there."""
+        path.unlink(missing_ok=True)
+
+    def sizes(self, folder: Path) -> dict[str, int]:
+        """Returns the names in a folder with the bytes of regular files, -1 for anything else."""
+        found = {}
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                is_file = entry.is_file(follow_symlinks=False)
+                found[entry.name] = entry.stat(follow_symlinks=False).st_size if is_file else -1
+        return found
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Opens a SQLite database that successive threads may use, one at a time."""
+        return sqlite3.connect(path, check_same_thread=False)
+
+
+@contextlib.contextmanager
+def opened(files: FileSystem, descriptor: int) -> Iterator[int]:
+    """Closes an open file at the end."""
+    try:
+        yield descriptor
+    finally:
+        with contextlib.suppress(OSError):
+            files.close(descriptor)
+
+
+def write_all(files: FileSystem, descriptor: int, data: bytes | bytearray | memoryview) -> None:
+    """Writes all of a contiguous buffer, which is not empty unless it is of bytes."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[files.write(descriptor, rest) :]
+
+
+def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int) -> bytearray:
+    """Reads `num_bytes` from `offset` on; raises DiskFault if the file ends earlier."""
+    data = bytearray(num_bytes)
+    rest = memoryview(data)
+    while rest:
+        num = files.read(descriptor, rest, offset)
+        if num == 0:
+            raise DiskFault(f"the file ends {len(rest)} bytes early")
+        rest, offset = rest[num:], offset + num
+    return data
+
+
+def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
+    """Returns the checksum of some contiguous buffers. SHA-256 is what processors have instructions for."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()[:CHECKSUM_BYTES]
+
+
+# ----------------------------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor to write. `rows` carries its bits, any strides, its first axis cut into blocks of `block_rows`."""
+
+    name: str
+    dtype: str
+    """As safetensors spells it, a key of NUMPY_TYPES."""
+    rows: NumpyArray
+    block_rows: int
+
+    def blocks(self) -> Iterator[NumpyArray]:
+        """Yields contiguous blocks of rows, in order."""
+        for start in range(0, len(self.rows), self.block_rows):
+            yield np.ascontiguousarray(self.rows[start : start + self.block_rows])
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-len(self.rows) // self.block_rows)
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What proves that a file is the one that was written."""
+
+    num_bytes: int
+    header_bytes: int
+    checksums_bytes: int
+    digest: bytes
+    """Of header and checksums."""
+
+
+def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Receipt:
+    """Writes a safetensors file and waits until it is on disk. Raises OSError."""
+    header = _header(tensors, metadata)
+    checksums, num_bytes = bytearray(), len(header)
+    with opened(files, files.create(path)) as descriptor:
+        write_all(files, descriptor, header)
+        for tensor in tensors:
+            for block in tensor.blocks():
+                write_all(files, descriptor, block.data)
+                checksums += _checksum(block.data)
+                num_bytes += block.nbytes
+        write_all(files, descriptor, checksums)
+        files.sync(descriptor)
+    return Receipt(num_bytes + len(checksums), len(header), len(checksums), _checksum(header, checksums))
+
+
+def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Returns the file's first bytes: the length of a JSON text, and the text, padded to eight bytes."""
+    fields: dict[str, Any] = {"__metadata__": {**metadata, "block_rows": json.dumps(_block_rows(tensors))}}
+    offset = 0
+    for tensor in tensors:
+        fields[tensor.name] = _entry(tensor.dtype, tensor.rows.shape, offset, tensor.rows.nbytes)
+        offset += tensor.rows.nbytes
+    num_blocks = sum(tensor.num_blocks for tensor in tensors)
+    fields[_CHECKSUMS] = _entry("U8", (num_blocks, CHECKSUM_BYTES), offset, num_blocks * CHECKSUM_BYTES)
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry(dtype: str, shape: Sequence[int], offset: int, num_bytes: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+
+
+def _block_rows(tensors: Sequence[Tensor]) -> dict[str, int]:
+    return {tensor.name: tensor.block_rows for tensor in tensors}
+
+
+class TensorFile:
+    """A file that is open for reading, its header and checksums verified. Use `TensorFile.verified`."""
+
+    def __init__(self, files: FileSystem, descriptor: int, header: Any, data_start: int, checksums: bytes) -> None:
+        self._files = files
+        self._descriptor = descriptor
+        self._data_start = data_start
+        self._checksums = checksums
+        del header[_CHECKSUMS]
+        self.metadata: dict[str, str] = header.pop("__metadata__")
+        self._block_rows: dict[str, int] = json.loads(self.metadata["block_rows"])
+        self._tensors: dict[str, Any] = header
+        self._first_block = self._number_blocks()
+
+    @classmethod
+    @contextlib.contextmanager
+    def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
+        """Opens the file that `receipt` was given for; raises DiskFault if it is not that file any more."""
+        try:
+            with opened(files, files.open(path)) as descriptor:
+                yield cls._verified(files, descriptor, receipt)
+        except OSError as error:
+            raise DiskFault(str(error)) from error
+
+    @classmethod
+    def _verified(cls, files: FileSystem, descriptor: int, receipt: Receipt) -> "TensorFile":
+        num_bytes = files.size(descriptor)
+        if num_bytes != receipt.num_bytes:
+            raise DiskFault(f"the file has {num_bytes} bytes, {receipt.num_bytes} were written")
+        checksums_start = num_bytes - receipt.checksums_bytes
+        if not 8 < receipt.header_bytes <= checksums_start <= num_bytes:
+            raise DiskFault("the index and the file disagree")
+        header = read_exactly(files, descriptor, receipt.header_bytes, 0)
+        checksums = read_exactly(files, descriptor, receipt.checksums_bytes, checksums_start)
+        if _checksum(header, checksums) != receipt.digest:
+            raise DiskFault("the header is damaged")
+        return cls(files, descriptor, json.loads(header[8:]), receipt.header_bytes, bytes(checksums))
+
+    def dtype(self, name: str) -> str:
+        """Returns a tensor's type as safetensors spells it."""
+        return str(self._tensors[name]["dtype"])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> NumpyArray:
+        """Returns rows `[start, stop)` of a tensor, all by default, once their checksums are seen to be right."""
+        shape, block_rows = self._tensors[name]["shape"], self._block_rows[name]
+        stop = shape[0] if stop is None else stop
+        if not 0 <= start <= stop <= shape[0]:
+            raise DiskFault(f"rows [{start}, {stop}) are asked of a file of {shape[0]}")
+        first = start // block_rows
+        last = min(-(-stop // block_rows) * block_rows, shape[0])
+        carrier = np.dtype(NUMPY_TYPES[self.dtype(name)])
+        row_bytes = carrier.itemsize * prod(shape[1:])
+        offset = self._data_start + self._tensors[name]["data_offsets"][0] + first * block_rows * row_bytes
+        data = read_exactly(self._files, self._descriptor, (last - first * block_rows) * row_bytes, offset)
+        self._verify(self._first_block[name] + first, memoryview(data), block_rows * row_bytes)
+        rows = np.frombuffer(data, carrier).reshape(last - first * block_rows, *shape[1:])
+        return rows[start - first * block_rows : stop - first * block_rows]
+
+    def _verify(self, block: int, data: memoryview, block_bytes: int) -> None:
+        for number, start in enumerate(range(0, len(data), block_bytes), block):
+            expected = self._checksums[number * CHECKSUM_BYTES : (number + 1) * CHECKSUM_BYTES]
+            if _checksum(data[start : start + block_bytes]) != expected:
+                raise DiskFault("the data are damaged")
+
+    def _number_blocks(self) -> dict[str, int]:
+        """Returns where each tensor's checksums begin; they are in the order of the tensors."""
+        numbers, number = {}, 0
+        for name, fields in self._tensors.items():
+            numbers[name] = number
+            number += -(-fields["shape"][0] // self._block_rows[name])
+        return numbers

@@ -1,0 +1,269 @@
+"""What the disk tier holds, as a trie of its own: which files cover which tokens, and which file hangs on which.
+
+No two files cover the same tokens of the same prefix. An edge may be without files in part or in whole, since a
+longer prefix can be written before a shorter one; a snapshot hangs on the node at its offset. This module reads and
+writes nothing and knows no budget. All of it belongs to the worker thread.
+"""
+
+import heapq
+import itertools
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cache.disk_index import FileRow
+from cache.disk_spans import FilePart, FileSnapshot, FileSpan, FileState, StoredFile, merged
+from cache.trie import Node, PrefixTrie, TokenArray
+
+
+class Hasher(Protocol):
+    """The key of a growing prefix; `cache.disk_store.PrefixHasher`."""
+
+    def extended(self, tokens: TokenArray) -> "Hasher":
+        """Returns the hasher of the prefix with `tokens` added."""
+
+    def key(self) -> bytes:
+        """Returns what stands for the prefix."""
+
+
+@dataclass(frozen=True)
+class _Hung:
+    """A snapshot's file on the node at its offset, where it stays when the edge above is cut."""
+
+    file: StoredFile
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    def split(self, offset: int) -> "tuple[None, _Hung]":
+        """Leaves all of it where it is."""
+        return None, self
+
+
+def snapshot_in(file: StoredFile) -> FileSnapshot:
+    """Returns the whole snapshot that a file holds."""
+    window = FileSpan(file.start, file.stop, (FilePart(file, file.start, file.stop),))
+    return FileSnapshot(file.stop, window if file.start < file.stop else None, file if file.has_points else None)
+
+
+class DiskTree:
+    """Files by the tokens that they hold state of."""
+
+    def __init__(self) -> None:
+        self._tries: defaultdict[str, PrefixTrie] = defaultdict(PrefixTrie)
+
+    # ---------------------------------------------------------------------------------------------- questions
+
+    def covered(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan:
+        """Returns what files hold of the tokens `[start, len(tokens))`; ranges may be missing."""
+        match = self._tries[namespace].match(tokens)
+        parts = [part.clipped(start, match.length) for node in match.path for part in _live_parts(node)]
+        return FileSpan(start, len(tokens), merged(part for part in parts if part is not None))
+
+    def snapshot(self, namespace: str, tokens: TokenArray) -> StoredFile | None:
+        """Returns the file that holds the snapshot right after `tokens`."""
+        match = self._tries[namespace].match(tokens)
+        if not match.path or match.path[-1].stop != len(tokens) != match.length:
+            return None
+        return _snapshot_file(match.path[-1])
+
+    def on_path(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
+        """Returns the files that restoring at `len(tokens)` needs, as far as they are there."""
+        snapshot = self.snapshot(namespace, tokens)
+        files = [part.file for part in self.covered(namespace, tokens, 0).parts]
+        return [*files, snapshot] if snapshot is not None else files
+
+    def nodes_and_state(self) -> Iterator[tuple[str, Node, FileSpan, StoredFile | None]]:
+        """Yields every node with its namespace, its span and its snapshot, parents before children."""
+        for namespace, node in self._nodes():
+            yield namespace, node, FileSpan(node.start, node.stop, tuple(_live_parts(node))), _snapshot_file(node)
+
+    def files(self) -> list[StoredFile]:
+        """Returns all files."""
+        return list(dict.fromkeys(file for _, node in self._nodes() for file in _files(node)))
+
+    def _nodes(self) -> Iterator[tuple[str, Node]]:
+        for namespace, trie in self._tries.items():
+            for node in trie.nodes():
+                yield namespace, node
+
+    def check(self) -> None:
+        """Asserts the module's invariants."""
+        for trie in self._tries.values():
+            trie.check()
+        for _, node in self._nodes():
+            done = node.start
+            for part in _live_parts(node):
+                assert done <= part.start < part.stop <= node.stop, f"{node} holds a part that is not its own"
+                assert part.file.start <= part.start and part.stop <= part.file.stop
+                done = part.stop
+            file = _snapshot_file(node)
+            assert file is None or file.stop == node.stop, f"{node} holds a foreign snapshot"
+
+    # ------------------------------------------------------------------------------------------------ changes
+
+    def hang(self, namespace: str, tokens: TokenArray, file: StoredFile) -> None:
+        """Adds a file that holds rows up to `len(tokens)`, where none are yet, or a snapshot there."""
+        _hang(self._tries[namespace], self._tries[namespace].root, tokens, file)
+
+    def cut(self, namespace: str, tokens: TokenArray, start: int) -> list[StoredFile]:
+        """Forgets the tokens `[start, len(tokens))` and all that follow; returns the files nobody needs any more.
+
+        A file that begins before `start` stays, for what it holds of the tokens before.
+        """
+        trie = self._tries[namespace]
+        match = trie.match(tokens)
+        if match.length <= start:
+            return []
+        top = next(node for node in match.path if node.stop > start)
+        if top.start < start:
+            trie.split(top, start)
+        nodes = _below(top)
+        files = dict.fromkeys(file for node in nodes for file in _files(node))
+        for node in reversed(nodes):
+            trie.remove(node)
+        return [file for file in files if file.is_snapshot or file.start >= start]
+
+    def prune(self) -> None:
+        """Forgets files that are gone, and edges with nothing on or below them."""
+        for trie in self._tries.values():
+            for node in reversed(list(trie.nodes())):
+                node.span = FileSpan(node.start, node.stop, tuple(_live_parts(node)))
+                file = _snapshot_file(node)
+                node.snapshot = _Hung(file) if file is not None else None
+                if not node.children and not node.span.parts and node.snapshot is None:
+                    trie.remove(node)
+        for namespace in [name for name, trie in self._tries.items() if not trie.num_nodes]:
+            del self._tries[namespace]
+
+    # ----------------------------------------------------------------------------------------------- eviction
+
+    def victims(self, excess_bytes: int, newest: int) -> list[StoredFile]:
+        """Chooses files to give up: the least recently used first, but none on which another one hangs.
+
+        Files last used at `newest` are kept.
+        """
+        needs = self._needs()
+        num_hanging = Counter(needs.values())
+        order = itertools.count()
+        queue = [_entry(file, order) for file in needs if not num_hanging[file]]
+        heapq.heapify(queue)
+        chosen: list[StoredFile] = []
+        while excess_bytes > 0 and queue:
+            file = heapq.heappop(queue)[-1]
+            if file.last_used >= newest:
+                break
+            chosen.append(file)
+            excess_bytes -= file.num_bytes
+            above = needs[file]
+            num_hanging[above] -= 1
+            if above is not None and not num_hanging[above]:
+                heapq.heappush(queue, _entry(above, order))
+        return chosen
+
+    def _needs(self) -> dict[StoredFile, StoredFile | None]:
+        """Returns for each file the one that holds the tokens right before it, as far as there is one."""
+        needs: dict[StoredFile, StoredFile | None] = {}
+        last: dict[Node, StoredFile | None] = {}
+        for _, node in self._nodes():
+            above = last.get(node.parent) if node.parent is not None else None
+            for part in _live_parts(node):
+                needs.setdefault(part.file, above)
+                above = part.file
+            last[node] = above
+            file = _snapshot_file(node)
+            if file is not None:
+                needs[file] = above
+        return needs
+
+    # ------------------------------------------------------------------------------------------------ opening
+
+    def attach(
+        self,
+        rows: Iterable[FileRow],
+        hasher_of: Callable[[str], Hasher],
+        adopt: Callable[[FileRow], StoredFile],
+    ) -> None:
+        """Hangs the files of an index where they belong, each on what holds the tokens before it.
+
+        Keys are computed again from the root down, so that a row whose tokens were changed finds no place, nor do
+        those below it. `adopt` is called for each row that does.
+        """
+        waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
+        for row in rows:
+            waiting[row.parent_key].append(row)
+        namespaces = {row.namespace for found in waiting.values() for row in found}
+        cuts = sorted({_hangs_at(row) for found in waiting.values() for row in found})
+        todo = [(self._tries[name], self._tries[name].root, hasher_of(name)) for name in namespaces]
+        while todo:
+            trie, node, hasher = todo.pop()
+            for row in waiting.pop(hasher.key(), ()):
+                points = _places(row, hasher, cuts, waiting)
+                if points:
+                    _hang(trie, node, row.tokens, adopt(row))
+                    below = [(trie.extend(node, row.tokens[: stop - row.start]), at) for stop, at in points]
+                    todo.extend((trie, place, at) for place, at in below if place is not node)
+
+
+def _places(
+    row: FileRow, hasher: Hasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
+) -> list[tuple[int, Hasher]]:
+    """Returns the offsets on a row's tokens, its end included, where others hang; nothing if its key is wrong."""
+    if row.is_snapshot:
+        return [(row.start, hasher)] if hasher.key() == row.key else []
+    found, done = list[tuple[int, Hasher]](), row.start
+    for cut in [*cuts[bisect_right(cuts, row.start) : bisect_left(cuts, row.stop)], row.stop]:
+        hasher = hasher.extended(row.tokens[done - row.start : cut - row.start])
+        done = cut
+        if cut == row.stop or hasher.key() in waiting:
+            found.append((cut, hasher))
+    return found if hasher.key() == row.key else []
+
+
+def _hangs_at(row: FileRow) -> int:
+    return row.stop if row.is_snapshot else row.start
+
+
+def _hang(trie: PrefixTrie, node: Node, tokens: TokenArray, file: StoredFile) -> None:
+    """Adds a file to the nodes from `node` to the one at which `tokens` end below it."""
+    last = trie.extend(node, tokens)
+    if last.span is None and last is not trie.root:
+        last.span = FileSpan(last.start, last.stop)
+    if file.is_snapshot:
+        last.snapshot = _Hung(file)
+        return
+    for step in last.path():
+        if step.stop > file.start and isinstance(step.span, FileSpan):
+            step.span = step.span.filled(file)
+
+
+def _live_parts(node: Node) -> list[FilePart]:
+    parts = node.span.parts if isinstance(node.span, FileSpan) else ()
+    return [part for part in parts if part.file.state is not FileState.GONE]
+
+
+def _snapshot_file(node: Node) -> StoredFile | None:
+    file = node.snapshot.file if isinstance(node.snapshot, _Hung) else None
+    return file if file is not None and file.state is not FileState.GONE else None
+
+
+def _files(node: Node) -> list[StoredFile]:
+    snapshot = _snapshot_file(node)
+    files = [part.file for part in _live_parts(node)]
+    return [*files, snapshot] if snapshot is not None else files
+
+
+def _below(node: Node) -> list[Node]:
+    """Returns a node and everything below it, parents first."""
+    found, stack = list[Node](), [node]
+    while stack:
+        found.append(stack.pop())
+        stack.extend(found[-1].children.values())
+    return found
+
+
+def _entry(file: StoredFile, order: Iterator[int]) -> tuple[int, int, int, StoredFile]:
+    return file.last_used, -file.stop, next(order), file
