@@ -62,6 +62,7 @@ def _progress(console: Console) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console,
+        transient=True,
         disable=not console.is_terminal,
     )
 
