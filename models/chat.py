@@ -122,9 +122,13 @@ class ChatRenderer:
         conversation = _Conversation(self._tokenizer, messages, tools, template_kwargs)
         text = conversation.text(generation_prompt=True)
         tokenized = self._tokenize(text)
-        points = {
-            RestorePoint(tokenized.offset_of(boundary, kind), kind)
-            for boundary, kind in conversation.boundaries(text)
+        boundaries = list(conversation.boundaries(text))
+        points = {RestorePoint(tokenized.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
+        # Most first messages part only after the header; some texts would merge with it, so this comes on top.
+        points |= {
+            RestorePoint(tokenized.before(boundary), RestorePointKind.BRANCH)
+            for boundary, kind in boundaries
+            if kind is RestorePointKind.SYSTEM_END
         }
         outline = conversation.outline(text, tokenized.before, points)
         return RenderedPrompt(tokenized.ids, tuple(sorted(p for p in points if p.offset > 0)), text, outline)

@@ -130,6 +130,14 @@ def test_another_conversation_shares_the_end_of_tools_and_system(tokenizer: Any,
     assert point > len(renderer.render([SYSTEM], tools).tokens) - HEADER_TOKENS
 
 
+def test_another_conversation_can_also_part_after_the_header_of_its_first_message(tokenizer: Any) -> None:
+    renderer = ChatRenderer(tokenizer)
+    first, second = (renderer.render([SYSTEM, user(text)]) for text in ("What is the weather?", "Hello"))
+    point = offset(first, RestorePointKind.BRANCH)
+    assert point == offset(second, RestorePointKind.BRANCH) == shared_tokens(first, second)
+    assert point > offset(first, RestorePointKind.SYSTEM_END)
+
+
 @pytest.mark.parametrize("text", ["Hello", "\n\nHello", "a", " there", ""])
 def test_an_edited_last_message_shares_what_stands_before_it(tokenizer: Any, text: str) -> None:
     renderer = ChatRenderer(tokenizer)
