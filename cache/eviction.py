@@ -1,8 +1,8 @@
 """What to give up when memory is short: a pure order over candidates.
 
 A candidate is a whole leaf, or the snapshot of a node that others hang on. The policy is least recently used, deepest
-first among equals, and never a victim that frees nothing. What goes exposes what it hung on: the queue then takes
-more candidates and goes on with the oldest of all.
+first among equals, and never a victim that frees nothing. The queue lives as long as the cache, and what changes is
+queued again: whoever takes a candidate out asks whether it still is what it was.
 """
 
 import heapq
@@ -33,6 +33,9 @@ class Queue:
         self._count = itertools.count()
         self._heap = [self._entry(candidate) for candidate in candidates if candidate.num_bytes > 0]
         heapq.heapify(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def push(self, candidate: Candidate) -> None:
         """Adds a candidate, unless it would free nothing."""

@@ -14,7 +14,7 @@ recency is a counter.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 MEASURE_TOKENS = 256
 """A decoding sequence is measured again after so many tokens."""
+
+QUEUE_ROOM = 1000
+"""Entries of the eviction queue that may be out of date before it is made anew."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,7 @@ class PrefixCache:
         self.slots: list[Slot] = []
         root = self._trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
+        self._queue, self._max_queue = eviction.Queue(()), QUEUE_ROOM
         self._clock = 0
         self._bytes_per_token = 0.0
         self.num_evictions = 0
@@ -314,8 +318,11 @@ class PrefixCache:
         lost = next((node for node in path if node.home is slot or not _is_whole(node)), None)
         self._empty(slot)
         if lost is not None:
+            above = lost.parent
             for node in reversed(_subtree(lost)):
                 trie.remove(node)
+            if above is not None:
+                self._offer(trie, above)
 
     # ------------------------------------------------------------------------------------------------ paging
 
@@ -535,9 +542,11 @@ class PrefixCache:
         return placement.plan(wanted, start=offset, stop=num_tokens)
 
     def _move_tip(self, slot: Slot, tip: Node) -> None:
-        slot.tip.num_slots -= 1
+        left = slot.tip
+        left.num_slots -= 1
         slot.tip = tip
         tip.num_slots += 1
+        self._offer(self._trie(slot.namespace), left)
 
     def _compact(self, trie: PrefixTrie, node: Node) -> None:
         while node.home is not None and trie.can_absorb_parent(node):
@@ -596,22 +605,48 @@ class PrefixCache:
 
     def _drop_oldest(self, target_bytes: int, kept: set[Node]) -> None:
         """Drops leaves and inner snapshots until no more than `target_bytes` are charged."""
-        if self.ledger.charged_bytes <= target_bytes:
-            return
-        queue = eviction.Queue(self._candidates(kept))
-        while self.ledger.charged_bytes > target_bytes and (victim := queue.pop()) is not None:
-            trie, node = victim.key
-            if self._is_free_leaf(node):
-                exposed = self._drop_leaf(trie, node)
-                if exposed is not None and exposed not in kept:
-                    queue.push(self._candidate(trie, exposed))
-            elif node.parent is not None:
-                self._drop_snapshot(trie, node)
+        passed_over, has_searched = list[eviction.Candidate](), False
+        while self.ledger.charged_bytes > target_bytes:
+            victim = self._queue.pop()
+            if victim is not None:
+                passed_over += self._drop(victim, kept)
+            elif has_searched:
+                break
+            else:
+                # What became droppable without being offered: a split leaves window rows on its upper half.
+                self._search(kept)
+                has_searched = True
+        for candidate in passed_over:
+            self._queue.push(candidate)
 
-    def _candidates(self, kept: set[Node]) -> Iterator[eviction.Candidate]:
-        for trie, node in self._all_nodes():
-            if node not in kept and (self._is_free_leaf(node) or (node.children and node.snapshot is not None)):
-                yield self._candidate(trie, node)
+    def _drop(self, victim: eviction.Candidate, kept: set[Node]) -> list[eviction.Candidate]:
+        """Drops a candidate if it still is one; returns it if it must be kept for now."""
+        trie, node = victim.key
+        if not self._is_droppable(node) or node.last_used != victim.last_used:
+            return []
+        if node in kept:
+            return [victim]
+        if node.children:
+            self._drop_snapshot(trie, node)
+        else:
+            self._drop_leaf(trie, node)
+        return []
+
+    def _offer(self, trie: PrefixTrie, node: Node) -> None:
+        """Queues a node for eviction if it can be dropped now. Called whenever one may have become so, or younger."""
+        if self._is_droppable(node):
+            self._queue.push(self._candidate(trie, node))
+        if len(self._queue) > self._max_queue:
+            self._search(set())
+
+    def _search(self, kept: set[Node]) -> None:
+        """Queues everything that can be dropped, anew."""
+        nodes = ((trie, node) for trie, node in self._all_nodes() if node not in kept and self._is_droppable(node))
+        self._queue = eviction.Queue(self._candidate(trie, node) for trie, node in nodes)
+        self._max_queue = 2 * len(self._queue) + QUEUE_ROOM
+
+    def _is_droppable(self, node: Node) -> bool:
+        return node.snapshot is not None if node.children else self._is_free_leaf(node)
 
     def _candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
         if not node.children:
@@ -622,17 +657,16 @@ class PrefixCache:
     def _is_free_leaf(self, node: Node) -> bool:
         return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None
 
-    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> Node | None:
-        """Drops a leaf, and what above it holds no bytes; returns the node that is a leaf now, None if none is."""
+    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> None:
+        """Drops a leaf, and what above it holds no bytes; queues what is a leaf then."""
         self.num_evictions += 1
         parent = node.parent
         trie.remove(node)
-        while parent is not None and self._is_free_leaf(parent):
-            if parent.num_bytes:
-                return parent
+        while parent is not None and self._is_free_leaf(parent) and not parent.num_bytes:
             node, parent = parent, parent.parent
             trie.remove(node)
-        return None
+        if parent is not None:
+            self._offer(trie, parent)
 
     def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> None:
         """Drops what of a snapshot no other leans on."""

@@ -199,6 +199,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def close(self, which: int) -> None:
         run = self.running.pop(which % len(self.running))
         run.lease.close()
+        if not self.running:
+            ledger = self.prefix_cache.ledger
+            assert ledger.charged_bytes <= ledger.budget_bytes, "more is kept than the budget allows"
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 3), is_damaged=st.booleans())
