@@ -16,7 +16,7 @@ from models.store import installed
 
 def show_installed() -> None:
     """Prints a table of the models that `serve` and `run` find by name."""
-    console = Console()
+    console = Console(markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("NAME", overflow="fold")
     for heading in ("SIZE", "ARCHITECTURE", "WEIGHTS"):
@@ -38,7 +38,7 @@ def pull_with_progress(name: str) -> None:
     # Retries show in the bar standing still; the sentence comes from the error if they are in vain.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     signal.signal(signal.SIGINT, _stop_pull(name))
-    console = Console()
+    console = Console(markup=False, highlight=False)
     with _progress(console) as progress:
         task = progress.add_task(name, total=None)
         folder = pull(name, lambda done, total: progress.update(task, completed=done, total=total))

@@ -232,5 +232,6 @@ def _tell(message: str, status: int) -> int:
     return status
 
 
+# Made last, because its flags need the functions above; listed first, because it is what most people want.
 app.command("serve")(_with_settings(_serve))
 app.registered_commands.insert(0, app.registered_commands.pop())

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 from rich.console import Console
+from rich.markup import escape
 from starlette.applications import Starlette
 
 from server.app import create_app, start_draining
@@ -60,8 +61,8 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise StartError(f"{host!r} is no address to listen on: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        raise StartError(f"{host!r} is no address to listen on: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -163,7 +164,7 @@ class _Stopper:
 
 
 def _exit_before_start(_signal: int, _frame: object) -> None:
-    raise SystemExit(0)
+    os._exit(0)
 
 
 def show_banner(console: Console, service: Service, config: ServerConfig, listener: socket.socket) -> None:
@@ -171,7 +172,7 @@ def show_banner(console: Console, service: Service, config: ServerConfig, listen
     host, port = listener.getsockname()[:2]
     url = f"http://{_url_host(host)}:{port}"
     for label, text in _facts(service, config, url):
-        console.print(f"[bold]{label:<9}[/bold] {text}", markup=True)
+        console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
     example = example_call(url, service.model.id, config.api_key is not None)
     console.print(f"\nTry it:\n{example}\n\nCtrl-C stops the server.\n", markup=False)
 

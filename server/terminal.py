@@ -6,6 +6,7 @@ is no terminal, all of it is one message, and the program ends with the answer.
 
 import asyncio
 import contextlib
+import io
 import itertools
 import re
 import sys
@@ -51,8 +52,11 @@ def chat(config: ServerConfig, system: str) -> int:
         service.engine.start()
     try:
         talk = Chat(service.model, service.engine, system=system)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            # What is no UTF-8 is a model's problem, not a reason to end.
+            sys.stdin.reconfigure(errors="replace")
         if not sys.stdin.isatty():
-            return 0 if talk.answer(sys.stdin.read().strip()) else 1
+            return _answer_pipe(talk)
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` its line editing and history
         _write_at_once(f"{service.model.id} · /help for help, Ctrl-D to leave\n")
@@ -197,6 +201,11 @@ class Chat:
         while not text.rstrip().endswith(QUOTES):
             text += "\n" + self.read_line(CONTINUATION)
         return text.rstrip().removesuffix(QUOTES)
+
+
+def _answer_pipe(talk: Chat) -> int:
+    text = sys.stdin.read().strip()
+    return 0 if text and talk.answer(text) else 1
 
 
 def describe(timings: Timings) -> str:
