@@ -3,7 +3,7 @@
 All three know the same requests, sizes and budget as the real cache, and have no slots: what they hold is stored.
 
 * `TreeRival`: one prefix tree, a snapshot at the end of every prompt and reply, least recently used goes first;
-  with `keeps_last_only`, a conversation has one snapshot, where it ended last;
+  with `keeps_last_only`, a conversation has one snapshot, where its last prompt ended;
 * `CopyRival`: each conversation whole in a copy of its own, with snapshots at its last prompt's end and its own
   end; a request goes on with the copy that serves it best, and takes it with it.
 """
@@ -65,8 +65,10 @@ class TreeRival:
             for node in usable:
                 if len(node.children) < 2:
                     self._trie.snap(node, None)
-        prompt_end = self._keep(self._trie.root, request.prompt[:-1], is_end=not self._keeps_last_only)
-        self._keep(prompt_end, np.concatenate([request.prompt[-1:], request.output[:-1]]), is_end=True)
+        prompt_end = self._keep(self._trie.root, request.prompt[:-1], is_end=True)
+        self._keep(
+            prompt_end, np.concatenate([request.prompt[-1:], request.output[:-1]]), is_end=not self._keeps_last_only
+        )
         self._evict()
         return sample
 
