@@ -123,7 +123,7 @@ def get(port: int, path: str) -> tuple[int, Any]:
 
 def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
     with serving(
-        folder, "--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5"
+        folder, "--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5", "--drain", "60"
     ) as server:
         port = server.port
         report = server.output
