@@ -1,0 +1,244 @@
+"""Benchmarks how much memory conversations take: what the allocator holds, against what must be held.
+
+Usage: python -m scripts.bench_memory [--json FILE] [--scale N]
+
+Eight conversations share a system prompt of 1 500 tokens. Paged out, they may take little more than the state of
+their different tokens and restore points. During a turn that grows to 8 000 tokens, everything together may take
+little more than what is live, here the rows and states that a model must see, and the restore points kept on the way
+(the end of the system prompt and of the prompt: nothing for attention, a whole window or state elsewhere).
+
+Layer caches are mlx-lm's own with the sizes of real models, one in `--scale` of the head's width, and filled with
+ones: the bytes depend on nothing else.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from cache import mlx_lm_guard as _guard  # noqa: F401
+from cache.layers import LayerCache
+from cache.placement import RestorePoint, RestorePointKind
+from cache.prefix_cache import Lease, PrefixCache
+from cache.trie import TokenArray
+from scripts.bench_common import Report, Target, write_json
+
+# isort: split
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+NUM_CONVERSATIONS = 8
+SYSTEM_TOKENS = 1500
+OWN_TOKENS = (400, 2500)
+LONG_TURN_TOKENS = 8000
+CHUNK_TOKENS = 512
+MAX_PAGED_OUT = 1.15
+MAX_LIVE = 1.2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What matters of a model: its layers and their sizes."""
+
+    name: str
+    num_attention: int
+    num_heads: int
+    head_dim: int
+    num_window: int = 0
+    window: int = 0
+    num_recurrent: int = 0
+    state_bytes: int = 0
+    """Of one recurrent layer."""
+
+    def make_caches(self) -> list[LayerCache]:
+        """Returns the layer caches of an empty sequence."""
+        return [
+            *(KVCache() for _ in range(self.num_attention)),
+            *(RotatingKVCache(max_size=self.window) for _ in range(self.num_window)),
+            *(ArraysCache(1) for _ in range(self.num_recurrent)),
+        ]
+
+    def evaluate(self, caches: Sequence[LayerCache], num_tokens: int) -> None:
+        """Does to caches what a model would do."""
+        rows = mx.ones((1, self.num_heads, num_tokens, self.head_dim), mx.bfloat16)
+        for cache in caches:
+            if isinstance(cache, ArraysCache):
+                cache[0] = mx.ones((self.state_bytes // 4,)) + 0
+            else:
+                cache.update_and_fetch(rows, rows)
+        mx.eval([cache.state for cache in caches])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in the layers that keep all of them."""
+        return self.num_attention * 2 * self.num_heads * self.head_dim * 2
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of everything else at one offset, once the window is full."""
+        window = self.num_window * 2 * self.window * self.num_heads * self.head_dim * 2
+        return window + self.num_recurrent * self.state_bytes
+
+
+SHAPES = (
+    Shape("llama 3.2 3B", num_attention=28, num_heads=8, head_dim=128),
+    Shape("gemma 3 4B", num_attention=5, num_heads=4, head_dim=256, num_window=29, window=1024),
+    Shape("qwen 3.5 4B", num_attention=8, num_heads=4, head_dim=256, num_recurrent=24, state_bytes=2_200_000),
+)
+
+
+def scaled(shape: Shape, scale: int) -> Shape:
+    """Returns the shape with one in `scale` of its bytes."""
+    return Shape(**{**vars(shape), "head_dim": shape.head_dim // scale, "state_bytes": shape.state_bytes // scale})
+
+
+class Run:
+    """One model's conversations, and the allocator's bytes above where it stood before."""
+
+    def __init__(self, shape: Shape, num_slots: int) -> None:
+        gc.collect()
+        mx.clear_cache()
+        self.shape = shape
+        self.cache = PrefixCache(shape.make_caches, num_slots=num_slots, budget_bytes=1 << 50)
+        self._before = mx.get_active_memory()
+        self._random = np.random.default_rng(2026)
+        self._system = self.tokens(SYSTEM_TOKENS)
+        sample = shape.make_caches()
+        shape.evaluate(sample, 8)
+        self.cache.calibrate(sample)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the allocator holds for all of it."""
+        return mx.get_active_memory() - self._before
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held since the peak was last reset."""
+        return mx.get_peak_memory() - self._before
+
+    def prompts(self) -> list[TokenArray]:
+        """Returns one prompt per conversation: the system prompt and some hundred to thousand tokens of its own."""
+        lengths = self._random.integers(*OWN_TOKENS, NUM_CONVERSATIONS)
+        return [np.concatenate([self._system, self.tokens(int(length))]) for length in lengths]
+
+    def turn(self, tokens: TokenArray) -> Lease:
+        """Evaluates a prompt but for its last token and returns the open lease."""
+        lease = self.begin(tokens)
+        while lease.offset < len(tokens) - 1:
+            self.chunk(lease, tokens)
+        return lease
+
+    def begin(self, tokens: TokenArray) -> Lease:
+        """Opens a lease; there is always a free slot here."""
+        points = [RestorePoint(SYSTEM_TOKENS, RestorePointKind.SYSTEM_END)]
+        lease = self.cache.begin(tokens, restore_points=points)
+        assert lease is not None
+        return lease
+
+    def chunk(self, lease: Lease, tokens: TokenArray) -> None:
+        """Evaluates the next chunk of a prompt."""
+        start, stop = lease.offset, lease.chunk_stop(CHUNK_TOKENS, len(tokens) - 1)
+        self.shape.evaluate(lease.caches, stop - start)
+        lease.advance(tokens[start:stop])
+
+    def tokens(self, num_tokens: int) -> TokenArray:
+        """Returns tokens that were never seen before."""
+        return self._random.integers(0, 150_000, num_tokens).astype(np.int32)
+
+
+def unique_bytes(run: Run) -> tuple[int, int]:
+    """Returns the bytes of the state of all different tokens, and of all snapshots taken, by arithmetic."""
+    nodes = [node for trie in run.cache._tries.values() for node in trie.nodes()]
+    num_tokens = sum(len(node.tokens) for node in nodes)
+    num_snapshots = sum(node.snapshot is not None for node in nodes)
+    return num_tokens * run.shape.bytes_per_token, num_snapshots * run.shape.snapshot_bytes
+
+
+def bench_paged_out(shapes: Sequence[Shape]) -> Report:
+    """Weighs eight conversations that are all paged out."""
+    report = Report(
+        f"{NUM_CONVERSATIONS} conversations on {SYSTEM_TOKENS} shared tokens, paged out",
+        ["model", "tokens MB", "snapshots MB", "held MB", "held / needed", "ledger / held", "whole copies MB"],
+    )
+    for shape in shapes:
+        run = Run(shape, num_slots=2)
+        prompts = run.prompts()
+        for tokens in prompts:
+            run.turn(tokens).close()
+        run.cache._page_out_idle(0, None)
+        needed, snapshots = unique_bytes(run)
+        held = run.held_bytes
+        copies = sum(len(tokens) * shape.bytes_per_token + shape.snapshot_bytes for tokens in prompts)
+        ratio = held / (needed + snapshots)
+        ledger = run.cache.ledger.charged_bytes / held
+        report.rows.append(
+            [shape.name, *map(_mb, (needed, snapshots, held)), f"{ratio:.3f}", f"{ledger:.3f}", _mb(copies)]
+        )
+        report.figures[shape.name] = {"needed_bytes": needed, "snapshot_bytes": snapshots, "held_bytes": held}
+        report.add_verdict(f"{shape.name}, held / needed", ratio, Target(MAX_PAGED_OUT))
+    return report
+
+
+def bench_long_turn(shapes: Sequence[Shape]) -> Report:
+    """Weighs one conversation while it grows to 8 000 tokens, and while it is paged out and in again."""
+    report = Report(
+        f"one conversation growing to {LONG_TURN_TOKENS} tokens",
+        ["model", "live MB", "restore points MB", "held at most MB", "held / both", "paging takes MB more"],
+    )
+    for shape in shapes:
+        run = Run(shape, num_slots=1)
+        tokens = np.concatenate([run.prompts()[0], run.tokens(LONG_TURN_TOKENS)])[:LONG_TURN_TOKENS]
+        lease, worst = run.begin(tokens), 0
+        while lease.offset < len(tokens) - 1:
+            run.chunk(lease, tokens)
+            worst = max(worst, run.held_bytes)
+        lease.close()
+        live, snapshots = len(tokens) * shape.bytes_per_token + shape.snapshot_bytes, unique_bytes(run)[1]
+        ratio, paging = worst / (live + snapshots), _paging_bytes(run, tokens)
+        report.rows.append([shape.name, *map(_mb, (live, snapshots, worst)), f"{ratio:.3f}", _mb(paging)])
+        report.figures[shape.name] = {
+            "live_bytes": live,
+            "snapshot_bytes": snapshots,
+            "held_bytes": worst,
+            "paging_extra_bytes": paging,
+        }
+        report.add_verdict(f"{shape.name}, held / (live + restore points)", ratio, Target(MAX_LIVE))
+    return report
+
+
+def _paging_bytes(run: Run, tokens: TokenArray) -> int:
+    """Pages the conversation out and in again; returns how far memory rose meanwhile."""
+    before = run.held_bytes
+    mx.reset_peak_memory()
+    run.cache._page_out_idle(0, None)
+    run.begin(tokens).close()
+    return run.peak_bytes - before
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs both benchmarks and returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--scale", type=int, default=4, help="divide all sizes by this, for small machines")
+    options: Any = parser.parse_args(arguments)
+    shapes = [scaled(shape, options.scale) for shape in SHAPES]
+    reports = [bench_paged_out(shapes), bench_long_turn(shapes)]
+    for report in reports:
+        print(report.text(), end="\n\n", flush=True)
+    if options.json:
+        write_json(options.json, "python -m scripts.bench_memory", reports)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
