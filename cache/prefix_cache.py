@@ -223,7 +223,8 @@ class PrefixCache:
         capacity = len(tokens) + expected_tokens
         if not self._make_room(slot, match.path, offset, capacity):
             return None
-        tier = Tier.LIVE if slot.offset == offset else Tier.MEMORY
+        common = common_prefix_length(slot.log.view(), tokens[:offset]) if slot.namespace == namespace else 0
+        tier = Tier.LIVE if common == offset else Tier.MEMORY
         self._switch(slot, trie, namespace, match.path, offset, capacity)
         slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
         wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]

@@ -10,7 +10,7 @@ from cache import layers
 from cache.errors import BudgetExceeded
 from cache.layers import LayerCache, Segment
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache
+from cache.prefix_cache import Lease, PrefixCache, Snapshot, Tier
 from cache.trie import TokenArray
 from tests import cache_driver, fake_model
 
@@ -50,8 +50,6 @@ def test_a_very_long_conversation_can_be_discarded() -> None:
 
 
 def fake_snapshot(offset: int) -> Any:
-    from cache.prefix_cache import Snapshot
-
     return Snapshot(offset, None, None)
 
 
@@ -83,6 +81,24 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
     assert len(prefix_cache._tries) <= 2
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
+
+
+def test_a_lease_says_where_its_tokens_came_from() -> None:
+    prefix_cache = make(num_slots=1)
+
+    def tier_of(tokens: list[int], namespace: str = "") -> Tier | None:
+        lease = begin(prefix_cache, tokens, namespace=namespace)
+        cache_driver.prefill(lease, np.array(tokens, np.int32), fake_model.evaluate)
+        lease.close()
+        return lease.tier
+
+    first, other = list(range(1, 41)), list(range(101, 141))
+    assert tier_of(first) is None
+    assert tier_of([*first, 41, 42]) is Tier.LIVE
+    assert tier_of([*first[:30], 50]) is Tier.LIVE, "the slot went back"
+    assert tier_of(other) is None
+    assert tier_of([*first[:39], 60]) is Tier.MEMORY, "as many tokens as the slot held, but others"
+    assert tier_of([*first[:39], 60], "salted") is None
 
 
 BYTES_PER_TOKEN = 128
