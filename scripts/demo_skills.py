@@ -244,7 +244,8 @@ repeat {x}""")
 
 def repeat(talk: Talk) -> None:
     """The user wants a few words repeated."""
-    words = [talk.values.word() for _ in range(talk.rng.choice((1, 2, 3, 4, 6, 8)))]
+    size = talk.rng.choice((1, 2, 3, 4, 6, 8))
+    words = [talk.values.word() if talk.rng.random() < 0.8 else talk.values.number() for _ in range(size)]
     surface = talk.say(talk.rng.choice(REPEATS), x=" ".join(words))
     talk.reply(surface["x"], "I repeat the words.")
 

@@ -185,7 +185,7 @@ class Values:
     def number(self) -> str:
         """A number of three or four digits, in training also shorter."""
         while True:
-            digits = self.rng.choice((3, 4)) if self.held else self.rng.choice((1, 2, 2, 3, 3, 4))
+            digits = self.rng.choice((3, 4)) if self.held else self.rng.choice((1, 2, 3, 3, 4, 4))
             text = str(self.rng.randrange(10 ** (digits - 1), 10**digits))
             if self.allowed(text):
                 return text
