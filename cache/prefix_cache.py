@@ -127,10 +127,20 @@ class Lease:
         self._slot.log.append(tokens)
         self._record_here()
 
-    def append(self, token: int) -> None:
-        """Records one token of a decode step whose state is now in the caches; the first is the prompt's last."""
+    @property
+    def captures_next(self) -> bool:
+        """Whether the next token completes the prompt and a restore point was asked for just there."""
+        return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
+
+    def append(self, token: int, *, is_settled: bool = False) -> None:
+        """Records one token of a decode step; the first is the prompt's last.
+
+        Its state may still be on its way into the caches, or be held together with other sequences'. With
+        `is_settled` it is in the caches, evaluated and alone, and a restore point is captured if one is here.
+        """
+        may_capture = is_settled and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
-        if self.offset == self.num_prompt_tokens and self.offset in self._points:
+        if may_capture:
             self._record_here()
         elif self.offset % MEASURE_TOKENS == 0:
             self._owner.measure(self._slot)
@@ -262,6 +272,7 @@ class PrefixCache:
                 trie.remove(node)
         for trie, node in self._all_nodes():
             trie.snap(node, None)
+        self._search(set())
 
     # -------------------------------------------------------------------------------------------- for leases
 
@@ -677,6 +688,8 @@ class PrefixCache:
         if rest is None or rest.num_bytes < snapshot.num_bytes:
             self.num_evictions += 1
             trie.snap(node, rest)
+        if rest is None and node.parent is not None:
+            self._offer(trie, node.parent)  # which may have been leant on from here
 
     def _is_leant_on(self, node: Node) -> bool:
         """Whether a snapshot further down needs window rows that are only here."""

@@ -232,6 +232,7 @@ class PrefixTrie:
         del leaf.parent.children[int(leaf.tokens[0])]
         self._count_bytes(-leaf.num_bytes)
         leaf.parent = leaf.span = leaf.snapshot = leaf.home = None
+        leaf.tokens = leaf.tokens[:0].copy()  # whoever still points here keeps no tokens alive
         self.num_nodes -= 1
 
     def store(self, node: Node, span: Span) -> None:
