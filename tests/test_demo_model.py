@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_it_calls_the_tool_that_it_was_given(answer: Answer) -> None:
         },
     }
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Dublin"}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "What is the weather in Dublin?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
