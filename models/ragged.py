@@ -60,6 +60,10 @@ class Rows(mx.array):
         """Each item with two axes exchanged."""
         return Rows([item.swapaxes(axis1, axis2) for item in self.items])
 
+    def astype(self, dtype: mx.Dtype, *_: Any) -> "Rows":
+        """Each item in another type; some models attend in single precision."""
+        return Rows([item.astype(dtype) for item in self.items])
+
     def __rmatmul__(self, batch: mx.array) -> "Rows":
         """Multi-head latent attention multiplies its queries with the cached positions outside of attention."""
         return Rows([row @ item for row, item in zip(_split(batch, len(self.items)), self.items, strict=True)])

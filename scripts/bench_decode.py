@@ -104,8 +104,10 @@ def prefill(runner: Runner, length: int, seed: int) -> Prefilled:
     caches = runner.make_caches()
     for start in range(0, length - 1, PREFILL_CHUNK_TOKENS):
         runner.prefill(caches, tokens[start : min(start + PREFILL_CHUNK_TOKENS, length - 1)])
-    layers = [cache.keys_and_values() for cache in caches]
-    return Prefilled(tokens, [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in layers])
+    fetched = [cache.keys_and_values() for cache in caches]
+    layers = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in fetched]
+    mx.eval(layers)
+    return Prefilled(tokens, layers)
 
 
 class OurSide:

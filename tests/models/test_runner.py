@@ -343,6 +343,7 @@ def test_attention_is_replaced_only_within_the_call_and_only_for_rows() -> None:
         lambda rows: rows[..., :1, :],
         lambda rows: rows.reshape(2, -1, 3),
         lambda rows: rows.astype(mx.float16).shape[2],
+        lambda rows: rows.swapaxes(-1, -2) + mx.ones((2, 1, 3, 4)),
     ],
 )
 def test_what_rows_do_not_know_fails_instead_of_computing_nonsense(use: Callable[[Rows], object]) -> None:
