@@ -298,6 +298,7 @@ class PrefixCache:
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
         if self.layout.needs_snapshots and not self._is_restorable(node):
+            node.kind = kind
             trie.snap(node, self._snapshot(slot))
 
     def measure(self, slot: Slot) -> None:
@@ -314,6 +315,7 @@ class PrefixCache:
             raise
         slot.is_leased, slot.last_used = False, self._clock
         self.ledger.reserve(slot.index, 0)
+        self._age_superseded(slot)
         self._evict(self.ledger.excess_bytes(), protected=())
 
     def discard(self, slot: Slot) -> None:
@@ -477,7 +479,18 @@ class PrefixCache:
         """Keeps the end of an idle sequence restorable before its slot goes on or away."""
         is_whole = slot.tip.parent is not None and slot.tip.stop == slot.offset
         if is_whole and self.layout.needs_snapshots and not self._is_restorable(slot.tip):
+            slot.tip.kind = RestorePointKind.TURN_END
             self._trie(slot.namespace).snap(slot.tip, self._snapshot(slot))
+
+    def _age_superseded(self, slot: Slot) -> None:
+        """Lets the snapshots of older turns go before anything else, once memory is short."""
+        nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None}
+        points = [placement.KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
+        for offset in placement.superseded(points):
+            node = nodes[offset]
+            if node.last_used and not node.is_explicit:
+                node.last_used = 0
+                self._offer(self._trie(slot.namespace), node)
 
     def _is_restorable(self, node: Node) -> bool:
         return self._deepest(Match(node.path(), node.stop)) == node.stop

@@ -62,6 +62,7 @@ class Node:
         "children",
         "home",
         "is_explicit",
+        "kind",
         "last_used",
         "num_slots",
         "parent",
@@ -84,6 +85,8 @@ class Node:
         """The reading of a logical clock when a request last restored or wrote this node."""
         self.num_slots = 0
         """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
+        self.kind: Any = None
+        """Why its snapshot was taken; means nothing here."""
         self.is_explicit = False
         """A restore point that was asked for by name: never merged away."""
 

@@ -261,3 +261,18 @@ def try_to_run(prefix_cache: PrefixCache, prompt: list[int]) -> bool:
         prefix_cache.check()
         assert not any(slot.is_leased for slot in prefix_cache.slots)
     return True
+
+
+def test_older_turns_of_a_conversation_go_before_other_conversations() -> None:
+    """A long conversation used to push out short ones with the snapshots of turns that nobody goes back to."""
+    prefix_cache = make("R", num_slots=1)
+    other = list(range(100, 140))
+    cache_driver.run(prefix_cache, other, [7])
+    talk = list(range(40))
+    for turn in range(6):
+        cache_driver.run(prefix_cache, talk, [50 + turn])
+        talk = [*talk, 50 + turn, *range(200 + 10 * turn, 208 + 10 * turn)]
+    cache_driver.run(prefix_cache, [1, 2, 3], [4])
+    prefix_cache._evict(2000, protected=())
+    assert cache_driver.run(prefix_cache, [*other, 7, 9]).hit == 41, "the other conversation was dropped first"
+    assert cache_driver.run(prefix_cache, [*talk, 9]).left <= 10, "the newest turn was dropped"

@@ -179,3 +179,20 @@ def test_a_token_log_is_a_list(steps: list[list[int] | int]) -> None:
         assert len(log) == len(model)
         assert log.view().tolist() == model
         assert log.view(3, 5).tolist() == model[3:5] or len(model) < 5
+
+
+class TestSuperseded:
+    @staticmethod
+    def points(*kinds: RestorePointKind, branches: tuple[int, ...] = ()) -> list[placement.KeptPoint]:
+        """Returns points at 10, 20, … of these kinds; `branches` are offsets that several conversations share."""
+        offsets = range(10, 10 * len(kinds) + 1, 10)
+        return [placement.KeptPoint(o, kind, o in branches) for o, kind in zip(offsets, kinds, strict=True)]
+
+    def test_only_the_newest_points_of_turns_stay(self) -> None:
+        turns = self.points(*[RestorePointKind.TURN_END] * 7)
+        assert placement.superseded(turns, keep=4) == [10, 20, 30]
+        assert placement.superseded(turns[:4], keep=4) == []
+
+    def test_the_system_prompt_branches_and_what_was_asked_for_stay(self) -> None:
+        kinds = [RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT, *[RestorePointKind.USER_START] * 3]
+        assert placement.superseded(self.points(*kinds, branches=(40,)), keep=1) == [30]
