@@ -107,7 +107,7 @@ class Engine:
             return Worker(
                 runner,
                 prefix_cache,
-                lambda: StreamDecoder(loaded.tokenizer),
+                lambda: StreamDecoder(loaded.detokenizer),
                 eos_token_ids=loaded.eos_token_ids,
                 chunk_tokens=config.chunk_tokens,
                 expected_tokens=config.expected_tokens,
