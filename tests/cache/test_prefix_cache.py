@@ -273,6 +273,8 @@ def test_older_turns_of_a_conversation_go_before_other_conversations() -> None:
         cache_driver.run(prefix_cache, talk, [50 + turn])
         talk = [*talk, 50 + turn, *range(200 + 10 * turn, 208 + 10 * turn)]
     cache_driver.run(prefix_cache, [1, 2, 3], [4])
-    prefix_cache._evict(2000, protected=())
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache._evict(200, protected=())
+    assert prefix_cache.num_evictions, "nothing had to go"
     assert cache_driver.run(prefix_cache, [*other, 7, 9]).hit == 41, "the other conversation was dropped first"
     assert cache_driver.run(prefix_cache, [*talk, 9]).left <= 10, "the newest turn was dropped"
