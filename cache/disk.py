@@ -30,7 +30,7 @@ from cache.disk_files import FileSystem, Receipt
 from cache.disk_index import FileRow
 from cache.disk_spans import FileSnapshot, FileSpan, FileState, StoredFile
 from cache.disk_state import StateImage, Unstorable
-from cache.disk_store import DiskStore, WriteOrder
+from cache.disk_store import DiskStore, WriteOrder, is_damage
 from cache.disk_tree import DiskTree, snapshot_in
 from cache.errors import DiskFault
 from cache.layers import PointState, Segment
@@ -134,14 +134,12 @@ class DiskTier:
         store = None
         try:
             store = DiskStore.open(files or FileSystem(), folder, fingerprint, now)
-            tier = make(store)
-            tier._attach(store)
-        except (OSError, sqlite3.Error) as error:
+            return _attached(make, store)
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             logger.warning("cache folder %s cannot be used, nothing is kept on disk: %s", folder, error)
             if store is not None:
                 store.close()
             return make(None)
-        return tier
 
     def _attach(self, store: DiskStore) -> None:
         adopted: list[StoredFile] = []
@@ -157,6 +155,11 @@ class DiskTier:
         self._tick = max((file.last_used for file in held), default=0) + 1
         self._day, self._day_bytes = store.today(), store.written_bytes()
         self._make_room(0)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of memory that hold what was read ahead and not loaded yet, about."""
+        return self._ahead.num_bytes if self._ahead is not None else 0
 
     # ---------------------------------------------------------------------------------------------- what is there
 
@@ -317,13 +320,19 @@ class DiskTier:
         self._drop(self._tree.files())
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Deletes what was used longest ago until `num_bytes` more fit; what was just touched stays."""
+        """Deletes what was used longest ago so that `num_bytes` more fit; what was just touched stays.
+
+        Where that is not enough, nothing is deleted, and the answer is False.
+        """
         excess = self.used_bytes + num_bytes - self.budget_bytes
         if excess <= 0:
             return True
         spare = int(self.budget_bytes * (1 - _LOW_WATERMARK))
-        self._drop(self._tree.victims(excess + spare, self._tick))
-        return self.used_bytes + num_bytes <= self.budget_bytes
+        victims = self._tree.victims(excess + spare, self._tick)
+        if sum(file.num_bytes for file in victims) < excess:
+            return False
+        self._drop(victims)
+        return True
 
     def _drop(self, dropped: Iterable[StoredFile]) -> None:
         """Deletes files, once those before them are written."""
@@ -416,6 +425,21 @@ class DiskTier:
         level = logging.DEBUG if self._has_warned else logging.WARNING
         self._has_warned = True
         logger.log(level, "disk cache: %s", message)
+
+
+def _attached(make: Callable[[DiskStore], DiskTier], store: DiskStore) -> DiskTier:
+    """Returns a tier with what a folder holds; with nothing if its index is damaged, after saying so."""
+    try:
+        tier = make(store)
+        tier._attach(store)
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        if not is_damage(error):
+            raise
+        logger.warning("disk cache: starting afresh, the index is damaged: %s", error)
+        store.start_afresh()
+        tier = make(store)
+        tier._attach(store)
+    return tier
 
 
 def _file_of(row: FileRow, owner: DiskTier) -> StoredFile:

@@ -114,8 +114,11 @@ class FileSystem:
         return found
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Opens a SQLite database that successive threads may use, one at a time."""
-        return sqlite3.connect(path, check_same_thread=False)
+        """Opens a SQLite database for any thread, one at a time. What is committed there has been synced."""
+        database = sqlite3.connect(path, check_same_thread=False)
+        database.execute("PRAGMA journal_mode = WAL").fetchone()
+        database.execute("PRAGMA synchronous = FULL")
+        return database
 
 
 @contextlib.contextmanager

@@ -19,13 +19,16 @@ from cache.trie import TokenArray
 FORMAT = 1
 """Raised whenever files or rows change their meaning; state of another format is dropped."""
 
+_ENCODING = ("utf-8", "surrogatepass")
+"""A namespace may come from a client's JSON, where half a surrogate pair is allowed."""
+
 _DATABASE = "index.sqlite3"
 _TABLES = """
     CREATE TABLE IF NOT EXISTS state (fingerprint TEXT NOT NULL);
     CREATE TABLE IF NOT EXISTS written (day INTEGER PRIMARY KEY, num_bytes INTEGER NOT NULL);
     CREATE TABLE IF NOT EXISTS files (
         name TEXT PRIMARY KEY, is_snapshot INTEGER NOT NULL, has_points INTEGER NOT NULL,
-        namespace TEXT NOT NULL, start INTEGER NOT NULL, stop INTEGER NOT NULL,
+        namespace BLOB NOT NULL, start INTEGER NOT NULL, stop INTEGER NOT NULL,
         parent_key BLOB NOT NULL, key BLOB NOT NULL, tokens BLOB NOT NULL,
         num_bytes INTEGER NOT NULL, header_bytes INTEGER NOT NULL, checksums_bytes INTEGER NOT NULL,
         digest BLOB NOT NULL, last_used INTEGER NOT NULL
@@ -59,7 +62,7 @@ class FileRow:
 
 
 class DiskIndex:
-    """An open database. Any method may raise sqlite3.Error or OSError."""
+    """An open database. Any method may raise OSError, sqlite3.Error, or UnicodeDecodeError from its messages."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
@@ -88,8 +91,6 @@ class DiskIndex:
 
     def _prepare(self, fingerprint: str) -> None:
         database = self._database
-        database.execute("PRAGMA journal_mode = WAL").fetchone()
-        database.execute("PRAGMA synchronous = FULL")
         (version,) = database.execute("PRAGMA user_version").fetchone()
         if version not in (0, FORMAT):
             raise sqlite3.DatabaseError(f"the index has format {version}, this version writes {FORMAT}")
@@ -121,7 +122,7 @@ class DiskIndex:
         """Adds a row for a file that is complete, and counts its bytes as written on `day`."""
         receipt = row.receipt
         values = (
-            *(row.name, row.is_snapshot, row.has_points, row.namespace, row.start, row.stop),
+            *(row.name, row.is_snapshot, row.has_points, row.namespace.encode(*_ENCODING), row.start, row.stop),
             *(row.parent_key, row.key, row.tokens.tobytes()),
             *(receipt.num_bytes, receipt.header_bytes, receipt.checksums_bytes, receipt.digest, row.last_used),
         )
@@ -155,8 +156,8 @@ def _row(values: tuple[Any, ...]) -> FileRow:
     if len(sizes) != 3:
         raise ValueError("columns are missing")
     expected = {
-        str: (name, namespace),
-        bytes: (parent_key, key, tokens, digest),
+        str: (name,),
+        bytes: (namespace, parent_key, key, tokens, digest),
         int: (start, stop, last_used, *sizes),
     }
     if not all(isinstance(value, kind) for kind, held in expected.items() for value in held):
@@ -166,6 +167,6 @@ def _row(values: tuple[Any, ...]) -> FileRow:
         raise ValueError("tokens and offsets disagree")
     receipt = Receipt(sizes[0], sizes[1], sizes[2], digest)
     return FileRow(
-        *(name, bool(is_snapshot), bool(has_points), namespace, start, stop),
+        *(name, bool(is_snapshot), bool(has_points), namespace.decode(*_ENCODING), start, stop),
         *(parent_key, key, edge, receipt, last_used),
     )

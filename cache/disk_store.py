@@ -44,6 +44,12 @@ _TROUBLE = {
 """Errors of SQLite that say nothing against the database itself."""
 
 
+def is_damage(error: Exception) -> bool:
+    """Whether an error says that the index cannot be read, now or later; else the machine is in trouble."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    return isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError) and code & 0xFF not in _TROUBLE
+
+
 class PrefixHasher:
     """The key of a growing prefix of one namespace. A copy goes on from where it is."""
 
@@ -83,13 +89,13 @@ class DiskStore:
         self._now = now
         self._fingerprint = fingerprint
         self._secret = self._load_secret()
-        self._index = self._open_index()
+        self._index: DiskIndex | None = None
         self.is_failing = False
         """A write failed, so that further ones are not tried; the owner may reset it."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str, now: Callable[[], float]) -> "DiskStore":
-        """Opens a folder, creating what is missing. Raises DiskInUse, OSError or sqlite3.Error."""
+        """Locks a folder, creating what is missing. Raises DiskInUse or OSError."""
         files.make_folder(folder)
         try:
             lock = files.lock(folder / "lock")
@@ -112,26 +118,18 @@ class DiskStore:
             self._files.sync(descriptor)
         return secret
 
-    def _open_index(self) -> DiskIndex:
-        try:
-            return DiskIndex.open(self._files, self._folder, self._fingerprint)
-        except sqlite3.DatabaseError as error:
-            return self._fresh_index(error)
-
-    def _fresh_index(self, error: sqlite3.DatabaseError) -> DiskIndex:
-        """Replaces an index that is damaged or foreign; raises the error again if only the machine is in trouble."""
-        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF in _TROUBLE:
-            raise error
-        logger.warning("cache folder %s: starting afresh, the index is damaged: %s", self._folder, error)
-        DiskIndex.remove(self._files, self._folder)
-        return DiskIndex.open(self._files, self._folder, self._fingerprint)
+    @property
+    def index(self) -> DiskIndex:
+        """The index, once `rows` has opened it."""
+        assert self._index is not None, "the index is not open"
+        return self._index
 
     # ------------------------------------------------------------------------------------------------- keys
 
     def hasher(self, namespace: str) -> PrefixHasher:
         """Returns the hasher of a namespace's empty prefix."""
         hasher = hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES)
-        for text in (self._fingerprint.encode(), namespace.encode()):
+        for text in (self._fingerprint.encode(), namespace.encode("utf-8", "surrogatepass")):
             hasher.update(len(text).to_bytes(8, "little") + text)
         return PrefixHasher(hasher)
 
@@ -143,27 +141,33 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- opening
 
     def rows(self) -> list[FileRow]:
-        """Returns the rows whose files are there, by name and size, and removes all others."""
+        """Opens the index and returns the rows whose files are there, by name and size.
+
+        Like everything that asks the index it raises sqlite3.Error, or UnicodeDecodeError where the library's own
+        message quotes a damaged page. `is_damage` says what that means.
+        """
+        self._index = DiskIndex.open(self._files, self._folder, self._fingerprint)
         sizes = self._files.sizes(self._folder)
-        try:
-            rows = self._index.rows()
-        except sqlite3.DatabaseError as error:
-            self._index.close()
-            self._index = self._fresh_index(error)
-            rows = []
+        rows = self._index.rows()
         return [row for row in rows if sizes.get(row.name) == row.receipt.num_bytes and row.name == self._name(row)]
+
+    def start_afresh(self) -> None:
+        """Deletes the index, after which no file is known any more."""
+        self._close_index()
+        DiskIndex.remove(self._files, self._folder)
 
     def _name(self, row: FileRow) -> str:
         return self.name_of(row.key, row.start, is_snapshot=row.is_snapshot, has_points=row.has_points)
 
     def keep_only(self, names: set[str]) -> None:
         """Deletes every file of ours but these, and the rows of files that are not among them."""
-        rows = [row.name for row in self._index.rows() if row.name not in names]
+        rows = [row.name for row in self.index.rows() if row.name not in names]
         if rows:
-            self._index.drop(rows)
+            self.index.drop(rows)
         for name in self._files.sizes(self._folder):
             if _OURS.fullmatch(name) and name not in names:
-                self._files.remove(self._folder / name)
+                with self._tolerating():
+                    self._files.remove(self._folder / name)
 
     # ----------------------------------------------------------------------------------------------- writing
 
@@ -173,7 +177,7 @@ class DiskStore:
 
     def written_bytes(self) -> int:
         """Returns how many bytes were written today."""
-        return self._index.written_bytes(self.today())
+        return self.index.written_bytes(self.today())
 
     def write(self, order: WriteOrder) -> Receipt | None:
         """Writes a file and enters it in the index; None if nobody wants it any more.
@@ -211,14 +215,14 @@ class DiskStore:
             *(file.name, file.is_snapshot, file.has_points, order.namespace, file.start, file.stop),
             *(parent.key(), key, edge, receipt, file.last_used),
         )
-        self._index.add(row, self.today())
+        self.index.add(row, self.today())
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
         """Deletes files and their rows as far as that works; what remains is cleared away at the next opening."""
         names = [file.name for file in files if file.name]
         with self._tolerating():
-            self._index.drop(names)
+            self.index.drop(names)
         for name in names:
             with self._tolerating():
                 self._files.remove(self._folder / name)
@@ -227,21 +231,26 @@ class DiskStore:
         """Records when files were last used, as far as that works."""
         last_used = {file.name: file.last_used for file in files if file.name}
         with self._tolerating():
-            self._index.touch(last_used)
+            self.index.touch(last_used)
 
     @contextlib.contextmanager
     def _tolerating(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             logger.debug("cache folder %s: %s", self._folder, error)
 
     def close(self) -> None:
         """Closes the index and gives the folder back."""
-        with contextlib.suppress(sqlite3.Error):
-            self._index.close()
+        self._close_index()
         with contextlib.suppress(OSError):
             self._files.close(self._lock)
+
+    def _close_index(self) -> None:
+        if self._index is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._index.close()
+        self._index = None
 
     # ----------------------------------------------------------------------------------------------- reading
 

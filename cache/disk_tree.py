@@ -66,9 +66,8 @@ class DiskTree:
     def snapshot(self, namespace: str, tokens: TokenArray) -> StoredFile | None:
         """Returns the file that holds the snapshot right after `tokens`."""
         match = self._tries[namespace].match(tokens)
-        if not match.path or match.path[-1].stop != len(tokens) != match.length:
-            return None
-        return _snapshot_file(match.path[-1])
+        ends_here = match.path and match.length == len(tokens) == match.path[-1].stop
+        return _snapshot_file(match.path[-1]) if ends_here else None
 
     def on_path(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
         """Returns the files that restoring at `len(tokens)` needs, as far as they are there."""
