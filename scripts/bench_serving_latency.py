@@ -13,10 +13,11 @@ from scripts.bench_common import Report, Target, median
 from scripts.bench_serving_client import Answer, Messages, Stream, ask, warm_up
 from scripts.bench_serving_prompts import TextMaker
 from scripts.bench_serving_servers import OURS, PEER, Server, both, running
+from server.config import ServerConfig
 
 LONG_PROMPT_TOKENS = 1500
 SHORT_PROMPT_TOKENS = 40
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = ServerConfig().chunk_tokens
 CHUNKS = (128, 256, 512, 1024, 2048)
 
 NUM_ROUNDS = 5

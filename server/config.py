@@ -76,7 +76,7 @@ class ServerConfig:
         maximum=100_000,
     )
     chunk_tokens: int = _setting(
-        512,
+        256,
         "Prompt tokens evaluated per step; running answers pause for at most one such step.",
         flag="--chunk-tokens",
         unit="tokens",

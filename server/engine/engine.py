@@ -42,7 +42,7 @@ class EngineConfig:
     """Memory for the state of past tokens, live and stored."""
     context_tokens: int = 4096
     """Prompt and output of one request together."""
-    chunk_tokens: int = 512
+    chunk_tokens: int = 256
     """Prompt tokens evaluated between two decode steps."""
     max_waiting: int = 64
     """Requests that may wait beyond those that run."""
