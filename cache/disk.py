@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from cache.disk_ahead import Prefetch, ReadAhead
@@ -213,9 +213,8 @@ class DiskTier:
         if not gaps:
             return held
         image = StateImage(segment)
-        if not self._take(namespace, tokens, image, [self._file(image, *gap) for gap in gaps]):
-            return None
-        return self._tree.covered(namespace, tokens, segment.start)
+        made = [self._file(image, *gap) for gap in gaps]
+        return reduce(FileSpan.filled, made, held) if self._take(namespace, tokens, image, made) else None
 
     def write_snapshot(
         self, namespace: str, tokens: TokenArray, window: Segment | None, points: PointState | None

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from cache.disk_index import FileRow
 from cache.disk_spans import FilePart, FileSnapshot, FileSpan, FileState, StoredFile, merged
-from cache.trie import Node, PrefixTrie, TokenArray
+from cache.trie import Match, Node, PrefixTrie, TokenArray
 
 
 class Hasher(Protocol):
@@ -59,20 +59,19 @@ class DiskTree:
 
     def covered(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan:
         """Returns what files hold of the tokens `[start, len(tokens))`; ranges may be missing."""
-        match = self._tries[namespace].match(tokens)
+        match = self._match(namespace, tokens)
         parts = [part.clipped(start, match.length) for node in match.path for part in _live_parts(node)]
         return FileSpan(start, len(tokens), merged(part for part in parts if part is not None))
 
     def snapshot(self, namespace: str, tokens: TokenArray) -> StoredFile | None:
         """Returns the file that holds the snapshot right after `tokens`."""
-        match = self._tries[namespace].match(tokens)
-        ends_here = match.path and match.length == len(tokens) == match.path[-1].stop
-        return _snapshot_file(match.path[-1]) if ends_here else None
+        return _snapshot_at(self._match(namespace, tokens), len(tokens))
 
     def on_path(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
         """Returns the files that restoring at `len(tokens)` needs, as far as they are there."""
-        snapshot = self.snapshot(namespace, tokens)
-        files = [part.file for part in self.covered(namespace, tokens, 0).parts]
+        match = self._match(namespace, tokens)
+        files = [part.file for node in match.path for part in _live_parts(node) if part.start < match.length]
+        snapshot = _snapshot_at(match, len(tokens))
         return [*files, snapshot] if snapshot is not None else files
 
     def nodes_and_state(self) -> Iterator[tuple[str, Node, FileSpan, StoredFile | None]]:
@@ -83,6 +82,11 @@ class DiskTree:
     def files(self) -> list[StoredFile]:
         """Returns all files."""
         return list(dict.fromkeys(file for _, node in self._nodes() for file in _files(node)))
+
+    def _match(self, namespace: str, tokens: TokenArray) -> Match:
+        # Asking for a namespace must not make one: a client may name a new one with each request.
+        trie = self._tries.get(namespace)
+        return trie.match(tokens) if trie is not None else Match([], 0)
 
     def _nodes(self) -> Iterator[tuple[str, Node]]:
         for namespace, trie in self._tries.items():
@@ -106,17 +110,18 @@ class DiskTree:
 
     def hang(self, namespace: str, tokens: TokenArray, file: StoredFile) -> None:
         """Adds a file that holds rows up to `len(tokens)`, where none are yet, or a snapshot there."""
-        _hang(self._tries[namespace], self._tries[namespace].root, tokens, file)
+        trie = self._tries[namespace]
+        _hang(trie, trie.root, tokens, file)
 
     def cut(self, namespace: str, tokens: TokenArray, start: int) -> list[StoredFile]:
         """Forgets the tokens `[start, len(tokens))` and all that follow; returns the files nobody needs any more.
 
         A file that begins before `start` stays, for what it holds of the tokens before.
         """
-        trie = self._tries[namespace]
-        match = trie.match(tokens)
+        match = self._match(namespace, tokens)
         if match.length <= start:
             return []
+        trie = self._tries[namespace]
         top = next(node for node in match.path if node.stop > start)
         if top.start < start:
             trie.split(top, start)
@@ -247,6 +252,12 @@ def _live_parts(node: Node) -> list[FilePart]:
 def _snapshot_file(node: Node) -> StoredFile | None:
     file = node.snapshot.file if isinstance(node.snapshot, _Hung) else None
     return file if file is not None and file.state is not FileState.GONE else None
+
+
+def _snapshot_at(match: Match, offset: int) -> StoredFile | None:
+    """Returns the snapshot right at `offset`, if that is where a node ends."""
+    ends_here = match.path and match.length == offset == match.path[-1].stop
+    return _snapshot_file(match.path[-1]) if ends_here else None
 
 
 def _files(node: Node) -> list[StoredFile]:

@@ -475,6 +475,17 @@ def test_namespaces_share_nothing_not_even_names(tmp_path: Path) -> None:
     assert len(names[0] | names[1]) == 4, "a name tells who has the same tokens"
 
 
+def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
+    for number in range(10):
+        namespace = f"salt {number}"
+        assert tier.find_span(namespace, FIRST, 0) is None and tier.find_snapshot(namespace, FIRST) is None
+        tier.touch(namespace, FIRST)
+        tier.forget(namespace, FIRST)
+    assert len(tier._tree._tries) == 0
+    write(tier, FIRST, namespace="half a pair \ud800")
+    assert tier.flush(10) and tier.find_span("half a pair \ud800", FIRST, 0) is not None
+
+
 # ---------------------------------------------------------------------------------------------------- prefetch
 
 
