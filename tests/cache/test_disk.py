@@ -356,6 +356,16 @@ def test_state_larger_than_the_budget_is_declined_and_nothing_goes_for_it(tmp_pa
     tier.close()
 
 
+def test_nothing_goes_for_what_would_hang_on_it(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, budget_bytes=size_of(900))
+    tokens = tokens_of(range(1000))
+    trunk = write(tier, tokens[:500])
+    assert trunk is not None and tier.flush(10)
+    assert write(tier, tokens, 500) is None and not trunk.is_gone
+    assert write(tier, tokens_of([5] * 500)) is not None and trunk.is_gone
+    tier.close()
+
+
 def test_no_more_waits_in_memory_than_allowed(tmp_path: Path) -> None:
     files = HeldFiles()
     tier = open_tier(tmp_path, files=files, max_in_flight_bytes=size_of(100))
