@@ -54,7 +54,7 @@ class DiskEntry:
 
     namespace: str
     parent: "DiskEntry | None"
-    """The entry that stops at `start`; None at the root. It was yielded before."""
+    """The entry that stops at `start`; None at the root."""
     start: int
     stop: int
     tokens: TokenArray
@@ -163,18 +163,18 @@ class DiskTier:
 
     # ---------------------------------------------------------------------------------------------- what is there
 
-    def entries(self) -> Iterator[DiskEntry]:
-        """Yields every edge that can be restored, parents first. Meant for right after opening."""
-        made: dict[Node | None, DiskEntry | None] = {}
+    def entries(self) -> list[DiskEntry]:
+        """Returns every edge that can be restored, parents first. Meant for right after opening."""
+        made: dict[Node, DiskEntry] = {}
         for namespace, node, span, snapshot in self._tree.nodes_and_state():
-            if span.is_written and (node.start == 0 or node.parent in made):
-                entry = DiskEntry(
-                    *(namespace, made.get(node.parent), node.start, node.stop, node.tokens, span),
+            parent = made.get(node.parent) if node.parent is not None else None
+            if span.is_written and (node.start == 0 or parent is not None):
+                made[node] = DiskEntry(
+                    *(namespace, parent, node.start, node.stop, node.tokens, span),
                     snapshot=snapshot_in(snapshot) if snapshot is not None else None,
                     last_used=max(file.last_used for file in (*span.files, snapshot) if file is not None),
                 )
-                made[node] = entry
-                yield entry
+        return list(made.values())
 
     def find_span(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan | None:
         """Returns the state of the tokens `[start, len(tokens))` if all of it is on disk."""

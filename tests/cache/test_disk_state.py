@@ -57,7 +57,7 @@ def through_disk(folder: Path, segment: Segment, tokens: TokenArray) -> Segment:
     assert tier.flush(10)
     tier.close()
     tier = open_tier(folder)
-    span = tier.find_span("", tokens, segment.start) if segment.start else next(tier.entries()).span
+    span = tier.find_span("", tokens, segment.start) if segment.start else tier.entries()[0].span
     assert span is not None
     loaded = span.load()
     tier.close()
