@@ -2,12 +2,16 @@
 
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+# A shell that starts the tests in the background has them ignore SIGINT, which every program they start inherits.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Read by transformers when it is imported: it advises to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
