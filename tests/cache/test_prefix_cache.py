@@ -278,3 +278,42 @@ def test_older_turns_of_a_conversation_go_before_other_conversations() -> None:
     assert prefix_cache.num_evictions, "nothing had to go"
     assert cache_driver.run(prefix_cache, [*other, 7, 9]).hit == 41, "the other conversation was dropped first"
     assert cache_driver.run(prefix_cache, [*talk, 9]).left <= 10, "the newest turn was dropped"
+
+
+def test_another_namespaces_slot_is_never_gone_on_in() -> None:
+    """The same tokens are known in both, but here they can be restored nowhere, and there they are live."""
+    prefix_cache = make("R", num_slots=1)
+    cache_driver.run(prefix_cache, range(1, 9), namespace="salted")
+    cache_driver.run(prefix_cache, [1, 2, 3])
+    tokens = fake_model.tokens_of(1, 2, 3, 9)
+    assert prefix_cache.peek(tokens, namespace="salted") == 0
+    outcome = cache_driver.run(prefix_cache, [1, 2, 3, 9], namespace="salted", inspect=holds([1, 2, 3, 9]))
+    assert (outcome.match, outcome.hit) == (3, 0)
+
+
+def test_what_a_request_is_about_to_restore_is_not_evicted_for_it() -> None:
+    prefix_cache = calibrated(1300, num_slots=1)
+    oldest, newer, newest = ([*range(first, first + 400)] for first in (1, 1000, 2000))
+    for tokens in (oldest, newer, newest):
+        cache_driver.run(prefix_cache, tokens)
+    assert cache_driver.run(prefix_cache, [*oldest, *range(5000, 5200)]).hit == 400
+    assert prefix_cache.peek(np.array([*newer, 1], np.int32)) == 0, "the oldest but one had to go"
+    assert prefix_cache.peek(np.array([*newest, 1], np.int32)) == 400
+
+
+def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_them() -> None:
+    prefix_cache = make("WR", num_slots=1)
+    prompt = [*range(1, 31)]
+    cache_driver.run(prefix_cache, prompt, explicit=(10, 20))
+    cache_driver.run(prefix_cache, [500, 501])
+    trie = prefix_cache._trie("")
+    first, second = trie.match(np.array(prompt, np.int32)).path[:2]
+    assert (first.stop, second.stop) == (10, 20)
+    prefix_cache._drop_snapshot(trie, first)
+    prefix_cache.check()
+    assert isinstance(first.snapshot, Snapshot)
+    assert first.snapshot.points is None
+    fake_model.assert_bytes_known(prefix_cache)
+    assert prefix_cache.peek(np.array([*prompt[:10], 99], np.int32)) == 0
+    changed = [*prompt[:20], 99]
+    assert cache_driver.run(prefix_cache, changed, inspect=holds(changed)).hit == 20
