@@ -8,6 +8,7 @@ models are random weights of real architectures (`bench_serving_models`): speed 
 
 import argparse
 import asyncio
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,7 @@ SCENARIOS: dict[str, Scenario] = {
 def main() -> None:
     """Runs the chosen scenarios; the exit status is 1 if one could not be measured."""
     arguments = _arguments()
+    signal.signal(signal.SIGTERM, _end)
     print(", ".join(f"{key} {value}" for key, value in machine().items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="bench-serving-") as folder:
         work = Path(folder)
@@ -45,6 +47,11 @@ def main() -> None:
     if arguments.json is not None:
         write_json(arguments.json, f"python -m scripts.bench_serving {' '.join(sys.argv[1:])}".strip(), reports)
     sys.exit(f"not measured: {', '.join(failed)}" if failed else 0)
+
+
+def _end(_signal: int, _frame: object) -> None:
+    # As an exception, so that the servers are ended on the way out.
+    raise SystemExit(143)
 
 
 def _arguments() -> argparse.Namespace:
