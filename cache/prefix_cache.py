@@ -13,173 +13,20 @@ evaluate. All methods belong to the worker thread. This module knows no models, 
 recency is a counter.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
-from cache import eviction, placement
+from cache import placement
 from cache.errors import BudgetExceeded
-from cache.layers import LayerCache, Layout, PointState, RowSource, Segment
-from cache.ledger import Ledger
+from cache.layers import LayerCache, Layout, RowSource, Segment
+from cache.lease import Lease, PrivateLease, Tier
 from cache.placement import RestorePoint, RestorePointKind
+from cache.room import Room
 from cache.slots import Slot, SlotView, TokenLog, choose_slot
+from cache.snapshots import Snapshot, cover, deepest, is_restorable, window_rows
 from cache.trie import Match, Node, PrefixTrie, TokenArray, common_prefix_length
-
-logger = logging.getLogger(__name__)
-
-MEASURE_TOKENS = 256
-"""A decoding sequence is measured again after so many tokens."""
-
-QUEUE_ROOM = 1000
-"""Entries of the eviction queue that may be out of date before it is made anew."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What windows and points need to be restored at `offset`. The window rows may also serve later offsets."""
-
-    offset: int
-    window: Segment | None
-    points: PointState | None
-
-    @property
-    def num_bytes(self) -> int:
-        return (self.window.num_bytes if self.window else 0) + (self.points.num_bytes if self.points else 0)
-
-    def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
-        """Returns the window rows before `offset`, if any, and the rest, which stays valid at the old offset."""
-        if self.window is None or self.window.start >= offset:
-            return None, self
-        before, after = self.window.split(offset)
-        return Snapshot(offset, before, None), Snapshot(self.offset, after, self.points)
-
-
-class Tier(StrEnum):
-    """Where restored state came from."""
-
-    LIVE = "live"
-    """It was in the slot already."""
-    MEMORY = "memory"
-    """It was paged in, or copied from another slot."""
-
-
-class Lease:
-    """A running sequence's hold on a slot and on its path in the trie. Close it exactly once, whatever happens."""
-
-    def __init__(
-        self,
-        owner: "PrefixCache",
-        slot: Slot,
-        tokens: TokenArray,
-        match: Match,
-        points: Iterable[RestorePoint],
-        tier: Tier | None,
-    ) -> None:
-        self._owner = owner
-        self._slot = slot
-        self.num_prompt_tokens = len(tokens)
-        self.match_tokens = match.length
-        """Prompt tokens found in the trie."""
-        self.hit_tokens = slot.offset
-        """Prompt tokens restored, hence not evaluated; at most `match_tokens`."""
-        self.tier = tier
-        """Where they came from; None if there are none."""
-        self.is_open = True
-        self._points = {point.offset: point for point in points}
-
-    @property
-    def slot_index(self) -> int:
-        return self._slot.index
-
-    @property
-    def caches(self) -> list[LayerCache]:
-        """The live layer caches to evaluate with."""
-        return self._slot.caches
-
-    @property
-    def offset(self) -> int:
-        """Tokens evaluated so far, restored ones included."""
-        return self._slot.offset
-
-    def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
-        """Returns where the next prefill chunk ends: a multiple of `chunk_tokens`, a restore point or `limit`.
-
-        A function of absolute position, so that a hit and a miss evaluate the same shapes.
-        """
-        stop = min((self.offset // chunk_tokens + 1) * chunk_tokens, limit)
-        return min((point for point in self._points if self.offset < point < stop), default=stop)
-
-    def want(self, point: RestorePoint) -> None:
-        """Asks for one more restore point ahead, if the model needs any and the sequence has not passed it."""
-        if self._owner.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
-            self._points.setdefault(point.offset, point)
-
-    def points_ahead(self) -> list[int]:
-        """Returns the offsets still to be captured."""
-        return sorted(point for point in self._points if point > self.offset)
-
-    def advance(self, tokens: TokenArray) -> None:
-        """Records prompt tokens whose state is now in the caches, and captures a restore point if one is here."""
-        self._slot.log.append(tokens)
-        self._record_here()
-
-    @property
-    def captures_next(self) -> bool:
-        """Whether the next token completes the prompt and a restore point was asked for just there."""
-        return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
-
-    def append(self, token: int, *, is_settled: bool = False) -> None:
-        """Records one token of a decode step; the first is the prompt's last.
-
-        Its state may still be on its way into the caches, or be held together with other sequences'. With
-        `is_settled` it is in the caches, evaluated and alone, and a restore point is captured if one is here.
-        """
-        may_capture = is_settled and self.captures_next
-        self._slot.log.append(np.array([token], np.int32))
-        if may_capture:
-            self._record_here()
-        elif self.offset % MEASURE_TOKENS == 0:
-            self._owner.measure(self._slot)
-
-    def close(self) -> None:
-        """Ends the sequence; all of it stays live in the slot and known to the trie."""
-        self._end()
-        self._owner.close(self._slot)
-
-    def discard(self) -> None:
-        """Ends the sequence after its caches may have been damaged: what is not safe elsewhere is dropped."""
-        self._end()
-        self._owner.discard(self._slot)
-
-    def _record_here(self) -> None:
-        point = self._points.get(self.offset)
-        self._owner.commit(self._slot, may_split=point is not None)
-        if point is not None:
-            self._owner.capture(self._slot, point.kind)
-
-    def _end(self) -> None:
-        assert self.is_open, "a lease was closed twice"
-        self.is_open = False
-
-
-class PrivateLease(Lease):
-    """A lease whose sequence neither reuses nor leaves anything: the trie never hears of it."""
-
-    def want(self, point: RestorePoint) -> None:
-        """Nothing is captured."""
-
-    def advance(self, tokens: TokenArray) -> None:
-        """Records tokens in the slot alone."""
-        self._slot.log.append(tokens)
-        self._owner.measure(self._slot)
-
-    def close(self) -> None:
-        """Ends the sequence and forgets it."""
-        self.discard()
 
 
 class PrefixCache:
@@ -196,15 +43,13 @@ class PrefixCache:
         """`layout` says how the caches come apart; by default it is found from what `make_caches` makes."""
         self._make_caches = make_caches
         self.layout = layout or Layout(make_caches())
-        self.ledger = Ledger(budget_bytes)
-        self._tries: dict[str, PrefixTrie] = {}
+        self.room = Room(self.layout, budget_bytes)
+        self.ledger = self.room.ledger
         self.slots: list[Slot] = []
         root = self._trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
-        self._queue, self._max_queue = eviction.Queue(()), QUEUE_ROOM
         self._clock = 0
         self._bytes_per_token = 0.0
-        self.num_evictions = 0
 
     # ------------------------------------------------------------------------------------------ for requests
 
@@ -225,7 +70,7 @@ class PrefixCache:
         self._clock += 1
         trie = self._trie(namespace)
         match = trie.match(tokens[:-1]) if reuse else Match([], 0)
-        stored = self._deepest(match)
+        stored = deepest(self.layout, match)
         slot = self._choose(tokens[: match.length], namespace, session_id, stored)
         if slot is None:
             return None
@@ -248,8 +93,8 @@ class PrefixCache:
 
     def peek(self, tokens: TokenArray, *, namespace: str = "") -> int:
         """Returns how many prompt tokens could be restored now, without touching anything."""
-        match = self._tries.get(namespace, PrefixTrie()).match(tokens[:-1])
-        stored = self._deepest(match)
+        match = self.room.find_trie(namespace).match(tokens[:-1])
+        stored = deepest(self.layout, match)
         known = tokens[: match.length]
         live = [s.offset for s in self.slots if not s.is_leased and self._continues(s, namespace, known)]
         return max([stored, *live])
@@ -267,12 +112,7 @@ class PrefixCache:
         for slot in self.slots:
             if not slot.is_leased:
                 self._page_out(slot, 0)
-        while leaves := [pair for pair in self._all_nodes() if self._is_free_leaf(pair[1])]:
-            for trie, node in leaves:
-                trie.remove(node)
-        for trie, node in self._all_nodes():
-            trie.snap(node, None)
-        self._search(set())
+        self.room.clear()
 
     # -------------------------------------------------------------------------------------------- for leases
 
@@ -297,7 +137,7 @@ class PrefixCache:
         trie, node = self._trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
-        if self.layout.needs_snapshots and not self._is_restorable(node):
+        if self.layout.needs_snapshots and not is_restorable(self.layout, node):
             node.kind = kind
             trie.snap(node, self._snapshot(slot))
 
@@ -332,11 +172,7 @@ class PrefixCache:
         lost = next((node for node in path if node.home is slot or not _is_whole(node)), None)
         self._empty(slot)
         if lost is not None:
-            above = lost.parent
-            for node in reversed(_subtree(lost)):
-                trie.remove(node)
-            if above is not None:
-                self._offer(trie, above)
+            self.room.drop_below(trie, lost)
 
     # ------------------------------------------------------------------------------------------------ paging
 
@@ -397,7 +233,7 @@ class PrefixCache:
 
     def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
         if self.layout.window:
-            self.layout.load_windows(slot.caches, self._window_rows(path, offset), offset)
+            self.layout.load_windows(slot.caches, window_rows(self.layout, path, offset), offset)
         if self.layout.has_points:
             snapshot = path[-1].snapshot
             assert isinstance(snapshot, Snapshot) and snapshot.points is not None, "no point state to restore"
@@ -469,7 +305,7 @@ class PrefixCache:
         offset, window = slot.offset, None
         if self.layout.window:
             first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))
-            covered = self._cover(slot.tip.path()[:-1])
+            covered = cover(slot.tip.path()[:-1])
             reaches = covered is not None and covered[0] <= first and covered[1] >= slot.tip.start
             window = self.layout.cut_window(slot.caches, max(first, slot.tip.start) if reaches else first, offset)
         points = self.layout.take_points(slot.caches) if self.layout.has_points else None
@@ -478,7 +314,7 @@ class PrefixCache:
     def _keep_tip(self, slot: Slot) -> None:
         """Keeps the end of an idle sequence restorable before its slot goes on or away."""
         is_whole = slot.tip.parent is not None and slot.tip.stop == slot.offset
-        if is_whole and self.layout.needs_snapshots and not self._is_restorable(slot.tip):
+        if is_whole and self.layout.needs_snapshots and not is_restorable(self.layout, slot.tip):
             slot.tip.kind = RestorePointKind.TURN_END
             self._trie(slot.namespace).snap(slot.tip, self._snapshot(slot))
 
@@ -490,52 +326,7 @@ class PrefixCache:
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
                 node.last_used = 0
-                self._offer(self._trie(slot.namespace), node)
-
-    def _is_restorable(self, node: Node) -> bool:
-        return self._deepest(Match(node.path(), node.stop)) == node.stop
-
-    def _deepest(self, match: Match) -> int:
-        """Returns the deepest offset on a match at which every layer can be restored from the trie."""
-        if not self.layout.needs_snapshots:
-            return match.length
-        deepest, cover = 0, None
-        for node in match.path:
-            cover = _extended(cover, node.snapshot)
-            offset = min(node.stop, match.length)
-            if self._can_restore(node, offset, cover):
-                deepest = offset
-        return deepest
-
-    def _can_restore(self, node: Node, offset: int, cover: tuple[int, int] | None) -> bool:
-        snapshot = node.snapshot
-        if not isinstance(snapshot, Snapshot):
-            return False
-        if self.layout.has_points and (offset != node.stop or snapshot.points is None):
-            return False
-        if not self.layout.window:
-            return True
-        return cover is not None and cover[0] <= max(0, offset - self.layout.window) and offset <= cover[1]
-
-    def _cover(self, path: Sequence[Node]) -> tuple[int, int] | None:
-        """Returns the last unbroken range of window rows that the snapshots of a path hold."""
-        cover = None
-        for node in path:
-            cover = _extended(cover, node.snapshot)
-        return cover
-
-    def _window_rows(self, path: Sequence[Node], offset: int) -> list[Segment]:
-        """Returns adjoining segments that hold the rows before `offset` that a window needs."""
-        needed, rows = offset, list[Segment]()
-        for node in reversed(path):
-            window = node.snapshot.window if isinstance(node.snapshot, Snapshot) else None
-            if window is not None and window.start < needed <= window.stop:
-                rows.append(window.split(needed)[0] if needed < window.stop else window)
-                needed = window.start
-            if needed <= max(0, offset - self.layout.window):
-                break
-        rows.reverse()
-        return rows
+                self.room.offer(self._trie(slot.namespace), node)
 
     # ------------------------------------------------------------------------------------- slots and the trie
 
@@ -571,7 +362,7 @@ class PrefixCache:
         left.num_slots -= 1
         slot.tip = tip
         tip.num_slots += 1
-        self._offer(self._trie(slot.namespace), left)
+        self.room.offer(self._trie(slot.namespace), left)
 
     def _compact(self, trie: PrefixTrie, node: Node) -> None:
         while node.home is not None and trie.can_absorb_parent(node):
@@ -581,14 +372,7 @@ class PrefixCache:
         slot.tip.last_used = self._clock
 
     def _trie(self, namespace: str) -> PrefixTrie:
-        if namespace not in self._tries:
-            in_use = {slot.namespace for slot in self.slots}
-            self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in in_use}
-            self._tries[namespace] = PrefixTrie(lambda num_bytes: self.ledger.store(num_bytes))
-        return self._tries[namespace]
-
-    def _all_nodes(self) -> list[tuple[PrefixTrie, Node]]:
-        return [(trie, node) for trie in self._tries.values() for node in trie.nodes()]
+        return self.room.trie(namespace, in_use={slot.namespace for slot in self.slots})
 
     # -------------------------------------------------------------------------------------------------- room
 
@@ -615,7 +399,7 @@ class PrefixCache:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
         self._page_out_idle(target, busy)
-        self._drop_oldest(target, set(protected))
+        self.room.drop_oldest(target, set(protected))
         return self.ledger.charged_bytes - target
 
     def _page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
@@ -628,113 +412,24 @@ class PrefixCache:
             if self.ledger.charged_bytes > target_bytes:
                 self._page_out(slot, 0)
 
-    def _drop_oldest(self, target_bytes: int, kept: set[Node]) -> None:
-        """Drops leaves and inner snapshots until no more than `target_bytes` are charged."""
-        passed_over, has_searched = list[eviction.Candidate](), False
-        while self.ledger.charged_bytes > target_bytes:
-            victim = self._queue.pop()
-            if victim is not None:
-                passed_over += self._drop(victim, kept)
-            elif has_searched:
-                break
-            else:
-                # What became droppable without being offered: a split leaves window rows on its upper half.
-                self._search(kept)
-                has_searched = True
-        for candidate in passed_over:
-            self._queue.push(candidate)
-
-    def _drop(self, victim: eviction.Candidate, kept: set[Node]) -> list[eviction.Candidate]:
-        """Drops a candidate if it still is one; returns it if it must be kept for now."""
-        trie, node = victim.key
-        if not self._is_droppable(node) or node.last_used != victim.last_used:
-            return []
-        if node in kept:
-            return [victim]
-        if node.children:
-            self._drop_snapshot(trie, node)
-        else:
-            self._drop_leaf(trie, node)
-        return []
-
-    def _offer(self, trie: PrefixTrie, node: Node) -> None:
-        """Queues a node for eviction if it can be dropped now. Called whenever one may have become so, or younger."""
-        if self._is_droppable(node):
-            self._queue.push(self._candidate(trie, node))
-        if len(self._queue) > self._max_queue:
-            self._search(set())
-
-    def _search(self, kept: set[Node]) -> None:
-        """Queues everything that can be dropped, anew."""
-        nodes = ((trie, node) for trie, node in self._all_nodes() if node not in kept and self._is_droppable(node))
-        self._queue = eviction.Queue(self._candidate(trie, node) for trie, node in nodes)
-        self._max_queue = 2 * len(self._queue) + QUEUE_ROOM
-
-    def _is_droppable(self, node: Node) -> bool:
-        return node.snapshot is not None if node.children else self._is_free_leaf(node)
-
-    def _candidate(self, trie: PrefixTrie, node: Node) -> eviction.Candidate:
-        if not node.children:
-            return eviction.Candidate((trie, node), node.num_bytes, node.last_used, node.stop)
-        num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
-        return eviction.Candidate((trie, node), num_bytes, node.last_used, node.stop, node.is_explicit)
-
-    def _is_free_leaf(self, node: Node) -> bool:
-        return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None
-
-    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> None:
-        """Drops a leaf, and what above it holds no bytes; queues what is a leaf then."""
-        self.num_evictions += 1
-        parent = node.parent
-        trie.remove(node)
-        while parent is not None and self._is_free_leaf(parent) and not parent.num_bytes:
-            node, parent = parent, parent.parent
-            trie.remove(node)
-        if parent is not None:
-            self._offer(trie, parent)
-
-    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> None:
-        """Drops what of a snapshot no other leans on."""
-        snapshot = node.snapshot
-        assert isinstance(snapshot, Snapshot)
-        rest = Snapshot(snapshot.offset, snapshot.window, None) if self._is_leant_on(node) else None
-        if rest is None or rest.num_bytes < snapshot.num_bytes:
-            self.num_evictions += 1
-            trie.snap(node, rest)
-        if rest is None and node.parent is not None:
-            self._offer(trie, node.parent)  # which may have been leant on from here
-
-    def _is_leant_on(self, node: Node) -> bool:
-        """Whether a snapshot further down needs window rows that are only here."""
-        for child in node.children.values():
-            window = child.snapshot.window if isinstance(child.snapshot, Snapshot) else None
-            if window is not None and window.start >= node.stop > max(0, child.stop - self.layout.window):
-                return True
-            if window is None and node.stop > child.stop - self.layout.window and self._is_leant_on(child):
-                return True
-        return False
-
     # ------------------------------------------------------------------------------------------------- state
 
     def stats(self) -> dict[str, Any]:
         """Returns counts and bytes, for reports."""
         return {
-            "nodes": sum(trie.num_nodes for trie in self._tries.values()),
+            "nodes": self.room.num_nodes,
             "stored_bytes": self.ledger.stored_bytes,
             "live_bytes": self.ledger.live_bytes,
             "budget_bytes": self.ledger.budget_bytes,
-            "evictions": self.num_evictions,
+            "evictions": self.room.num_evictions,
         }
 
     def check(self) -> None:
         """Asserts the module's invariants. Tests call it after every step."""
-        for trie in self._tries.values():
-            trie.check()
-        stored = sum(node.num_bytes for _, node in self._all_nodes())
-        assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
+        self.room.check()
         for slot in self.slots:
             self._check_slot(slot)
-        for _, node in self._all_nodes():
+        for _, node in self.room.nodes():
             assert node.home is None or node in node.home.tip.path(), f"{node} lives in a slot that left it"
 
     def _check_slot(self, slot: Slot) -> None:
@@ -746,24 +441,6 @@ class PrefixCache:
         assert slot.tip.parent is not None or slot.tip is self._trie(slot.namespace).root
 
 
-def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
-    """Returns the range of window rows known so far, extended by one more snapshot if they meet."""
-    window = snapshot.window if isinstance(snapshot, Snapshot) else None
-    if window is None:
-        return cover
-    if cover is not None and window.start <= cover[1]:
-        return min(cover[0], window.start), window.stop
-    return window.start, window.stop
-
-
 def _is_whole(node: Node) -> bool:
     """Whether a node's stored span, if it has one, can still be read."""
     return not isinstance(node.span, Segment) or node.span.is_whole
-
-
-def _subtree(node: Node) -> list[Node]:
-    """Returns a node and everything below it, parents first."""
-    found = [node]
-    for parent in found:
-        found.extend(parent.children.values())
-    return found

@@ -24,8 +24,9 @@ import numpy as np
 
 from cache import mlx_lm_guard as _guard  # noqa: F401
 from cache.layers import LayerCache
+from cache.lease import Lease
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.trie import TokenArray
 from scripts.bench_common import Report, Target, write_json
 
@@ -154,7 +155,7 @@ class Run:
 
 def unique_bytes(run: Run) -> tuple[int, int]:
     """Returns the bytes of the state of all different tokens, and of all snapshots taken, by arithmetic."""
-    nodes = [node for trie in run.cache._tries.values() for node in trie.nodes()]
+    nodes = [node for _, node in run.cache.room.nodes()]
     num_tokens = sum(len(node.tokens) for node in nodes)
     num_snapshots = sum(node.snapshot is not None for node in nodes)
     return num_tokens * run.shape.bytes_per_token, num_snapshots * run.shape.snapshot_bytes

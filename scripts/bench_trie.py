@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from cache.lease import Lease
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.trie import Node, PrefixTrie, TokenArray
 from scripts.bench_common import Report, Target, median, write_json
 from scripts.replay_layout import SizedLayout

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from cache.errors import BudgetExceeded
+from cache.lease import Lease
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.trie import TokenArray
 from scripts.replay_conversations import BlockNumbers, Script, Turn
 from scripts.replay_layout import SizedLayout
@@ -202,7 +203,7 @@ class CacheDriver:
     def outcome(self, samples: list[Sample]) -> Outcome:
         """Returns what the cache holds now."""
         stats = self.prefix_cache.stats()
-        snapshots = [node for _, node in self.prefix_cache._all_nodes() if node.snapshot is not None]
+        snapshots = [node for _, node in self.prefix_cache.room.nodes() if node.snapshot is not None]
         return Outcome(
             samples,
             num_snapshots=len(snapshots),

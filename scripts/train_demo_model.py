@@ -3,8 +3,10 @@
 Training needs PyTorch, which the project itself does not: make a second environment for it,
 
     python3 -m venv .cache/torch && .cache/torch/bin/pip install torch numpy safetensors tokenizers
+    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8589934592
     .cache/torch/bin/torchrun --nproc-per-node 2 -m scripts.train_demo_model --out .cache/demo
 
+(without the two settings glibc maps fresh pages for each large product, and training takes three times as long),
 while grading uses MLX alone: `.venv/bin/python -m scripts.train_demo_model --eval models/demo`.
 The text comes from `scripts/demo_world.py`. One seed and one `--steps` are one history up to the rounding of the
 machine's bfloat16 products. Only what the assistant writes, end marks included, is learned from. Batches hold
@@ -91,7 +93,7 @@ def make_example(rng: random.Random, tokenizer: Any, step: int) -> Example:
 
 
 def batches(plan: Plan, tokenizer: Any, pool: str, step: int) -> list[list[Example]]:
-    """The batches of one pool of 512 dialogues: like lengths together, in random order."""
+    """The batches of one pool of 512 dialogues: like lengths together, the shortest first."""
     rng = random.Random(f"{plan.seed}/{pool}")
     examples = sorted((make_example(rng, tokenizer, step) for _ in range(512)), key=lambda e: len(e.tokens))
     groups: list[list[Example]] = [[]]
@@ -99,7 +101,6 @@ def batches(plan: Plan, tokenizer: Any, pool: str, step: int) -> list[list[Examp
         if (len(groups[-1]) + 1) * padded(len(example.tokens)) > plan.batch_tokens and groups[-1]:
             groups.append([])
         groups[-1].append(example)
-    rng.shuffle(groups)
     return groups
 
 
@@ -123,7 +124,10 @@ def train(args: argparse.Namespace) -> None:
     while step < plan.steps and share < 1:
         pool += 1
         groups = batches(plan, tokenizer, f"{pool}/{trainer.rank}", step)
-        for batch in groups[: trainer.fewest(len(groups))]:
+        groups = groups[-trainer.fewest(len(groups)) :]
+        # One order for all processes: at each step they work on dialogues of like length, and none waits long.
+        random.Random(f"{plan.seed}/{pool}/order").shuffle(groups)
+        for batch in groups:
             share = trainer.fewest(int((time.monotonic() - began) / plan.minutes / 60 * 1e6)) / 1e6
             loss_sum += trainer.step(batch, plan.rate(step, share))
             num_tokens += sum(len(example.tokens) for example in batch)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.layers import LayerCache
+from cache.lease import Lease
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache
+from cache.prefix_cache import PrefixCache
 from cache.trie import TokenArray
 from tests import fake_model
 

@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from cache.layers import LayerCache, PointState, Segment, _arrays_in
-from cache.prefix_cache import PrefixCache, Snapshot
+from cache.prefix_cache import PrefixCache
+from cache.snapshots import Snapshot
 from cache.trie import Node, TokenArray
 
 # isort: split
@@ -133,7 +134,7 @@ def assert_holds(caches: Sequence[LayerCache], tokens: Sequence[int], window: in
 
 def assert_stored_right(prefix_cache: PrefixCache) -> None:
     """Asserts that all stored state stands for the tokens it is stored under."""
-    for _, node in prefix_cache._all_nodes():
+    for _, node in prefix_cache.room.nodes():
         path = np.concatenate([step.tokens for step in node.path()]).tolist()
         if isinstance(node.span, Segment):
             _assert_rows(node.span, path)
@@ -170,7 +171,7 @@ def assert_bytes_known(prefix_cache: PrefixCache) -> None:
 def stored_bytes(prefix_cache: PrefixCache) -> int:
     """Returns the allocator's bytes of all stored arrays, each found by hand."""
     arrays: list[mx.array] = []
-    for _, node in prefix_cache._all_nodes():
+    for _, node in prefix_cache.room.nodes():
         snapshot = node.snapshot if isinstance(node.snapshot, Snapshot) else None
         for segment in (node.span, snapshot.window if snapshot else None):
             arrays += [pack.rows for pack in segment._packs] if isinstance(segment, Segment) else []

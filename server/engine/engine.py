@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from cache.prefix_cache import PrefixCache
 from models.loader import LoadedModel
 from models.runner import Runner
 from models.text import StreamDecoder
+from server.engine.commands import Command, Reply
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.events import Event, Failed, Finished
 from server.engine.generation import Generation
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 2
 CALIBRATION_TOKENS = 8
+MAX_COMMANDS = 64
+"""Commands that may wait for the end of a step."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,10 @@ class _Cancel:
     request_id: str
 
 
-@dataclass(frozen=True)
-class _Call:
-    """Something to run on the worker thread between steps."""
-
-    run: Callable[[Worker], None]
+@dataclass(frozen=True, eq=False)
+class _Ask:
+    command: Command[Worker, Any]
+    reply: Reply[Any]
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,11 @@ class _Stop:
     pass
 
 
-_Message: TypeAlias = _Submit | _Cancel | _Call | _Stop
+_Message: TypeAlias = _Submit | _Cancel | _Ask | _Stop
 
 
 class Engine:
-    """One model being served. `submit` belongs to the event loop, the other methods to any thread."""
+    """One model being served. `submit` and `ask` belong to the event loop, the other methods to any thread."""
 
     def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
         """`make_worker` runs on the worker thread, so that whatever it builds on the device belongs there."""
@@ -87,6 +91,9 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._lock = threading.Lock()
         self._num_open = 0
+        self._num_commands = 0
+        self._is_listening = False
+        """Whether the worker thread reads its inbox; what is put there under the lock meanwhile gets an answer."""
         self._idle = threading.Event()
         self._idle.set()
         self._is_accepting = False
@@ -157,27 +164,43 @@ class Engine:
         room = self._config.context_tokens - len(request.tokens)
         if room < 1 or not len(request.tokens) or request.max_tokens < 1:
             raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
-        self._open()
         generation = Generation(request.request_id, lambda request_id: self._inbox.put(_Cancel(request_id)))
         sized = replace(request, max_tokens=min(request.max_tokens, room))
-        self._inbox.put(_Submit(sized, _CountingSink(generation, self._close)))
+        self._open(_Submit(sized, _CountingSink(generation, self._close)))
         return generation
 
     def stats(self) -> dict[str, Any]:
         """Returns the counts of the last step; never waits for the device."""
         return {**self._stats, "open_requests": self._num_open}
 
-    def call(self, run: Callable[[Worker], None]) -> None:
-        """Has `run` called with the worker, on its thread, between two steps."""
-        self._inbox.put(_Call(run))
+    async def ask(self, command: Command[Worker, Result]) -> Result:
+        """Has a command run on the worker thread between two steps, and returns its result or raises its error.
 
-    def _open(self) -> None:
+        Works while the engine is idle or draining. Raises QueueFull when too many commands wait, EngineStopped when
+        the engine never started, has ended, or ends before the command's turn.
+        """
+        reply: Reply[Result] = Reply()
         with self._lock:
+            self._check_listening()
+            if self._num_commands >= MAX_COMMANDS:
+                raise QueueFull(self._num_commands, RETRY_AFTER_SECONDS)
+            self._num_commands += 1
+            self._inbox.put(_Ask(command, reply))
+        return await reply.wait()
+
+    def _open(self, message: _Submit) -> None:
+        with self._lock:
+            self._check_listening()
             waiting = self._num_open - self._config.max_slots
             if waiting >= self._config.max_waiting:
                 raise QueueFull(waiting, RETRY_AFTER_SECONDS)
             self._num_open += 1
             self._idle.clear()
+            self._inbox.put(message)
+
+    def _check_listening(self) -> None:
+        if not self._is_listening:
+            raise EngineStopped("the engine is not running")
 
     def _close(self) -> None:
         with self._lock:
@@ -193,12 +216,19 @@ class Engine:
         except BaseException as error:  # handed to `start`, which raises it where somebody can answer
             self._start_error = error
             return
+        else:
+            self._is_listening = True
         finally:
             self._ready.set()
-        while self._read_inbox(worker):
-            self._step(worker)
-            self._stats = worker.stats()
-        worker.stop()
+        try:
+            while self._read_inbox(worker):
+                self._step(worker)
+                self._stats = worker.stats()
+        finally:
+            try:
+                worker.stop()
+            finally:
+                self._refuse_the_rest()
 
     def _step(self, worker: Worker) -> None:
         try:
@@ -223,8 +253,36 @@ class Engine:
             worker.submit(message.request, message.sink)
         elif isinstance(message, _Cancel):
             worker.cancel(message.request_id)
-        elif isinstance(message, _Call):
-            message.run(worker)
+        elif isinstance(message, _Ask):
+            self._answer(worker, message)
+
+    def _answer(self, worker: Worker, message: _Ask) -> None:
+        with self._lock:
+            self._num_commands -= 1
+        if not message.reply.is_wanted:
+            return
+        try:
+            result = message.command.run(worker)
+        except Exception as error:  # whoever asked hears of it; nobody else is to
+            message.reply.fail(error)
+        else:
+            message.reply.succeed(result)
+        self._stats = worker.stats()
+
+    def _refuse_the_rest(self) -> None:
+        """Answers what came in too late, so that nobody waits for a thread that has ended."""
+        with self._lock:
+            self._is_listening = self._is_accepting = False
+        error = EngineStopped("the server is shutting down")
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(message, _Submit):
+                message.sink.post([Failed(error)])
+            elif isinstance(message, _Ask):
+                message.reply.fail(error)
 
 
 class _CountingSink:

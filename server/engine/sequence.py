@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cache.prefix_cache import Lease
+from cache.lease import Lease
 from models.text import StopStringMatcher
 from server.engine.events import Delta, Event, Finished, FinishReason, Started, Timings
 from server.engine.request import GenerationRequest, TokenArray

@@ -29,8 +29,9 @@ import numpy as np
 
 from cache.errors import BudgetExceeded
 from cache.layers import LayerCache
+from cache.lease import Lease
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache
+from cache.prefix_cache import PrefixCache
 from models.sampling import SamplingParams
 from server.engine.diagnosis import Miss, MissReason, Reuse, Sessions, Spell, Turn, diagnose
 from server.engine.errors import EngineStopped, OutOfMemory, StepFailed

@@ -9,8 +9,10 @@ import pytest
 from cache import layers
 from cache.errors import BudgetExceeded
 from cache.layers import LayerCache, Segment
+from cache.lease import Lease, Tier
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache, Snapshot, Tier
+from cache.prefix_cache import PrefixCache
+from cache.snapshots import Snapshot
 from cache.trie import TokenArray
 from tests import cache_driver, fake_model
 
@@ -79,7 +81,7 @@ def test_namespaces_that_hold_nothing_are_forgotten() -> None:
     prefix_cache.clear()
     prefix_cache.check()
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="new").left == 3
-    assert len(prefix_cache._tries) <= 2
+    assert len(prefix_cache.room._tries) <= 2
     assert cache_driver.run(prefix_cache, [1, 2, 3], namespace="salt 3").left == 3
 
 
@@ -157,7 +159,7 @@ def test_state_on_the_way_in_counts_once() -> None:
         cache_driver.run(prefix_cache, tokens)
     for tokens in conversations:
         assert cache_driver.run(prefix_cache, tokens).left == 1
-    assert prefix_cache.num_evictions == 0
+    assert prefix_cache.room.num_evictions == 0
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
@@ -275,7 +277,7 @@ def test_older_turns_of_a_conversation_go_before_other_conversations() -> None:
     cache_driver.run(prefix_cache, [1, 2, 3], [4])
     prefix_cache._page_out(prefix_cache.slots[0], 0)
     prefix_cache._evict(200, protected=())
-    assert prefix_cache.num_evictions, "nothing had to go"
+    assert prefix_cache.room.num_evictions, "nothing had to go"
     assert cache_driver.run(prefix_cache, [*other, 7, 9]).hit == 41, "the other conversation was dropped first"
     assert cache_driver.run(prefix_cache, [*talk, 9]).left <= 10, "the newest turn was dropped"
 
@@ -309,7 +311,7 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     trie = prefix_cache._trie("")
     first, second = trie.match(np.array(prompt, np.int32)).path[:2]
     assert (first.stop, second.stop) == (10, 20)
-    prefix_cache._drop_snapshot(trie, first)
+    prefix_cache.room._drop_snapshot(trie, first)
     prefix_cache.check()
     assert isinstance(first.snapshot, Snapshot)
     assert first.snapshot.points is None

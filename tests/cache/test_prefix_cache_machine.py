@@ -23,8 +23,9 @@ from hypothesis.stateful import (
 
 from cache import layers
 from cache.errors import BudgetExceeded
+from cache.lease import Lease
 from cache.placement import RestorePoint, RestorePointKind
-from cache.prefix_cache import Lease, PrefixCache
+from cache.prefix_cache import PrefixCache
 from tests import fake_model
 
 WINDOW = 6
@@ -100,7 +101,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if user_start is not None:
             points.append(RestorePoint(user_start, RestorePointKind.USER_START))
         tokens, cache = np.array(prompt, np.int32), self.prefix_cache
-        promised, num_evictions = cache.peek(tokens, namespace=namespace), cache.num_evictions
+        promised, num_evictions = cache.peek(tokens, namespace=namespace), cache.room.num_evictions
         try:
             lease = cache.begin(
                 tokens, namespace=namespace, session_id=session_id, restore_points=points,
@@ -112,7 +113,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.running, "nothing runs, yet the request must wait"
             return
         found = Running(lease, prompt, namespace, not reuse, prompt[: lease.hit_tokens], lease.hit_tokens)
-        self._judge(found, promised, has_evicted=cache.num_evictions != num_evictions)
+        self._judge(found, promised, has_evicted=cache.room.num_evictions != num_evictions)
         self.running.append(found)
 
     def _judge(self, found: Running, promised: int, *, has_evicted: bool) -> None:
@@ -143,7 +144,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [(name, tokens) for name, tokens in self.sent if id(tokens) not in live]
 
     def _may_have_lost(self) -> bool:
-        return self.has_lost or self.prefix_cache.num_evictions > 0
+        return self.has_lost or self.prefix_cache.room.num_evictions > 0
 
     # ----------------------------------------------------------------------------------------------- running
 

@@ -117,7 +117,7 @@ def test_4_eviction_keeps_what_is_in_use(make_world: Any) -> None:
         assert ledger.charged_bytes <= ledger.budget_bytes
     assert world.match(*PROMPT, 50, 51, 52, 53) == 9
     assert world.restorable(*PROMPT) == 5
-    assert world.prefix_cache.num_evictions > 0
+    assert world.prefix_cache.room.num_evictions > 0
     assert world.request((*PROMPT, 60)) <= world.scale
 
 

@@ -11,7 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from cache.layers import LayerCache
-from cache.prefix_cache import Lease, PrefixCache
+from cache.lease import Lease
+from cache.prefix_cache import PrefixCache
 from cache.trie import TokenArray
 from tests import cache_driver, fake_model, tiny_models
 

@@ -1,0 +1,161 @@
+"""A running sequence's hold on its slot and on its path in the trie. Worker thread only."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+from cache.layers import LayerCache, Layout
+from cache.placement import RestorePoint, RestorePointKind
+from cache.slots import Slot
+from cache.trie import Match, TokenArray
+
+MEASURE_TOKENS = 256
+"""A decoding sequence is measured again after so many tokens."""
+
+
+class LeaseOwner(Protocol):
+    """Who keeps the books for a lease; `cache.prefix_cache.PrefixCache`."""
+
+    layout: Layout
+
+    def commit(self, slot: Slot, *, may_split: bool = True) -> None:
+        """Makes the trie know all of a slot's tokens."""
+
+    def capture(self, slot: Slot, kind: RestorePointKind) -> None:
+        """Keeps what is needed to restore a slot's sequence where it is now."""
+
+    def measure(self, slot: Slot) -> None:
+        """Counts what a slot holds."""
+
+    def close(self, slot: Slot) -> None:
+        """Ends a lease; the sequence stays live, idle."""
+
+    def discard(self, slot: Slot) -> None:
+        """Ends a lease whose caches cannot be trusted."""
+
+
+class Tier(StrEnum):
+    """Where restored state came from."""
+
+    LIVE = "live"
+    """It was in the slot already."""
+    MEMORY = "memory"
+    """It was paged in, or copied from another slot."""
+
+
+class Lease:
+    """A running sequence's hold on a slot and on its path in the trie. Close it exactly once, whatever happens."""
+
+    def __init__(
+        self,
+        owner: LeaseOwner,
+        slot: Slot,
+        tokens: TokenArray,
+        match: Match,
+        points: Iterable[RestorePoint],
+        tier: Tier | None,
+    ) -> None:
+        self._owner = owner
+        self._slot = slot
+        self.num_prompt_tokens = len(tokens)
+        self.match_tokens = match.length
+        """Prompt tokens found in the trie."""
+        self.hit_tokens = slot.offset
+        """Prompt tokens restored, hence not evaluated; at most `match_tokens`."""
+        self.tier = tier
+        """Where they came from; None if there are none."""
+        self.is_open = True
+        self._points = {point.offset: point for point in points}
+
+    @property
+    def slot_index(self) -> int:
+        """The slot that it runs in."""
+        return self._slot.index
+
+    @property
+    def caches(self) -> list[LayerCache]:
+        """The live layer caches to evaluate with."""
+        return self._slot.caches
+
+    @property
+    def offset(self) -> int:
+        """Tokens evaluated so far, restored ones included."""
+        return self._slot.offset
+
+    def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
+        """Returns where the next prefill chunk ends: a multiple of `chunk_tokens`, a restore point or `limit`.
+
+        A function of absolute position, so that a hit and a miss evaluate the same shapes.
+        """
+        stop = min((self.offset // chunk_tokens + 1) * chunk_tokens, limit)
+        return min((point for point in self._points if self.offset < point < stop), default=stop)
+
+    def want(self, point: RestorePoint) -> None:
+        """Asks for one more restore point ahead, if the model needs any and the sequence has not passed it."""
+        if self._owner.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
+            self._points.setdefault(point.offset, point)
+
+    def points_ahead(self) -> list[int]:
+        """Returns the offsets still to be captured."""
+        return sorted(point for point in self._points if point > self.offset)
+
+    def advance(self, tokens: TokenArray) -> None:
+        """Records prompt tokens whose state is now in the caches, and captures a restore point if one is here."""
+        self._slot.log.append(tokens)
+        self._record_here()
+
+    @property
+    def captures_next(self) -> bool:
+        """Whether the next token completes the prompt and a restore point was asked for just there."""
+        return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
+
+    def append(self, token: int, *, is_settled: bool = False) -> None:
+        """Records one token of a decode step; the first is the prompt's last.
+
+        Its state may still be on its way into the caches, or be held together with other sequences'. With
+        `is_settled` it is in the caches, evaluated and alone, and a restore point is captured if one is here.
+        """
+        may_capture = is_settled and self.captures_next
+        self._slot.log.append(np.array([token], np.int32))
+        if may_capture:
+            self._record_here()
+        elif self.offset % MEASURE_TOKENS == 0:
+            self._owner.measure(self._slot)
+
+    def close(self) -> None:
+        """Ends the sequence; all of it stays live in the slot and known to the trie."""
+        self._end()
+        self._owner.close(self._slot)
+
+    def discard(self) -> None:
+        """Ends the sequence after its caches may have been damaged: what is not safe elsewhere is dropped."""
+        self._end()
+        self._owner.discard(self._slot)
+
+    def _record_here(self) -> None:
+        point = self._points.get(self.offset)
+        self._owner.commit(self._slot, may_split=point is not None)
+        if point is not None:
+            self._owner.capture(self._slot, point.kind)
+
+    def _end(self) -> None:
+        assert self.is_open, "a lease was closed twice"
+        self.is_open = False
+
+
+class PrivateLease(Lease):
+    """A lease whose sequence neither reuses nor leaves anything: the trie never hears of it."""
+
+    def want(self, point: RestorePoint) -> None:
+        """Nothing is captured."""
+
+    def advance(self, tokens: TokenArray) -> None:
+        """Records tokens in the slot alone."""
+        self._slot.log.append(tokens)
+        self._owner.measure(self._slot)
+
+    def close(self) -> None:
+        """Ends the sequence and forgets it."""
+        self.discard()

@@ -1,0 +1,106 @@
+"""What windows and points keep to be restorable: snapshots on nodes, and what a path of them can restore.
+
+Window rows are kept for the last W tokens before each restore point; a snapshot holds those that no snapshot above it
+has, and leans on it for the rest. Any offset whose last W rows are there can be restored, however many snapshots they
+come from. Point state is restored exactly where it was captured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cache.layers import Layout, PointState, Segment
+from cache.trie import Match, Node
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What windows and points need to be restored at `offset`. The window rows may also serve later offsets."""
+
+    offset: int
+    window: Segment | None
+    points: PointState | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that dropping this frees."""
+        return (self.window.num_bytes if self.window else 0) + (self.points.num_bytes if self.points else 0)
+
+    def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
+        """Returns the window rows before `offset`, if any, and the rest, which stays valid at the old offset."""
+        if self.window is None or self.window.start >= offset:
+            return None, self
+        before, after = self.window.split(offset)
+        return Snapshot(offset, before, None), Snapshot(self.offset, after, self.points)
+
+
+def deepest(layout: Layout, match: Match) -> int:
+    """Returns the deepest offset on a match at which every layer can be restored from the trie."""
+    if not layout.needs_snapshots:
+        return match.length
+    deepest, cover = 0, None
+    for node in match.path:
+        cover = _extended(cover, node.snapshot)
+        offset = min(node.stop, match.length)
+        if _can_restore(layout, node, offset, cover):
+            deepest = offset
+    return deepest
+
+
+def is_restorable(layout: Layout, node: Node) -> bool:
+    """Whether a sequence can be restored where a node ends."""
+    return deepest(layout, Match(node.path(), node.stop)) == node.stop
+
+
+def _can_restore(layout: Layout, node: Node, offset: int, cover: tuple[int, int] | None) -> bool:
+    snapshot = node.snapshot
+    if not isinstance(snapshot, Snapshot):
+        return False
+    if layout.has_points and (offset != node.stop or snapshot.points is None):
+        return False
+    if not layout.window:
+        return True
+    return cover is not None and cover[0] <= max(0, offset - layout.window) and offset <= cover[1]
+
+
+def cover(path: Sequence[Node]) -> tuple[int, int] | None:
+    """Returns the last unbroken range of window rows that the snapshots of a path hold."""
+    cover = None
+    for node in path:
+        cover = _extended(cover, node.snapshot)
+    return cover
+
+
+def window_rows(layout: Layout, path: Sequence[Node], offset: int) -> list[Segment]:
+    """Returns adjoining segments that hold the rows before `offset` that a window needs."""
+    needed, rows = offset, list[Segment]()
+    for node in reversed(path):
+        window = node.snapshot.window if isinstance(node.snapshot, Snapshot) else None
+        if window is not None and window.start < needed <= window.stop:
+            rows.append(window.split(needed)[0] if needed < window.stop else window)
+            needed = window.start
+        if needed <= max(0, offset - layout.window):
+            break
+    rows.reverse()
+    return rows
+
+
+def is_leant_on(layout: Layout, node: Node) -> bool:
+    """Whether a snapshot further down needs window rows that are only here."""
+    for child in node.children.values():
+        window = child.snapshot.window if isinstance(child.snapshot, Snapshot) else None
+        if window is not None and window.start >= node.stop > max(0, child.stop - layout.window):
+            return True
+        if window is None and node.stop > child.stop - layout.window and is_leant_on(layout, child):
+            return True
+    return False
+
+
+def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
+    """Returns the range of window rows known so far, extended by one more snapshot if they meet."""
+    window = snapshot.window if isinstance(snapshot, Snapshot) else None
+    if window is None:
+        return cover
+    if cover is not None and window.start <= cover[1]:
+        return min(cover[0], window.start), window.stop
+    return window.start, window.stop
