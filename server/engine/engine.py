@@ -24,7 +24,6 @@ from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.events import Event, Failed, Finished
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
-from server.engine.sequence import Sink
 from server.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class EngineConfig:
 @dataclass(frozen=True)
 class _Submit:
     request: GenerationRequest
-    sink: Sink
+    sink: "_CountingSink"
 
 
 @dataclass(frozen=True)
@@ -250,11 +249,20 @@ class Engine:
 
     def _handle(self, worker: Worker, message: _Message) -> None:
         if isinstance(message, _Submit):
-            worker.submit(message.request, message.sink)
+            self._submit(worker, message)
         elif isinstance(message, _Cancel):
             worker.cancel(message.request_id)
         elif isinstance(message, _Ask):
             self._answer(worker, message)
+
+    def _submit(self, worker: Worker, message: _Submit) -> None:
+        try:
+            worker.submit(message.request, message.sink)
+        except Exception as error:  # as in `_step`: a bug of ours
+            logger.exception("the engine could not take request %s", message.request.request_id)
+            worker.fail_all(StepFailed(f"the server failed: {error}"))
+            if not message.sink.is_over:
+                message.sink.post([Failed(StepFailed(f"the server failed: {error}"))])
 
     def _answer(self, worker: Worker, message: _Ask) -> None:
         with self._lock:
@@ -291,9 +299,11 @@ class _CountingSink:
     def __init__(self, generation: Generation, on_end: Callable[[], None]) -> None:
         self._generation = generation
         self._on_end = on_end
+        self.is_over = False
 
     def post(self, events: list[Event]) -> None:
         if any(isinstance(event, Finished | Failed) for event in events):
+            self.is_over = True
             self._on_end()
         self._generation.post(events)
 

@@ -3,6 +3,9 @@
 import asyncio
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +59,13 @@ class Served:
             clock=time.monotonic,
             spell=spell,
         )
+
+
+@dataclass(frozen=True)
+class Do:
+    """A command made of a function."""
+
+    run: Callable[[Worker], Any]
 
 
 @pytest.fixture
@@ -183,18 +193,143 @@ def test_a_worker_that_cannot_be_made_is_reported_by_start() -> None:
 
 
 def test_a_bug_between_requests_fails_them_and_the_engine_goes_on(served: Served) -> None:
+    def sabotage(worker: Worker) -> None:
+        broken = worker.step
+
+        def step_once() -> None:
+            worker.step = broken  # type: ignore[method-assign]
+            raise AssertionError("a bug")
+
+        worker.step = step_once  # type: ignore[method-assign]
+
     async def run() -> None:
-        def sabotage(worker: Worker) -> None:
-            broken = worker.step
-
-            def step_once() -> None:
-                worker.step = broken  # type: ignore[method-assign]
-                raise AssertionError("a bug")
-
-            worker.step = step_once  # type: ignore[method-assign]
-
-        served.engine.call(sabotage)
+        await served.engine.ask(Do(sabotage))
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("a"))), 10))[-1], Failed)
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 10))[-1], Finished)
 
     asyncio.run(run())
+
+
+def stop_while_asking(served: Served) -> list[Any]:
+    """Asks three commands of an engine whose device is busy, stops it, and returns what came of them."""
+
+    async def run() -> list[Any]:
+        served.runner.gate.clear()
+        served.engine.submit(request(max_tokens=150))
+        await asyncio.sleep(0.05)
+        stopping = asyncio.ensure_future(asyncio.to_thread(served.engine.stop))
+        await asyncio.sleep(0.05)
+        asked = [asyncio.ensure_future(served.engine.ask(Do(lambda worker: 1))) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        served.runner.gate.set()
+        await stopping
+        return list(await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 10))
+
+    return asyncio.run(run())
+
+
+def test_a_command_runs_on_the_worker_thread_of_an_idle_engine(served: Served) -> None:
+    async def run() -> Any:
+        return await asyncio.wait_for(served.engine.ask(Do(lambda worker: threading.current_thread().name)), 10)
+
+    assert asyncio.run(run()) == "mlx-serve-engine"
+
+
+def test_commands_and_requests_are_handled_in_the_order_of_their_arrival(served: Served) -> None:
+    def waiting(worker: Worker) -> int:
+        return sum(worker.stats()["requests"].values())
+
+    async def run() -> list[int]:
+        served.runner.gate.clear()
+        served.engine.submit(request("a"))
+        before = asyncio.ensure_future(served.engine.ask(Do(waiting)))
+        await asyncio.sleep(0)
+        served.engine.submit(request("b"))
+        after = asyncio.ensure_future(served.engine.ask(Do(waiting)))
+        await asyncio.sleep(0)
+        served.runner.gate.set()
+        return list(await asyncio.wait_for(asyncio.gather(before, after), 10))
+
+    assert asyncio.run(run()) in ([1, 2], [0, 1]), "a command overtook a request, or fell behind one"
+
+
+def test_the_error_of_a_command_reaches_who_asked_and_nobody_else(served: Served) -> None:
+    def fail(worker: Worker) -> None:
+        raise LookupError("not there")
+
+    async def run() -> Event:
+        generation = served.engine.submit(request())
+        with pytest.raises(LookupError, match="not there"):
+            await asyncio.wait_for(served.engine.ask(Do(fail)), 10)
+        return (await asyncio.wait_for(collect(generation), 10))[-1]
+
+    assert isinstance(asyncio.run(run()), Finished)
+
+
+def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Served) -> None:
+    ran: list[int] = []
+
+    async def run() -> None:
+        served.runner.gate.clear()
+        generation = served.engine.submit(request())
+        await asyncio.sleep(0.05)
+        asked = [asyncio.ensure_future(served.engine.ask(Do(lambda worker: ran.append(1)))) for _ in range(64)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await served.engine.ask(Do(lambda worker: ran.append(1)))
+        asked[0].cancel()
+        await asyncio.sleep(0)
+        served.runner.gate.set()
+        await asyncio.wait_for(asyncio.gather(*asked[1:], collect(generation)), 10)
+        await asyncio.wait_for(served.engine.ask(Do(lambda worker: ran.append(1))), 10)
+
+    asyncio.run(run())
+    assert len(ran) == 64, "63 of those that waited, and one more once there was room again"
+
+
+def test_a_command_that_finds_the_engine_ended_or_ending_is_answered() -> None:
+    served = Served()
+    assert all(isinstance(outcome, EngineStopped) for outcome in stop_while_asking(served))
+    with pytest.raises(EngineStopped):
+        asyncio.run(served.engine.ask(Do(lambda worker: 1)))
+
+
+def last_events(served: Served, sabotage: Callable[[Any], None]) -> list[Event]:
+    """Sabotages the worker and returns how three requests end."""
+
+    async def run() -> list[Event]:
+        await served.engine.ask(Do(sabotage))
+        served.runner.gate.clear()
+        generations = [served.engine.submit(request(name)) for name in ("a", "b", "c")]
+        served.runner.gate.set()
+        return [events[-1] for events in await asyncio.wait_for(asyncio.gather(*map(collect, generations)), 10)]
+
+    return asyncio.run(run())
+
+
+def test_when_the_thread_dies_everybody_is_told() -> None:
+    def sabotage(worker: Any) -> None:
+        stats = worker.stats
+        worker.stats = lambda: stats() if not worker.has_work else 1 / 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda arguments: None)
+        served = Served()
+        assert all(isinstance(last, Failed) for last in last_events(served, sabotage))
+    assert not served.engine.is_running
+
+
+def test_a_bug_while_a_request_is_taken_fails_it_and_the_engine_goes_on(served: Served) -> None:
+    def sabotage(worker: Any) -> None:
+        working = worker.submit
+
+        def submit_once(taken: GenerationRequest, sink: Any) -> None:
+            worker.submit = working
+            working(taken, sink)
+            raise AssertionError("a bug")
+
+        worker.submit = submit_once
+
+    kinds = [type(last) for last in last_events(served, sabotage)]
+    assert kinds == [Failed, Finished, Finished]
+    assert served.engine.stats()["open_requests"] == 0
