@@ -153,6 +153,9 @@ def _value(setting: "Field[Any]", value: Any) -> Any:
             return parse_size(value)
         except ConfigError as error:
             raise ConfigError(f"{setting.metadata['flag']}: {error}") from error
+    if setting.type is bool:
+        # A switch is given to get what is not the default.
+        return not setting.default
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -169,7 +172,8 @@ def _parameter(setting: "Field[Any]") -> inspect.Parameter:
         info: Any = typer.Argument(metavar="MODEL", help=f"{metadata['help']} Default: demo.")
         kind: Any = list[str] | None
     else:
-        info = typer.Option(metadata["flag"], help=metadata["help"] + _default(setting), metavar=_metavar(setting))
+        metavar = None if setting.type is bool else _metavar(setting)
+        info = typer.Option(metadata["flag"], help=metadata["help"] + _default(setting), metavar=metavar)
         kind = setting.type if not _is_size(setting) else str
         kind = kind | None
     return inspect.Parameter(
@@ -182,9 +186,9 @@ def _is_size(setting: "Field[Any]") -> bool:
 
 
 def _default(setting: "Field[Any]") -> str:
-    """Returns what to add to the help text; where the default is None, the text says itself what happens."""
+    """Returns what to add to the help text; that of a switch, or with a default of None, says itself what happens."""
     default: Any = setting.default
-    if default is None:
+    if default is None or setting.type is bool:
         return ""
     shown = f"{default // 2**20}MiB" if _is_size(setting) else default
     return f" Default: {shown}."

@@ -96,6 +96,11 @@ class ServerConfig:
         flag="--api-key",
         secret=True,
     )
+    prompt_hygiene: bool = _setting(
+        True,
+        "Leave the values that known clients change with every request at the head of the prompt as they are.",
+        flag="--no-prompt-hygiene",
+    )
     default_max_tokens: int | None = _setting(
         None,
         "Longest answer when the request names no limit; by default until the context is full.",
@@ -137,6 +142,9 @@ def _check_setting(name: str, kind: Any, value: Any, metadata: Any) -> None:
         return
     if kind == tuple[str, ...]:
         _check_names(name, value)
+    elif kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} is {value!r}; it must be true or false")
     elif kind in (str, str | None):
         _check_text(name, value, metadata["choices"])
     else:

@@ -61,7 +61,7 @@ def test_the_docs_have_one_row_per_setting() -> None:
     expected = {}
     for setting in fields(ServerConfig):
         value: Any = setting.default
-        default = "" if value is None else value[0] if isinstance(value, tuple) else value
+        default = "" if value is None or value is True else value[0] if isinstance(value, tuple) else value
         if value and setting.metadata["unit"] == "bytes":
             default = f"{value // 2**20}MiB"
         expected[setting.metadata["flag"]] = f" {default} | {setting.metadata['help']}"
@@ -128,6 +128,11 @@ def test_an_unknown_model_gets_one_line_and_status_1(command: str, tmp_path: Pat
 def test_flags_become_settings() -> None:
     config = config_from({"models": ["demo"], "port": 9000, "cache_memory_bytes": "2GiB", "api_key": None})
     assert config == ServerConfig(models=("demo",), port=9000, cache_memory_bytes=2 << 30)
+
+
+def test_a_switch_is_given_without_a_value() -> None:
+    assert config_from({"prompt_hygiene": None}).prompt_hygiene
+    assert not config_from({"prompt_hygiene": True}).prompt_hygiene
 
 
 def test_without_a_model_it_is_the_demo() -> None:

@@ -36,6 +36,7 @@ def test_defaults_pass_the_check() -> None:
         ("drain_seconds", float("inf")),
         ("drain_seconds", None),
         ("log_level", "loud"),
+        ("prompt_hygiene", 1),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named_with_its_value(name: str, value: Any) -> None:

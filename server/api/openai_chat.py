@@ -29,8 +29,10 @@ from server.api.prepare import Origin, build_request
 from server.api.served import ApiContext, ServedModel
 from server.api.tools import PlainOutput, ToolCall, ToolOutput
 from server.api.wire import SYSTEM_FINGERPRINT, parse_body
+from server.config import ServerConfig
 from server.engine.events import Delta, Finished, FinishReason
 from server.engine.request import GenerationRequest
+from server.hygiene import settle_messages
 
 MAX_EXPLICIT_POINTS = 16
 
@@ -45,7 +47,7 @@ def plan_chat(context: ApiContext, origin: Origin) -> Plan:
     body = parse_body(ChatBody, dict(origin.raw), REFUSED_IN_CHAT)
     model = context.find_model(body.model)
     tools = _offered_tools(body, origin, model)
-    prompt = _render(body, tools, model)
+    prompt = _render(body, tools, model, context.config)
     request = build_request(
         body,
         prompt,
@@ -69,8 +71,12 @@ def _offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[M
     return list(origin.raw["tools"])
 
 
-def _render(body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ServedModel) -> RenderedPrompt:
+def _render(
+    body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ServedModel, config: ServerConfig
+) -> RenderedPrompt:
     messages = template_messages(body.messages)
+    if config.prompt_hygiene:
+        messages = settle_messages(messages)
     if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
         message = f"messages: at most {MAX_EXPLICIT_POINTS} may carry cache_control"
         raise ApiError(Code.INVALID_VALUE, message, "messages")

@@ -311,3 +311,22 @@ def test_a_finished_reply_is_told_to_the_renderer_with_its_tokens(engine: FakeEn
         engine.script = script
         client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
     assert renderer.replies == [("Hello there.", (0, 1, 2))], "only an answer that the model ended is whole"
+
+
+@pytest.mark.parametrize("as_part", [True, False])
+def test_a_nonce_at_the_head_reaches_the_engine_as_a_constant_unless_told_otherwise(
+    engine: FakeEngine, as_part: bool
+) -> None:
+    def ask_with(client: TestClient, nonce: str) -> None:
+        line = f"x-anthropic-billing-header: cc_version=2.1.100.7b4; cch={nonce};\nBe terse."
+        content = [{"type": "text", "text": line}] if as_part else line
+        ask(client, messages=[{"role": "developer", "content": content}, *HI])
+
+    settled = TestClient(create_app(engine, fake_model(), ServerConfig()))
+    verbatim = TestClient(create_app(engine, fake_model(), ServerConfig(prompt_hygiene=False)))
+    for client in (settled, verbatim):
+        ask_with(client, "eb6c6")
+        ask_with(client, "0aaa9")
+    first, second, third, fourth = (request.tokens.tolist() for request in engine.requests)
+    assert first == second
+    assert third != fourth
