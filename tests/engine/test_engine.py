@@ -316,6 +316,7 @@ def test_when_the_thread_dies_everybody_is_told() -> None:
         patch.setattr(threading, "excepthook", lambda arguments: None)
         served = Served()
         assert all(isinstance(last, Failed) for last in last_events(served, sabotage))
+        served.engine.stop()  # waits for the thread to be gone
     assert not served.engine.is_running
 
 
