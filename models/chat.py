@@ -227,7 +227,8 @@ class _Conversation:
             roles=tuple(str(message["role"]) for message in self._messages),
             head_end=ends.get(RestorePointKind.SYSTEM_END, 0),
             prompt_end=ends.get(RestorePointKind.PROMPT_END, 0),
-            tools_digest=hashlib.sha256(json.dumps(self._tools).encode()).hexdigest() if self._tools else "",
+            tools_digest=_digest(self._tools) if self._tools else "",
+            tools_set_digest=_digest(sorted(map(_canonical, self._tools))) if self._tools else "",
         )
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
@@ -292,6 +293,14 @@ class _SlowlyTokenized(_Tokenized):
         length = min(len(start), len(self.ids))
         differs = np.flatnonzero(self.ids[:length] != np.array(start[:length], dtype=np.int32))
         return int(differs[0]) if len(differs) else length
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _canonical(tool: Mapping[str, Any]) -> str:
+    return json.dumps(tool, sort_keys=True)
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any]) -> Pieces | None:

@@ -17,6 +17,8 @@ class Outline:
     """Where the conversation ends and the header of the answer begins; 0 if there is none."""
     tools_digest: str = ""
     """Equal for equal tools."""
+    tools_set_digest: str = ""
+    """Equal for the same tools, in whatever order they and their keys were written."""
 
     def message_at(self, offset: int) -> tuple[int | None, str | None]:
         """Returns index and role of the message that the token at `offset` belongs to; None without messages."""

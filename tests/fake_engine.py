@@ -18,6 +18,7 @@ from cache.placement import RestorePoint, RestorePointKind
 from models.chat import ChatTemplateError, Message, RenderedPrompt
 from server.api.served import ServedModel
 from server.api.tools import ToolFormat
+from server.engine.commands import Command
 from server.engine.diagnosis import Miss, Reuse
 from server.engine.errors import EngineStopped, QueueFull
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
@@ -53,6 +54,7 @@ class FakeEngine:
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
+    commands: list[Command[Any, Any]] = field(default_factory=list)
     cancel_seen: threading.Event = field(default_factory=threading.Event)
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -69,6 +71,11 @@ class FakeEngine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return generation
+
+    async def ask(self, command: Command[Any, Any]) -> Any:
+        if not self.is_running:
+            raise EngineStopped("stopped")
+        self.commands.append(command)
 
     def stats(self) -> dict[str, Any]:
         return {"requests": len(self.requests), "cancelled": len(self.cancelled)}

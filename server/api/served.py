@@ -9,6 +9,7 @@ from models.sampling import SamplingParams
 from server.api.errors import ApiError, Code, stopped
 from server.api.tools import ToolFormat
 from server.config import ServerConfig
+from server.engine.commands import Command
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 
@@ -53,6 +54,10 @@ class EnginePort(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Returns counters and gauges at once, never waiting for the worker."""
+        ...
+
+    async def ask(self, command: Command[Any, Any]) -> Any:
+        """Has a command run on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
         ...
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from cache.trie import TokenArray, common_prefix_length
 from models.outline import Outline
 
@@ -17,6 +19,9 @@ MAX_TURNS = 4
 """Turns kept per session: one for each conversation that shares its id."""
 MAX_SESSIONS = 1024
 _CONTEXT_TOKENS = 12
+_SAMPLE_TOKENS = 16
+_MIN_SAMPLE_TOKENS = 8
+"""Tokens that are looked for further on in the earlier prompt: fewer may stand there by chance."""
 
 Spell = Callable[[TokenArray], str]
 """Turns tokens into text."""
@@ -47,6 +52,10 @@ class Miss:
     """Words of the earlier prompt around that place."""
     after: str = ""
     """The same place in this prompt."""
+    dropped_tokens: int = 0
+    """Tokens of the earlier prompt left out there, where what follows is what stood behind them; else 0."""
+    is_reordered: bool = False
+    """Whether the tools are those of the earlier prompt, written in another order."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Reuse:
     kept: float | None
     """Share of the session's previous prompt that was reused, 0 to 1; None without one."""
     miss: Miss | None
+    lost_tokens: int = 0
+    """Prompt tokens evaluated because of the miss, as far as the previous prompt reached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +96,10 @@ class Sessions:
         while len(self._turns) > MAX_SESSIONS:
             self._turns.popitem(last=False)
 
+    def forget(self, namespace: str, session_id: str) -> None:
+        """Drops the turns of a session; an unknown one has none."""
+        self._turns.pop((namespace, session_id), None)
+
     def previous(self, namespace: str, session_id: str, tokens: TokenArray) -> Turn | None:
         """Returns the turn that a prompt shares most with."""
         return self.closest(self._turns.get((namespace, session_id), []), tokens)
@@ -108,21 +123,42 @@ def diagnose(
     if previous is None:
         return Reuse(match, hit, None, Miss(MissReason.COLD, token=hit) if hit == 0 else None)
     kept = min(hit, previous.num_prompt_tokens) / previous.num_prompt_tokens
+    miss = _find_miss(previous, tokens, outline, match, hit, spell)
+    held = min(previous.num_prompt_tokens, len(previous.tokens), len(tokens))
+    return Reuse(match, hit, kept, miss, max(0, held - hit) if miss else 0)
+
+
+def _find_miss(
+    previous: Turn, tokens: TokenArray, outline: Outline, match: int, hit: int, spell: Spell
+) -> Miss | None:
     common = min(common_prefix_length(previous.tokens, tokens), len(tokens) - 1)
     if hit < common:
         reason = MissReason.EVICTED if match < common else MissReason.NO_RESTORE_POINT
-        return Reuse(match, hit, kept, Miss(reason, *outline.message_at(hit), token=hit))
+        return Miss(reason, *outline.message_at(hit), token=hit)
     prompt_end = previous.outline.prompt_end or previous.num_prompt_tokens
     if common < min(prompt_end, len(previous.tokens), len(tokens) - 1):
-        return Reuse(match, hit, kept, _change(previous, tokens, outline, common, spell))
-    return Reuse(match, hit, kept, None)
+        return _change(previous, tokens, outline, common, spell)
+    return None
 
 
 def _change(previous: Turn, tokens: TokenArray, outline: Outline, common: int, spell: Spell) -> Miss:
     index, role = outline.message_at(common)
-    reason = MissReason.MESSAGES_CHANGED
+    reason, is_reordered = MissReason.MESSAGES_CHANGED, False
     if common < max(outline.head_end, previous.outline.head_end):
         tools_differ = outline.tools_digest != previous.outline.tools_digest
         reason = MissReason.TOOLS_CHANGED if tools_differ else MissReason.SYSTEM_CHANGED
+        is_reordered = tools_differ and outline.tools_set_digest == previous.outline.tools_set_digest
     around = slice(max(0, common - _CONTEXT_TOKENS), common + _CONTEXT_TOKENS)
-    return Miss(reason, index, role, common, spell(previous.tokens[around]), spell(tokens[around]))
+    before, after = spell(previous.tokens[around]), spell(tokens[around])
+    dropped = _count_dropped(previous.tokens[common:], tokens[common : common + _SAMPLE_TOKENS])
+    return Miss(reason, index, role, common, before, after, dropped, is_reordered)
+
+
+def _count_dropped(earlier: TokenArray, sample: TokenArray) -> int:
+    """Returns how far into `earlier` the sample begins; 0 if it is not there, or too short to tell."""
+    if len(sample) < _MIN_SAMPLE_TOKENS:
+        return 0
+    places = np.arange(max(0, len(earlier) - len(sample) + 1))
+    for number, token in enumerate(sample):
+        places = places[earlier[places + number] == token]
+    return int(places[0]) if len(places) else 0

@@ -137,6 +137,13 @@ class Worker:
                 self._tell(sequence, sequence.cancel(self._clock()))
             self._leave(sequence)
 
+    def forget_session(self, namespace: str, session_id: str) -> None:
+        """Drops a session's turns and its claim to a slot; the state of its tokens stays for others."""
+        self._sessions.forget(namespace, session_id)
+        for slot in self.prefix_cache.slots:
+            if (slot.namespace, slot.session_id) == (namespace, session_id):
+                slot.session_id = None
+
     def fail_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping their progress where possible."""
         for sequence in list(self._sequences.values()):

@@ -1,6 +1,7 @@
 """The reason for every miss, one story each."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -120,3 +121,46 @@ class TestSessions:
         sessions = Sessions()
         sessions.record("a", "s", FIRST)
         assert sessions.previous("b", "s", FIRST.tokens) is None
+
+
+def test_what_a_change_cost_is_counted_as_far_as_the_previous_prompt_reached() -> None:
+    changed = [*HEAD[:8], 916, *HEAD[9:]]
+    longer = story(tokens_of(changed, USER, [1, 2], REPLY, USER), outline_of(20, 10, 5, 10), match=8, hit=8)
+    assert longer.lost_tokens == 32 - 8
+    shorter = story(tokens_of(changed, USER[:5]), outline_of(20, 5), match=8, hit=8)
+    assert shorter.lost_tokens == 25 - 8
+    extended = story(tokens_of(FIRST.tokens.tolist(), USER), outline_of(20, 10, 7, 10), match=37, hit=37)
+    assert extended.lost_tokens == 0
+
+
+def test_messages_left_out_are_told_from_messages_changed() -> None:
+    long = Turn(tokens_of(HEAD, USER, REPLY, range(400, 430), [1, 2]), 67, outline_of(20, 10, 5, 30))
+    trimmed = story(tokens_of(HEAD, range(400, 430), [1, 2]), outline_of(20, 30), match=20, hit=20, previous=long)
+    assert trimmed.miss is not None and trimmed.miss.dropped_tokens == 15
+    edited = story(tokens_of(HEAD, range(500, 530)), outline_of(20, 30), match=20, hit=20, previous=long)
+    assert edited.miss is not None and edited.miss.dropped_tokens == 0
+    brief = story(tokens_of(HEAD, range(400, 407)), outline_of(20, 7), match=20, hit=20, previous=long)
+    assert brief.miss is not None and brief.miss.dropped_tokens == 0
+
+
+def test_the_same_tools_in_another_order_are_told_from_other_tools() -> None:
+    def turn_with(digest: str, set_digest: str) -> Outline:
+        return replace(outline_of(20, 10, tools=digest), tools_set_digest=set_digest)
+
+    first = Turn(FIRST.tokens, 32, turn_with("a", "same"))
+    changed = tokens_of(HEAD[:8], [916], HEAD[9:], USER)
+    for outline, expected in ((turn_with("b", "same"), True), (turn_with("b", "other"), False)):
+        miss = story(changed, outline, match=8, hit=8, previous=first).miss
+        assert miss is not None and miss.is_reordered is expected
+    same_tools = story(changed, turn_with("a", "same"), match=8, hit=8, previous=first).miss
+    assert same_tools is not None and not same_tools.is_reordered
+
+
+def test_a_forgotten_session_has_no_previous_turn() -> None:
+    sessions = Sessions()
+    for namespace in ("ours", "theirs"):
+        sessions.record(namespace, "s", FIRST)
+    sessions.forget("ours", "s")
+    sessions.forget("ours", "never seen")
+    assert sessions.previous("ours", "s", FIRST.tokens) is None
+    assert sessions.previous("theirs", "s", FIRST.tokens) is FIRST
