@@ -157,6 +157,12 @@ class DiskTier:
         self._make_room(0)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether so much waits to be written that more had better wait too."""
+        self._settle()
+        return 2 * self.in_flight_bytes > self._max_in_flight
+
+    @property
     def ahead_bytes(self) -> int:
         """Bytes of memory that hold what was read ahead and not loaded yet, about."""
         return self._ahead.num_bytes if self._ahead is not None else 0
@@ -187,6 +193,17 @@ class DiskTier:
         self._settle()
         file = self._tree.snapshot(namespace, tokens)
         return snapshot_in(file) if file is not None and file.state is FileState.WRITTEN else None
+
+    def covered(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan:
+        """Returns what is on disk, or on its way there, of the tokens `[start, len(tokens))`; it may have gaps."""
+        self._settle()
+        return self._tree.covered(namespace, tokens, start)
+
+    def snapshots(self, namespace: str, tokens: TokenArray) -> list[FileSnapshot]:
+        """Returns the snapshots on disk on the way to the end of `tokens`, the deepest first."""
+        self._settle()
+        files = self._tree.snapshots(namespace, tokens)
+        return [snapshot_in(file) for file in files if file.state is FileState.WRITTEN]
 
     def poll(self) -> int:
         """Takes notice of what was written; returns how many files are gone since the last call.
@@ -313,10 +330,10 @@ class DiskTier:
         self._settle()
         self._drop(self._tree.cut(namespace, tokens, start))
 
-    def clear(self) -> None:
-        """Deletes everything."""
+    def clear(self, namespace: str | None = None) -> None:
+        """Deletes everything, or everything of one namespace."""
         self._settle()
-        self._drop(self._tree.files())
+        self._drop(self._tree.files(namespace))
 
     def _make_room(self, num_bytes: int) -> bool:
         """Deletes what was used longest ago so that `num_bytes` more fit; what was just touched stays.

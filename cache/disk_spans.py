@@ -102,6 +102,16 @@ class FileSpan:
         return not any(self.missing()) and all(file.state is FileState.WRITTEN for file in self.files)
 
     @property
+    def written_stop(self) -> int:
+        """Where the rows end that are on disk without a gap from `start` on."""
+        stop = self.start
+        for part in self.parts:
+            if part.start > stop or part.file.state is not FileState.WRITTEN:
+                break
+            stop = part.stop
+        return stop
+
+    @property
     def file_bytes(self) -> int:
         """Bytes on disk, a file that is here in part counted in proportion."""
         return sum(part.num_bytes for part in self.parts)

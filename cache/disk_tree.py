@@ -67,6 +67,12 @@ class DiskTree:
         """Returns the file that holds the snapshot right after `tokens`."""
         return _snapshot_at(self._match(namespace, tokens), len(tokens))
 
+    def snapshots(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
+        """Returns the files of the snapshots on the way to the end of `tokens`, the deepest first."""
+        match = self._match(namespace, tokens)
+        found = [_snapshot_file(node) for node in match.path if node.stop <= match.length]
+        return [file for file in reversed(found) if file is not None]
+
     def on_path(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
         """Returns the files that restoring at `len(tokens)` needs, as far as they are there."""
         match = self._match(namespace, tokens)
@@ -79,9 +85,10 @@ class DiskTree:
         for namespace, node in self._nodes():
             yield namespace, node, FileSpan(node.start, node.stop, tuple(_live_parts(node))), _snapshot_file(node)
 
-    def files(self) -> list[StoredFile]:
-        """Returns all files."""
-        return list(dict.fromkeys(file for _, node in self._nodes() for file in _files(node)))
+    def files(self, namespace: str | None = None) -> list[StoredFile]:
+        """Returns all files, or those of one namespace."""
+        nodes = (node for name, node in self._nodes() if namespace is None or name == namespace)
+        return list(dict.fromkeys(file for node in nodes for file in _files(node)))
 
     def _match(self, namespace: str, tokens: TokenArray) -> Match:
         # Asking for a namespace must not make one: a client may name a new one with each request.

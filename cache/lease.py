@@ -43,6 +43,8 @@ class Tier(StrEnum):
     """It was in the slot already."""
     MEMORY = "memory"
     """It was paged in, or copied from another slot."""
+    DISK = "disk"
+    """Some of it was read from disk."""
 
 
 class Lease:
@@ -124,6 +126,11 @@ class Lease:
         elif self.offset % MEASURE_TOKENS == 0:
             self._owner.measure(self._slot)
 
+    def keep(self, kind: RestorePointKind) -> None:
+        """Captures a restore point where the sequence is now, asked for or not. Its caches must be evaluated."""
+        self._owner.commit(self._slot)
+        self._owner.capture(self._slot, kind)
+
     def close(self) -> None:
         """Ends the sequence; all of it stays live in the slot and known to the trie."""
         self._end()
@@ -149,6 +156,9 @@ class PrivateLease(Lease):
     """A lease whose sequence neither reuses nor leaves anything: the trie never hears of it."""
 
     def want(self, point: RestorePoint) -> None:
+        """Nothing is captured."""
+
+    def keep(self, kind: RestorePointKind) -> None:
         """Nothing is captured."""
 
     def advance(self, tokens: TokenArray) -> None:

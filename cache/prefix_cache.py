@@ -13,13 +13,16 @@ evaluate. All methods belong to the worker thread. This module knows no models, 
 recency is a counter.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from cache import placement
-from cache.errors import BudgetExceeded
+from cache.archive import Archive, Recall, tokens_of
+from cache.disk import DiskTier
+from cache.disk_ahead import Prefetch
+from cache.errors import BudgetExceeded, DiskFault
 from cache.layers import LayerCache, Layout, RowSource, Segment
 from cache.lease import Lease, PrivateLease, Tier
 from cache.placement import RestorePoint, RestorePointKind
@@ -39,12 +42,18 @@ class PrefixCache:
         num_slots: int,
         budget_bytes: int,
         layout: Layout | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
-        """`layout` says how the caches come apart; by default it is found from what `make_caches` makes."""
+        """`layout` says how the caches come apart; by default it is found from what `make_caches` makes.
+
+        What does not fit the budget goes to `disk`, if there is one, as does what is idle.
+        """
         self._make_caches = make_caches
         self.layout = layout or Layout(make_caches())
         self.room = Room(self.layout, budget_bytes)
         self.ledger = self.room.ledger
+        self.archive = Archive(disk, self.layout) if disk is not None else None
+        self.room.before_dropping = self._save_dropped
         self.slots: list[Slot] = []
         root = self._trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
@@ -62,13 +71,18 @@ class PrefixCache:
         restore_points: Iterable[RestorePoint] = (),
         expected_tokens: int = 0,
         reuse: bool = True,
+        is_volatile: bool = False,
     ) -> Lease | None:
         """Gives a prompt a slot with as much of it restored as can be; None if it must wait for another request.
 
-        `expected_tokens` is the output to make room for. Raises BudgetExceeded if the prompt can never fit.
+        `expected_tokens` is the output to make room for; state that `is_volatile` is never written to disk. Raises
+        BudgetExceeded if the prompt can never fit.
         """
+        if all(slot.is_leased for slot in self.slots):
+            return None
         self._clock += 1
         trie = self._trie(namespace)
+        is_recalled = reuse and self._recall(trie, tokens[:-1])
         match = trie.match(tokens[:-1]) if reuse else Match([], 0)
         stored = deepest(self.layout, match)
         slot = self._choose(tokens[: match.length], namespace, session_id, stored)
@@ -79,9 +93,10 @@ class PrefixCache:
         if not self._make_room(slot, match.path, offset, capacity):
             return None
         common = common_prefix_length(slot.log.view(), tokens[:offset]) if slot.namespace == namespace else 0
-        tier = Tier.LIVE if common == offset else Tier.MEMORY
+        tier = Tier.DISK if is_recalled else Tier.LIVE if common == offset else Tier.MEMORY
         self._switch(slot, trie, namespace, match.path, offset, capacity)
         slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
+        slot.is_volatile = is_volatile
         wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
         slot.turn_start = min(
             (p.offset for p in wanted if p.kind is RestorePointKind.PROMPT_END), default=len(tokens) - 1
@@ -94,10 +109,24 @@ class PrefixCache:
     def peek(self, tokens: TokenArray, *, namespace: str = "") -> int:
         """Returns how many prompt tokens could be restored now, without touching anything."""
         match = self.room.find_trie(namespace).match(tokens[:-1])
-        stored = deepest(self.layout, match)
+        restorable = self._restorable(namespace, tokens, match)
+        recall = self._find_on_disk(namespace, tokens[:-1], match.length, restorable)
+        return restorable if recall is None else recall.offset
+
+    def prefetch(self, tokens: TokenArray, *, namespace: str = "") -> Prefetch | None:
+        """Begins to read from disk what `begin` would have to wait for; None if there is nothing of the kind."""
+        if self.archive is None:
+            return None
+        match = self.room.find_trie(namespace).match(tokens[:-1])
+        restorable = self._restorable(namespace, tokens, match)
+        recall = self._find_on_disk(namespace, tokens[:-1], match.length, restorable)
+        return self.archive.prefetch(recall) if recall is not None else None
+
+    def _restorable(self, namespace: str, tokens: TokenArray, match: Match) -> int:
+        """Returns how many tokens of a prompt an idle slot or the trie can restore."""
         known = tokens[: match.length]
         live = [s.offset for s in self.slots if not s.is_leased and self._continues(s, namespace, known)]
-        return max([stored, *live])
+        return max([deepest(self.layout, match), *live])
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
         """Learns from caches that hold a few tokens how large one is, and which layers the model really uses.
@@ -125,8 +154,11 @@ class PrefixCache:
         if known < slot.offset:
             tip = trie.extend(slot.tip, slot.log.view(known), may_split=may_split)
             for node in tip.path():
-                if node.start >= known and (node.home is None):
+                if node.start >= known and node.home is None:
+                    node.is_volatile = slot.is_volatile and node.span is None
                     trie.settle(node, slot)
+                # What an ordinary request holds too is no secret of the volatile one that brought it.
+                node.is_volatile &= slot.is_volatile
             self._move_tip(slot, tip)
             tip.last_used = self._clock
             self._compact(trie, tip)
@@ -173,6 +205,82 @@ class PrefixCache:
         self._empty(slot)
         if lost is not None:
             self.room.drop_below(trie, lost)
+
+    # -------------------------------------------------------------------------------------------------- disk
+
+    def _find_on_disk(self, namespace: str, tokens: TokenArray, known: int, restorable: int) -> Recall | None:
+        if self.archive is None:
+            return None
+        return self.archive.find(namespace, tokens, known=known, restorable=restorable)
+
+    def _recall(self, trie: PrefixTrie, tokens: TokenArray) -> bool:
+        """Reads what disk can add to a prompt into the trie, if memory has room; whether there was something."""
+        while True:
+            match = trie.match(tokens)
+            restorable = self._restorable(trie.namespace, tokens, match)
+            recall = self._find_on_disk(trie.namespace, tokens, match.length, restorable)
+            if recall is None or self.archive is None:
+                return False
+            if self._evict(self.ledger.excess_bytes(recall.num_bytes), protected=match.path) > 0:
+                return False
+            try:
+                self._graft(trie, tokens[: recall.offset], *self.archive.load(trie.namespace, tokens, recall))
+            except DiskFault:
+                continue  # without the file at fault, disk may still have something
+            return True
+
+    def _graft(
+        self, trie: PrefixTrie, tokens: TokenArray, segment: Segment | None, snapshot: Snapshot | None
+    ) -> None:
+        """Hangs state that was read on the node at the end of `tokens`, made now if there is a segment for it."""
+        tip = trie.extend(trie.root, tokens)
+        if segment is not None:
+            trie.store(tip, segment)
+        if snapshot is not None:
+            tip.kind = RestorePointKind.TURN_END
+            trie.snap(tip, snapshot)
+        tip.last_used = self._clock
+        self.room.offer(trie, tip)
+
+    def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
+        if self.archive is not None:
+            self.archive.save_node(trie.namespace, node, with_span=not node.children)
+
+    def save(self) -> Iterator[None]:
+        """Has everything written that disk lacks, a piece with each step: idle slots first, then what is stored.
+
+        For when there is nothing else to do. Begin anew after any other call.
+        """
+        if self.archive is None:
+            return
+        for slot in sorted(self.slots, key=lambda slot: slot.last_used, reverse=True):
+            if not slot.is_leased and slot.tip.parent is not None:
+                yield from self._save_slot(self.archive, slot)
+        for trie, node in list(self.room.nodes()):
+            if node.num_bytes and node.parent is not None:
+                self.archive.save_node(trie.namespace, node)
+                yield
+
+    def _save_slot(self, archive: Archive, slot: Slot) -> Iterator[None]:
+        """Has an idle sequence written. What lives in a slot is copied for that, an edge at a time."""
+        path = slot.tip.path()
+        for depth, node in enumerate(path, 1):
+            tokens = tokens_of(path[:depth])
+            if node.home is slot and not node.is_volatile and archive.missing(slot.namespace, tokens, node.start):
+                (segment,) = self.layout.cut_spans(slot.caches, [(node.start, node.stop)])
+                archive.save_span(slot.namespace, tokens, segment)
+                yield
+        if not self.layout.needs_snapshots or slot.tip.is_volatile or slot.tip.snapshot is not None:
+            return
+        if not archive.has_snapshot(slot.namespace, slot.log.view(0, slot.tip.stop)):
+            archive.save_snapshot(slot.namespace, path, self._snapshot(slot))
+            yield
+
+    def end(self, timeout_seconds: float) -> None:
+        """Ends the cache; with a disk, what it lacks is written first, as far as time allows."""
+        if self.archive is not None:
+            self.archive.close(self.save(), timeout_seconds)
+            self.archive = None
 
     # ------------------------------------------------------------------------------------------------ paging
 

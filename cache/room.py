@@ -4,7 +4,7 @@ Invariant: the ledger's stored bytes are the bytes of all nodes. A leaf goes who
 go. What lives in a slot is never dropped here. Which of several candidates goes first is `cache.eviction`'s to say.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cache import eviction
 from cache.layers import Layout
@@ -22,6 +22,8 @@ class Room:
     def __init__(self, layout: Layout, budget_bytes: int) -> None:
         self.ledger = Ledger(budget_bytes)
         self.num_evictions = 0
+        self.before_dropping: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
+        """Told of a node whose state, or whose snapshot, is about to go."""
         self._layout = layout
         self._tries: dict[str, PrefixTrie] = {}
         self._queue, self._max_queue = eviction.Queue(()), QUEUE_ROOM
@@ -30,7 +32,7 @@ class Room:
         """Returns the trie of a namespace; forgets empty ones, but for those `in_use`."""
         if namespace not in self._tries:
             self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in in_use}
-            self._tries[namespace] = PrefixTrie(lambda num_bytes: self.ledger.store(num_bytes))
+            self._tries[namespace] = PrefixTrie(lambda num_bytes: self.ledger.store(num_bytes), namespace)
         return self._tries[namespace]
 
     def find_trie(self, namespace: str) -> PrefixTrie:
@@ -110,6 +112,7 @@ class Room:
     def _drop_leaf(self, trie: PrefixTrie, node: Node) -> None:
         """Drops a leaf, and what above it holds no bytes; queues what is a leaf then."""
         self.num_evictions += 1
+        self.before_dropping(trie, node)
         parent = node.parent
         trie.remove(node)
         while parent is not None and _is_free_leaf(parent) and not parent.num_bytes:
@@ -125,6 +128,7 @@ class Room:
         rest = Snapshot(snapshot.offset, snapshot.window, None) if is_leant_on(self._layout, node) else None
         if rest is None or rest.num_bytes < snapshot.num_bytes:
             self.num_evictions += 1
+            self.before_dropping(trie, node)
             trie.snap(node, rest)
         if rest is None and node.parent is not None:
             self.offer(trie, node.parent)  # which may have been leant on from here

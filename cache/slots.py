@@ -54,6 +54,8 @@ class Slot:
     """The trie node where the sequence ends, or its last part that the trie knows."""
     namespace: str = ""
     session_id: str | None = None
+    is_volatile: bool = False
+    """The state of this sequence is to stay in memory."""
     is_leased: bool = False
     turn_start: int = 0
     """Where the part of the last prompt begins that its next turn may render differently."""

@@ -62,6 +62,7 @@ class Node:
         "children",
         "home",
         "is_explicit",
+        "is_volatile",
         "kind",
         "last_used",
         "num_slots",
@@ -89,6 +90,8 @@ class Node:
         """Why its snapshot was taken; means nothing here."""
         self.is_explicit = False
         """A restore point that was asked for by name: never merged away."""
+        self.is_volatile = False
+        """Known only from requests whose state is to stay in memory."""
 
     @property
     def stop(self) -> int:
@@ -135,7 +138,9 @@ class PrefixTrie:
     `count_bytes` is told how many bytes of stored state each change adds, negative when it frees some.
     """
 
-    def __init__(self, count_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
+    def __init__(self, count_bytes: Callable[[int], None] = lambda num_bytes: None, namespace: str = "") -> None:
+        self.namespace = namespace
+        """Means nothing here."""
         self.root = Node(None, np.empty(0, np.int32), 0)
         self.num_nodes = 0
         self._count_bytes = count_bytes
@@ -187,7 +192,7 @@ class PrefixTrie:
         spans = node.span.split(offset) if node.span is not None else (None, None)
         snapshots = node.snapshot.split(offset) if node.snapshot is not None else (None, None)
         upper = Node(node.parent, node.tokens[:cut].copy(), node.start)
-        upper.home, upper.last_used = node.home, node.last_used
+        upper.home, upper.last_used, upper.is_volatile = node.home, node.last_used, node.is_volatile
         (upper.span, node.span), (upper.snapshot, node.snapshot) = spans, snapshots
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
         upper.parent.children[int(upper.tokens[0])] = upper  # type: ignore[union-attr]
@@ -209,6 +214,7 @@ class PrefixTrie:
             and len(parent.children) == 1
             and not (parent.is_explicit or parent.num_slots or parent.snapshot is not None)
             and parent.home is node.home
+            and parent.is_volatile is node.is_volatile
             and (parent.span is None) == (node.span is None)
         )
 
