@@ -21,6 +21,12 @@ settings.register_profile("mlx-serve", deadline=None)
 settings.load_profile("mlx-serve")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Spreads a run of everything over the cores; a part runs in this process, with its output and its debugger."""
+    is_part = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.getoption("keyword")
+    return 0 if is_part else None
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_network() -> Iterator[None]:
     """Lets connections of this process reach loopback addresses only."""
