@@ -5,16 +5,20 @@ here only passes messages. `stats` and `is_running` answer at once, however busy
 """
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from cache.disk import DiskTier
+from cache.errors import DiskInUse
 from cache.prefix_cache import PrefixCache
 from models.loader import LoadedModel
 from models.runner import Runner
@@ -30,6 +34,11 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 2
 CALIBRATION_TOKENS = 8
+MAX_IN_FLIGHT_BYTES = 1 << 30
+QUIET_SECONDS = 5.0
+"""Silence after which the worker does what could wait."""
+BREATH_SECONDS = 0.005
+"""Pause between two pieces of such work."""
 MAX_COMMANDS = 64
 """Commands that may wait for the end of a step."""
 
@@ -52,6 +61,10 @@ class EngineConfig:
     """Requests that may wait beyond those that run."""
     expected_tokens: int = 512
     """Output that live buffers are sized for; a longer one grows them."""
+    disk_folder: Path | None = None
+    """Where state goes that memory has no room for; nowhere if None."""
+    disk_bytes: int = 0
+    """How much of it."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +119,12 @@ class Engine:
 
         def make_worker() -> Worker:
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size)
+            disk = _open_disk(config, loaded.fingerprint)
             prefix_cache = PrefixCache(
-                runner.make_caches, num_slots=config.max_slots, budget_bytes=config.budget_bytes
+                runner.make_caches,
+                num_slots=config.max_slots,
+                budget_bytes=config.budget_bytes - (2 * _in_flight_bytes(config) if disk is not None else 0),
+                disk=disk,
             )
             _calibrate(runner, prefix_cache)
             return Worker(
@@ -161,7 +178,7 @@ class Engine:
         if not self.is_running:
             raise EngineStopped("the engine is not running")
         room = self._config.context_tokens - len(request.tokens)
-        if room < 1 or not len(request.tokens) or request.max_tokens < 1:
+        if room < 1 or not len(request.tokens) or request.max_tokens < 0:
             raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
         generation = Generation(request.request_id, lambda request_id: self._inbox.put(_Cancel(request_id)))
         sized = replace(request, max_tokens=min(request.max_tokens, room))
@@ -239,13 +256,31 @@ class Engine:
     def _read_inbox(self, worker: Worker) -> bool:
         """Handles all messages, waiting for one if there is nothing else to do; False when it is time to stop."""
         while True:
-            try:
-                message = self._inbox.get(block=not worker.has_work)
-            except queue.Empty:
+            message = self._next_message(worker)
+            if message is None:
                 return True
             if isinstance(message, _Stop):
                 return False
             self._handle(worker, message)
+
+    def _next_message(self, worker: Worker) -> _Message | None:
+        """Returns the next message; None if there is none and requests wait. Silence is used for what could wait."""
+        with contextlib.suppress(queue.Empty):
+            if worker.has_work:
+                return self._inbox.get_nowait()
+            return self._inbox.get(timeout=QUIET_SECONDS)
+        return None if worker.has_work else self._work_idly(worker)
+
+    def _work_idly(self, worker: Worker) -> _Message:
+        """Lets the worker do what could wait, until a message comes; then waits for one."""
+        try:
+            for _ in worker.idle_work():
+                with contextlib.suppress(queue.Empty):
+                    return self._inbox.get(timeout=BREATH_SECONDS)
+        except Exception:  # a bug of ours; nobody waits for this work
+            logger.exception("the engine failed while it was idle")
+        self._stats = worker.stats()
+        return self._inbox.get()
 
     def _handle(self, worker: Worker, message: _Message) -> None:
         if isinstance(message, _Submit):
@@ -306,6 +341,26 @@ class _CountingSink:
             self.is_over = True
             self._on_end()
         self._generation.post(events)
+
+
+def _in_flight_bytes(config: EngineConfig) -> int:
+    """Returns the memory for state on its way to disk; as much again is for state on its way back."""
+    return min(MAX_IN_FLIGHT_BYTES, config.budget_bytes // 16)
+
+
+def _open_disk(config: EngineConfig, fingerprint: str) -> DiskTier | None:
+    if config.disk_folder is None:
+        return None
+    try:
+        return DiskTier.open(
+            config.disk_folder / fingerprint[:16],
+            budget_bytes=config.disk_bytes,
+            fingerprint=fingerprint,
+            max_in_flight_bytes=_in_flight_bytes(config),
+        )
+    except DiskInUse as error:
+        logger.warning("%s; this one keeps nothing on disk", error)
+        return None
 
 
 def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> None:

@@ -29,6 +29,7 @@ class GenerationRequest:
     tokens: TokenArray
     """The prompt, shape [num_tokens], int32, at least one token, read-only by agreement."""
     max_tokens: int
+    """0 only evaluates the prompt, all of it, and keeps a restore point at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     """Stop strings, matched on decoded text; none is empty."""
@@ -38,9 +39,16 @@ class GenerationRequest:
     """State is shared only between requests of one namespace."""
     cache_prompt: bool = True
     """False: neither reuse nor keep state."""
+    is_volatile: bool = False
+    """The state of this request is never written to disk."""
     priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
     """How the prompt is made up, to explain what of it could not be reused."""
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
+
+    @property
+    def is_prime(self) -> bool:
+        """Whether nothing is to be generated."""
+        return self.max_tokens == 0

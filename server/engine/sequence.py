@@ -6,11 +6,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cache.disk_ahead import Prefetch
 from cache.lease import Lease
 from models.text import StopStringMatcher
 from server.engine.events import Delta, Event, Finished, FinishReason, Started, Timings
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.scheduler import Ticket, ticket_for
+
+NO_TOKEN = -1
+"""Stands behind a prompt that is evaluated to its end: equal to no token that any model knows."""
 
 
 class Sink(Protocol):
@@ -55,8 +59,10 @@ class Sequence:
     ) -> None:
         self.request = request
         self.sink = sink
-        self.ticket: Ticket = ticket_for(request, arrival, request.tokens)
+        self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lease: Lease | None = None
+        self.prefetch: Prefetch | None = None
+        """What is being read from disk for it, until it has a lease."""
         self.row: Any = None
         self.unrecorded: int | None = None
         """A token that is known but not yet evaluated, hence not in the lease's log."""
@@ -75,7 +81,7 @@ class Sequence:
 
     @property
     def tokens(self) -> TokenArray:
-        """What must be evaluated before the next token: the prompt, and after a replay the output so far."""
+        """All but the last must be evaluated before a token can be sampled: the prompt, after a replay the output."""
         return self.ticket.tokens
 
     @property
@@ -104,6 +110,16 @@ class Sequence:
         if len(self.generated) >= self.request.max_tokens:
             return [*events, *self._end(FinishReason.LENGTH, now)]
         return events
+
+    def end_prime(self, now: float) -> list[Event]:
+        """Ends a sequence that was to be evaluated only."""
+        return self._end(FinishReason.LENGTH, now)
+
+    def end_prefetch(self) -> None:
+        """Lets go of what was read ahead and is not needed any more."""
+        if self.prefetch is not None:
+            self.prefetch.cancel()
+            self.prefetch = None
 
     def cancel(self, now: float) -> list[Event]:
         """Ends the sequence where it is."""
@@ -144,6 +160,12 @@ class Sequence:
             predicted_ms=1000 * ((marks.last_token or now) - first),
             queue_ms=1000 * (started - marks.submitted),
         )
+
+
+def _tokens_to_evaluate(request: GenerationRequest) -> TokenArray:
+    if not request.is_prime:
+        return request.tokens
+    return np.append(request.tokens, np.int32(NO_TOKEN))
 
 
 MakeDecoder = Callable[[], TextDecoder]

@@ -20,7 +20,7 @@ decoding alone until one step has succeeded; the row that fails alone is the one
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,6 +41,9 @@ from server.engine.scheduler import Phase, Scheduler, Ticket
 from server.engine.sequence import MakeDecoder, Sequence, Sink
 
 logger = logging.getLogger(__name__)
+
+SAVE_SECONDS = 10.0
+"""Time to write to disk what it lacks when the engine ends."""
 
 
 class Step(Protocol):
@@ -127,6 +130,8 @@ class Worker:
         )
         self._sequences[request.request_id] = sequence
         self._scheduler.add(sequence.ticket)
+        if request.cache_prompt:
+            sequence.prefetch = self.prefix_cache.prefetch(sequence.tokens, namespace=request.namespace)
         self._share(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -152,6 +157,7 @@ class Worker:
     def stop(self) -> None:
         """Ends every request because the engine ends, and what the runner holds of the device."""
         self.fail_all(EngineStopped("the server is shutting down"))
+        self.prefix_cache.end(SAVE_SECONDS)
         self._runner.close()
 
     def stats(self) -> dict[str, Any]:
@@ -163,6 +169,7 @@ class Worker:
 
     def step(self) -> None:
         """Runs one prefill chunk and one decode step, whichever there is work for."""
+        self._watch_prefetches()
         ticket = self._scheduler.choose_prefill(self._restorable)
         if ticket is not None:
             self._read_flight()
@@ -171,6 +178,14 @@ class Worker:
             if sequence is not None:
                 self._prefill(sequence)
         self._decode()
+
+    def _watch_prefetches(self) -> None:
+        for sequence in self._sequences.values():
+            sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
+
+    def idle_work(self) -> Iterator[None]:
+        """Does what can wait until there are no requests, a piece with each step: what is idle goes to disk."""
+        return self.prefix_cache.save()
 
     def _restorable(self, ticket: Ticket) -> int:
         if not ticket.shares:
@@ -197,7 +212,8 @@ class Worker:
                 sequence, [Progress(min(lease.offset, len(sequence.request.tokens)), len(sequence.request.tokens))]
             )
         if lease.offset >= limit:
-            self._start_decoding(sequence, lease)
+            finish = self._end_prime if sequence.request.is_prime else self._start_decoding
+            finish(sequence, lease)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gets a lease for a waiting sequence; False if it has to go on waiting, or failed."""
@@ -210,6 +226,7 @@ class Worker:
                 restore_points=request.restore_points,
                 expected_tokens=min(request.max_tokens, self._expected_tokens),
                 reuse=request.cache_prompt,
+                is_volatile=request.is_volatile,
             )
         except BudgetExceeded as error:
             self._fail(sequence, OutOfMemory(str(error)))
@@ -221,6 +238,7 @@ class Worker:
             self._scheduler.stall()
             return False
         sequence.lease = lease
+        sequence.end_prefetch()
         sequence.ticket.phase, sequence.ticket.offset = Phase.PREFILLING, lease.offset
         if sequence.started is None:
             sequence.started = self._started(sequence, lease, begun)
@@ -258,6 +276,16 @@ class Worker:
         sequence.row = self._runner.make_row(lease.caches, sequence.request.sampling, last, sequence.generated)
         sequence.unrecorded = last
         sequence.ticket.phase = Phase.DECODING
+
+    def _end_prime(self, sequence: Sequence, lease: Lease) -> None:
+        """Ends a request that generates nothing; its prompt stays restorable at its end."""
+        try:
+            lease.keep(RestorePointKind.EXPLICIT)
+        except Exception as error:  # as while the prompt was evaluated
+            self._fail_step(sequence, error)
+            return
+        self._tell(sequence, sequence.end_prime(self._clock()))
+        self._leave(sequence)
 
     # -- decode
 
@@ -396,6 +424,7 @@ class Worker:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]
+        sequence.end_prefetch()
         self._scheduler.remove(sequence.ticket)
 
     def _tell(self, sequence: Sequence, events: list[Event]) -> None:

@@ -173,7 +173,7 @@ def test_stop_tells_running_requests_that_the_engine_is_gone() -> None:
 
 def test_a_prompt_without_room_is_the_callers_fault(served: Served) -> None:
     async def run() -> None:
-        for bad in (request(length=200), request(length=0), request(max_tokens=0)):
+        for bad in (request(length=200), request(length=0), request(max_tokens=-1)):
             with pytest.raises(ValueError, match="room"):
                 served.engine.submit(bad)
         events = await asyncio.wait_for(collect(served.engine.submit(request(length=190, max_tokens=99))), 10)

@@ -404,7 +404,7 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
     for number in range(40):
         base = rng.choice(histories)
         prompt = [*base[: rng.randint(1, len(base))], *prompt_of(rng.randint(0, 99), rng.randint(1, 30))]
-        count, session = rng.randint(1, 12), rng.choice([None, "a", "b"])
+        count, session = rng.randint(0, 12), rng.choice([None, "a", "b"])
         sink = harness.submit(
             prompt, max_tokens=count, session_id=session, request_id=f"q{number}", user_start=len(prompt) // 2
         )
