@@ -13,6 +13,7 @@ evaluate. All methods belong to the worker thread. This module knows no models, 
 recency is a counter.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,9 +23,10 @@ from cache import placement
 from cache.archive import Archive, Recall, tokens_of
 from cache.disk import DiskTier
 from cache.disk_ahead import Prefetch
-from cache.errors import BudgetExceeded, DiskFault
+from cache.errors import BudgetExceeded, DiskFault, PinLimit, PinnedFull
 from cache.layers import LayerCache, Layout, RowSource, Segment
 from cache.lease import Lease, PrivateLease, Tier
+from cache.pins import PinName, Pins, choose_nodes, path_nodes
 from cache.placement import RestorePoint, RestorePointKind
 from cache.room import Room
 from cache.slots import Slot, SlotView, TokenLog, choose_slot
@@ -54,6 +56,7 @@ class PrefixCache:
         self.ledger = self.room.ledger
         self.archive = Archive(disk, self.layout) if disk is not None else None
         self.room.before_dropping = self._save_dropped
+        self.pins = Pins()
         self.slots: list[Slot] = []
         root = self._trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
@@ -76,7 +79,7 @@ class PrefixCache:
         """Gives a prompt a slot with as much of it restored as can be; None if it must wait for another request.
 
         `expected_tokens` is the output to make room for; state that `is_volatile` is never written to disk. Raises
-        BudgetExceeded if the prompt can never fit.
+        BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other state is pinned.
         """
         if all(slot.is_leased for slot in self.slots):
             return None
@@ -136,12 +139,71 @@ class PrefixCache:
         self.layout.leave_out_unused(caches)
         self._bytes_per_token = self.layout.span_bytes_per_token(caches)
 
-    def clear(self) -> None:
-        """Forgets everything that no running request holds."""
+    def clear(self, namespace: str | None = None) -> None:
+        """Forgets everything of one namespace, or of all, that no running request holds; pins too."""
+        self.pins.release_all(namespace)
         for slot in self.slots:
-            if not slot.is_leased:
+            if not slot.is_leased and namespace in (None, slot.namespace):
                 self._page_out(slot, 0)
-        self.room.clear()
+        self.room.clear(namespace)
+        if self.archive is not None:
+            self.archive.tier.clear(namespace)
+
+    # ------------------------------------------------------------------------------------------------- pins
+
+    def pin(self, name: PinName, tokens: TokenArray) -> int:
+        """Keeps what is known of `tokens` from being evicted until it is unpinned; returns how many that are.
+
+        The label of the name is a session's: the pin moves on to the end of each turn that this session closes.
+        Raises PinLimit if explicit pins would take more than half of the budget.
+        """
+        trie = self._trie(name.namespace)
+        match = trie.match(tokens)
+        if match.path:
+            self._pin_path(name, trie, match.path)
+        return match.length
+
+    def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
+        """Keeps what is known of `tokens` until a reading of the clock, or until it would keep a request waiting."""
+        trie = self._trie(name.namespace)
+        path = trie.match(tokens).path
+        if path:
+            self._offer_all((trie, node) for node in self.pins.hold(name, trie, choose_nodes(path), until))
+
+    def unpin(self, name: PinName) -> None:
+        """Ends a pin; one that does not exist is none to end."""
+        trie = self._trie(name.namespace)
+        self._offer_all((trie, node) for node in self.pins.release(name))
+
+    def release_expired(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        self._offer_all(self.pins.release_expired(now))
+
+    def _pin_path(self, name: PinName, trie: PrefixTrie, path: list[Node]) -> None:
+        nodes = choose_nodes(path)
+        num_bytes, limit = self._bytes_of({*nodes, *self.pins.explicit(but=name)}), self.ledger.budget_bytes // 2
+        if num_bytes > limit:
+            raise PinLimit(num_bytes, limit)
+        self._offer_all((trie, node) for node in self.pins.hold(name, trie, nodes))
+
+    def _follow(self, slot: Slot) -> None:
+        """Moves the pin of a slot's session to where its turn ended, unless that would be too much."""
+        name = PinName(slot.namespace, slot.session_id or "")
+        if name in self.pins and slot.tip.parent is not None:
+            with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
+                self._pin_path(name, self._trie(slot.namespace), slot.tip.path())
+
+    def _bytes_of(self, nodes: set[Node]) -> int:
+        """Returns the bytes that are kept with some nodes, about: the spans of their paths, their own snapshots."""
+        snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
+        return snapshots + sum(
+            node.span.num_bytes if node.span is not None else int(len(node.tokens) * self._bytes_per_token)
+            for node in path_nodes(nodes)
+        )
+
+    def _offer_all(self, freed: Iterable[tuple[PrefixTrie, Node]]) -> None:
+        for trie, node in freed:
+            self.room.offer(trie, node)
 
     # -------------------------------------------------------------------------------------------- for leases
 
@@ -188,6 +250,7 @@ class PrefixCache:
         slot.is_leased, slot.last_used = False, self._clock
         self.ledger.reserve(slot.index, 0)
         self._age_superseded(slot)
+        self._follow(slot)
         self._evict(self.ledger.excess_bytes(), protected=())
 
     def discard(self, slot: Slot) -> None:
@@ -491,7 +554,11 @@ class PrefixCache:
             raise BudgetExceeded(needed, self.ledger.budget_bytes)
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         missing = self._evict(excess, protected=path, busy=slot)
-        return missing <= 0 or not any(other.is_leased for other in self.slots)
+        if missing > 0 and any(other.is_leased for other in self.slots):
+            return False
+        if missing > 0 and not path_nodes(self.pins.explicit()) <= set(path):
+            raise PinnedFull(missing)
+        return True
 
     def _growth(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Returns the bytes charged more once `slot` has room for `num_tokens`, `[0, offset)` coming from `path`."""
@@ -508,6 +575,9 @@ class PrefixCache:
         target = self.ledger.charged_bytes - excess_bytes
         self._page_out_idle(target, busy)
         self.room.drop_oldest(target, set(protected))
+        if self.ledger.charged_bytes > target and (freed := self.pins.release_soft()):
+            self._offer_all(freed)
+            self.room.drop_oldest(target, set(protected))
         return self.ledger.charged_bytes - target
 
     def _page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
@@ -530,6 +600,7 @@ class PrefixCache:
             "live_bytes": self.ledger.live_bytes,
             "budget_bytes": self.ledger.budget_bytes,
             "evictions": self.room.num_evictions,
+            "disk_bytes": self.archive.tier.used_bytes if self.archive is not None else 0,
         }
 
     def check(self) -> None:

@@ -57,6 +57,8 @@ def open_service(config: ServerConfig) -> Service:
         context_tokens=served.context_tokens,
         chunk_tokens=config.chunk_tokens,
         max_waiting=config.max_waiting,
+        disk_folder=Path(config.cache_dir).expanduser() if config.cache_disk_bytes is not None else None,
+        disk_bytes=config.cache_disk_bytes or 0,
     )
     return Service(
         model=served,

@@ -61,6 +61,18 @@ class ServerConfig:
         unit="bytes",
         minimum=MEBIBYTE,
     )
+    cache_disk_bytes: int | None = _setting(
+        None,
+        "Room on disk for state that outlives memory and restarts; by default nothing is written.",
+        flag="--cache-disk",
+        unit="bytes",
+        minimum=MEBIBYTE,
+    )
+    cache_dir: str = _setting(
+        "~/.cache/mlx-serve",
+        "Folder for --cache-disk; it holds people's conversations, readable by their owner only.",
+        flag="--cache-dir",
+    )
     context_tokens: int | None = _setting(
         None,
         "Longest prompt and answer together; by default the model's own limit.",

@@ -184,6 +184,8 @@ def _facts(service: Service, config: ServerConfig, url: str) -> Iterator[tuple[s
     yield "context", f"{model.context_tokens} tokens{limit}"
     source = "chosen with --cache-memory" if config.cache_memory_bytes else "set another with --cache-memory"
     yield "memory", f"{size_text(service.budget_bytes)} for the state of past tokens ({source})"
+    if config.cache_disk_bytes is not None:
+        yield "disk", f"{size_text(config.cache_disk_bytes)} in {config.cache_dir}"
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
     yield "address", f"{url}/v1"
 

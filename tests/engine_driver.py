@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cache.disk import DiskTier
 from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import PrefixCache
 from server.engine.events import Delta, Event, Failed, Finished, Started
@@ -75,10 +76,13 @@ class Harness:
         budget_bytes: int = 1 << 30,
         chunk_tokens: int = 16,
         runner: Any = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self.now = 0.0
         self.runner = runner or FakeRunner(layout)
-        self.prefix_cache = PrefixCache(self.runner.make_caches, num_slots=num_slots, budget_bytes=budget_bytes)
+        self.prefix_cache = PrefixCache(
+            self.runner.make_caches, num_slots=num_slots, budget_bytes=budget_bytes, disk=disk
+        )
         self.worker = Worker(
             self.runner,
             self.prefix_cache,

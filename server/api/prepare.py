@@ -1,6 +1,5 @@
 """From a checked body and a rendered prompt to the engine's request. Runs off the event loop."""
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,6 +7,7 @@ from typing import Any
 
 from models.chat import RenderedPrompt
 from models.sampling import SamplingParams, check
+from server.api.auth import namespace_of
 from server.api.errors import ApiError, Code
 from server.api.served import ServedModel
 from server.api.wire import RANDOM_SEED, GenerationBody
@@ -16,6 +16,8 @@ from server.engine.request import GenerationRequest, Priority
 from server.sessions import resolve_session_id
 
 BACKGROUND_TIER = "flex"
+IN_MEMORY = ("in_memory", "in-memory")
+"""What `prompt_cache_retention` says for state that must not reach a disk."""
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -61,8 +63,9 @@ def build_request(
         sampling=sampling,
         stop=tuple(body.stop or ()),
         session_id=resolve_session_id(origin.raw, origin.headers),
-        namespace=_namespace(config.api_key, body.cache_salt),
+        namespace=namespace_of(origin.headers, body.cache_salt),
         cache_prompt=body.cache_prompt is not False,
+        is_volatile=body.store is False or body.prompt_cache_retention in IN_MEMORY,
         priority=_priority(body),
         restore_points=prompt.restore_points,
         outline=prompt.outline,
@@ -107,12 +110,6 @@ def _fitting_max_tokens(
         raise ApiError(Code.CONTEXT_EXCEEDED, message, prompt_param)
     wanted = asked or config.default_max_tokens or room
     return min(wanted, room)
-
-
-def _namespace(api_key: str | None, salt: str | None) -> str:
-    """Returns the name under which state is shared: never the key itself, since names may be written out."""
-    key = hashlib.sha256(api_key.encode()).hexdigest()[:16] if api_key else ""
-    return f"{key}/{salt}" if salt else key
 
 
 def _priority(body: GenerationBody) -> Priority:

@@ -4,6 +4,7 @@ Invariants:
 
 * requests of one session that continue the same history run one after another, in arrival order;
 * a request whose prompt another one is just evaluating waits for it instead of doing the same work;
+* a request whose state is being read from disk lets others go on meanwhile;
 * within a class the oldest goes first, except that short prefills may pass a long one, a bounded number of times;
 * what is passed over often enough counts as interactive, so nothing starves.
 
@@ -54,6 +55,8 @@ class Ticket:
     phase: Phase = Phase.WAITING
     offset: int = 0
     """Tokens evaluated so far."""
+    is_loading: bool = False
+    """What it can restore is just being read from disk."""
     num_passed: int = 0
     """Times that another request was chosen before this one."""
 
@@ -127,7 +130,9 @@ class Scheduler:
         """
         todo = {ticket: ticket.remaining for ticket in self.in_phase(Phase.PREFILLING)}
         if not self._is_stalled:
-            for ticket in self.in_phase(Phase.WAITING)[:LOOKAHEAD]:
+            is_busy = any(ticket.phase is not Phase.WAITING for ticket in self._tickets.values())
+            waiting = [ticket for ticket in self.in_phase(Phase.WAITING) if not (ticket.is_loading and is_busy)]
+            for ticket in waiting[:LOOKAHEAD]:
                 known = restorable(ticket)
                 if not self._must_wait(ticket, known):
                     todo[ticket] = len(ticket.tokens) - 1 - known

@@ -161,3 +161,14 @@ class TestOnePrefix:
             first = scheduler._tickets["a"]
             first.phase = Phase.DECODING
             assert waiting == ["b"] and chosen(scheduler) == "b"
+
+
+def test_a_request_whose_state_is_being_read_waits_only_while_others_run() -> None:
+    loading, other = ticket("loading", 1, 9), ticket("other", 2, 9)
+    loading.is_loading = True
+    scheduler = scheduler_with(loading, other)
+    assert chosen(scheduler) == "loading"
+    other.phase = Phase.DECODING
+    assert chosen(scheduler) is None
+    loading.is_loading = False
+    assert chosen(scheduler) == "loading"
