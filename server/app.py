@@ -11,6 +11,7 @@ from server.api.openai_chat import create_chat_completion
 from server.api.openai_completions import create_completion
 from server.api.openai_models import get_model, list_models
 from server.api.served import ApiContext, EnginePort, ServedModel
+from server.api.sessions_api import delete_session, get_session, list_sessions
 from server.config import ServerConfig
 
 ROUTES = (
@@ -18,6 +19,9 @@ ROUTES = (
     Route("/v1/completions", create_completion, methods=["POST"]),
     Route("/v1/models", list_models, methods=["GET"]),
     Route("/v1/models/{model_id:path}", get_model, methods=["GET"]),
+    Route("/v1/sessions", list_sessions, methods=["GET"]),
+    Route("/v1/sessions/{session_id:path}", get_session, methods=["GET"]),
+    Route("/v1/sessions/{session_id:path}", delete_session, methods=["DELETE"]),
     Route("/health", health, methods=["GET"]),
 )
 

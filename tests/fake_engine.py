@@ -41,6 +41,7 @@ class Script:
     """Raised in place of the end, after the texts."""
     stop_text: str | None = None
     miss: Miss | None = None
+    lost_tokens: int = 0
 
 
 @dataclass
@@ -124,7 +125,7 @@ class FakeEngine:
     @staticmethod
     def _started(request: GenerationRequest, script: Script) -> Started:
         hit = script.hit_tokens
-        reuse = Reuse(hit, hit, 0.5 if script.miss else None, script.miss)
+        reuse = Reuse(hit, hit, 0.5 if script.miss else None, script.miss, script.lost_tokens)
         return Started(0, len(request.tokens), reuse, restore_ms=2.0, tier="memory" if hit else None)
 
 

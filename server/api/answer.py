@@ -13,11 +13,14 @@ from server.engine.diagnosis import Miss
 from server.engine.errors import EngineStopped
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started
 from server.engine.request import GenerationRequest
+from server.session_records import TurnRecord
 
 logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Delta | Finished
 OnReply: TypeAlias = Callable[[str, Sequence[int]], None]
+OnTurn: TypeAlias = Callable[[str, str, TurnRecord], None]
+"""Takes namespace, session and turn."""
 
 
 class Answer:
@@ -30,20 +33,25 @@ class Answer:
         request: GenerationRequest,
         received: float,
         on_reply: OnReply | None = None,
+        on_turn: OnTurn | None = None,
     ) -> None:
         """Submits the request; raises QueueFull or EngineStopped at once. `received` is `time.monotonic()`.
 
-        `on_reply` is told text and tokens of an answer that the model ended by itself.
+        `on_reply` is told text and tokens of an answer that the model ended by itself; `on_turn` of every request of
+        a session that got a slot, however it ended.
         """
         self.request = request
         self._on_reply = on_reply
+        self._on_turn = on_turn
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._model_id = model_id
         self._received = received
         self._generation = engine.submit(request)
-        self._num_cached = 0
-        self._miss: Miss | None = None
+        self._started: Started | None = None
+        self._started_at = 0.0
+        self._num_evaluated = 0
+        self._prompt_ms: float | None = None
         self._num_predicted = 0
         self._first_text: float | None = None
         self._outcome: str | None = None
@@ -74,14 +82,42 @@ class Answer:
         if self._outcome is None:
             self._generation.cancel()
         self._log(self._outcome or "cancelled")
+        self._tell_turn()
+
+    def _tell_turn(self) -> None:
+        """Tells the turn once, at the engine's last word or when the client left before it."""
+        on_turn, self._on_turn = self._on_turn, None
+        if on_turn is not None and self.request.session_id is not None and self._started is not None:
+            on_turn(self.request.namespace, self.request.session_id, self._turn(self._started))
+
+    def _turn(self, started: Started) -> TurnRecord:
+        prompt_ms = self._prompt_ms
+        if prompt_ms is None:
+            # The engine timed it to the end; a client that left did not wait for that.
+            prompt_ms = 1000 * ((self._first_text or time.monotonic()) - self._started_at)
+        return TurnRecord(
+            request_id=self.request.request_id,
+            model_id=self._model_id,
+            ended=time.time(),
+            finish=self._outcome or "cancelled",
+            prompt_tokens=len(self.request.tokens),
+            cached_tokens=started.hit_tokens,
+            evaluated_tokens=self._num_evaluated,
+            predicted_tokens=self._num_predicted,
+            prompt_ms=prompt_ms,
+            tier=started.tier,
+            kept=started.reuse.kept,
+            lost_tokens=min(started.reuse.lost_tokens, self._num_evaluated),
+            miss=started.reuse.miss,
+        )
 
     def _observe(self, event: Event) -> None:
         match event:
             case Started():
-                self._miss = event.reuse.miss
-                self._num_cached = event.hit_tokens
+                self._started, self._started_at = event, time.monotonic()
                 self._progress = f"prefill {event.hit_tokens} of {event.prompt_tokens}"
             case Progress():
+                self._num_evaluated = event.evaluated - (self._started.hit_tokens if self._started else 0)
                 self._progress = f"prefill {event.evaluated} of {event.total}"
             case Delta():
                 self._progress = "generating"
@@ -90,12 +126,15 @@ class Answer:
                 self._num_predicted += len(event.token_ids)
                 self._first_text = self._first_text or time.monotonic()
             case Finished():
-                self._num_cached = event.timings.cache_tokens
+                if event.reason is not FinishReason.CANCELLED:
+                    self._num_evaluated, self._prompt_ms = event.timings.evaluated_tokens, event.timings.prompt_ms
                 self._num_predicted = event.timings.predicted_tokens
                 self._outcome = event.reason.value
                 self._tell_reply(event)
+                self._tell_turn()
             case Failed():
                 self._outcome = f"failed ({type(event.error).__name__})"
+                self._tell_turn()
 
     def _tell_reply(self, finished: Finished) -> None:
         """An answer that a stop string or a limit cut off may end within a token, so it is not told."""
@@ -110,12 +149,12 @@ class Answer:
             self.request.session_id or "-",
             self._model_id,
             len(self.request.tokens),
-            self._num_cached,
+            self._started.hit_tokens if self._started else 0,
             self._num_predicted,
             "-" if first_ms is None else first_ms,
             round((time.monotonic() - self._received) * 1000),
             outcome,
-            _miss_text(self._miss),
+            _miss_text(self._started.reuse.miss if self._started else None),
         )
 
 

@@ -1,5 +1,9 @@
-"""Asks for the key, where one is configured, before anything of a request is looked at."""
+"""Asks for the key, where one is configured, before anything of a request is looked at; and whose request it is.
 
+Any key makes a namespace of its own, whether or not one is asked for: whoever sends another sees nothing of it.
+"""
+
+import hashlib
 import hmac
 from collections.abc import Mapping
 
@@ -15,8 +19,24 @@ def is_authorised(headers: Mapping[str, str], api_key: str | None) -> bool:
     """Returns whether the headers hold the key, in a time that says nothing about it."""
     if api_key is None:
         return True
+    return hmac.compare_digest(bearer_key(headers).encode(), api_key.encode())
+
+
+def bearer_key(headers: Mapping[str, str]) -> str:
+    """Returns the key that a request was sent with, or an empty text."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), api_key.encode())
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
+def namespace_of(headers: Mapping[str, str], cache_salt: str | None) -> str:
+    """Returns the name under which a request shares state; empty for one without a key and a salt.
+
+    It never holds the key itself, since names may be written out.
+    """
+    key = bearer_key(headers)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+    # The slash keeps a salt from being taken for a key's name.
+    return f"{digest}/{cache_salt}" if cache_salt else digest
 
 
 class BearerAuth:

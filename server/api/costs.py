@@ -82,11 +82,12 @@ def _cache_of(started: Started | None, session_id: str | None) -> CacheBody | No
         "tier": started.tier,
         "restore_ms": started.restore_ms,
         "kept": started.reuse.kept,
-        "miss": _miss_of(started.reuse.miss),
+        "miss": miss_of(started.reuse.miss),
     }
 
 
-def _miss_of(miss: Miss | None) -> MissBody | None:
+def miss_of(miss: Miss | None) -> MissBody | None:
+    """Returns a miss as answers hold it."""
     if miss is None:
         return None
     return {

@@ -65,7 +65,7 @@ async def _answer(
 ) -> Response:
     plan = await asyncio.to_thread(_plan, context, request, raw, id_prefix, planner)
     engine = context.running_engine(plan.model)
-    answer = Answer(engine, plan.model.id, plan.request, received, plan.on_reply)
+    answer = Answer(engine, plan.model.id, plan.request, received, plan.on_reply, context.sessions.record)
     if not plan.stream:
         return await _whole(answer, plan)
     return EventStream(

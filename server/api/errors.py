@@ -39,6 +39,7 @@ class Code(StrEnum):
     CONTEXT_EXCEEDED = "context_length_exceeded"
     INVALID_API_KEY = "invalid_api_key"
     MODEL_NOT_FOUND = "model_not_found"
+    SESSION_NOT_FOUND = "session_not_found"
     UNKNOWN_PATH = "unknown_path"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     BODY_TOO_LARGE = "body_too_large"
@@ -61,6 +62,7 @@ STATUS: Mapping[Code, tuple[int, str]] = {
     Code.CONTEXT_EXCEEDED: (400, _INVALID),
     Code.INVALID_API_KEY: (401, _INVALID),
     Code.MODEL_NOT_FOUND: (404, _INVALID),
+    Code.SESSION_NOT_FOUND: (404, _INVALID),
     Code.UNKNOWN_PATH: (404, _INVALID),
     Code.METHOD_NOT_ALLOWED: (405, _INVALID),
     Code.BODY_TOO_LARGE: (413, _INVALID),

@@ -12,6 +12,7 @@ from server.config import ServerConfig
 from server.engine.commands import Command
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
+from server.session_records import SessionRecords
 
 
 class PromptRenderer(Protocol):
@@ -86,6 +87,7 @@ class ApiContext:
     models: Mapping[str, ServedModel]
     engines: Mapping[str, EnginePort]
     """One engine per model, under the same ids."""
+    sessions: SessionRecords = field(default_factory=SessionRecords)
     is_draining: bool = False
     """Set when the server is asked to stop: running answers finish, new requests are refused."""
 

@@ -1,8 +1,15 @@
 """Orders about one session, run on the worker thread."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from server.engine.worker import Worker
+
+class KnowsSessions(Protocol):
+    """The part of the worker that these orders need."""
+
+    def forget_session(self, namespace: str, session_id: str) -> None:
+        """Drops what is known of a session beyond its tokens."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -12,6 +19,6 @@ class ForgetSession:
     namespace: str
     session_id: str
 
-    def run(self, worker: Worker) -> None:
+    def run(self, worker: KnowsSessions) -> None:
         """Does it; an unknown session is none to forget."""
         worker.forget_session(self.namespace, self.session_id)

@@ -252,17 +252,25 @@ def test_stop_strings_and_ignore_eos_reach_the_engine(client: TestClient, engine
     assert [request.ignore_eos for request in engine.requests] == [True, False]
 
 
-def test_state_is_shared_only_with_the_same_salt_and_key(client: TestClient, engine: FakeEngine) -> None:
-    for salt in (None, "a", "b", "a"):
-        ask(client, cache_salt=salt)
-    keyed = FakeEngine()
-    with_key = TestClient(create_app(keyed, fake_model(), ServerConfig(api_key="secret")))
-    for salt in (None, "a"):
-        ask(with_key, headers={"Authorization": "Bearer secret"}, cache_salt=salt)
-    spaces = [request.namespace for request in [*engine.requests, *keyed.requests]]
-    assert spaces[1] == spaces[3]
-    assert len(set(spaces)) == 5
-    assert not any("secret" in space for space in spaces)
+@pytest.mark.parametrize("api_key", [None, "secret"])
+def test_state_is_shared_only_with_the_same_salt_and_key(engine: FakeEngine, api_key: str | None) -> None:
+    client = TestClient(create_app(engine, fake_model(), ServerConfig(api_key=api_key)))
+    senders = ["Bearer secret", "bearer  secret "] if api_key else ["Bearer secret", "Bearer none", "Basic none", ""]
+    for sender in senders:
+        for salt in (None, "a", "b", "a", ""):
+            ask(client, headers={"Authorization": sender}, cache_salt=salt)
+    spaces = [request.namespace for request in engine.requests]
+    keys = [spaces[start : start + 5] for start in range(0, len(spaces), 5)]
+    assert all(key[1] == key[3] and key[0] == key[4] and len(set(key)) == 3 for key in keys)
+    # What is no bearer key is no key at all; one sender writes its key in two ways.
+    assert len(set(spaces)) == (3 if api_key else 9)
+    assert not any("secret" in space or "none" in space for space in spaces)
+
+
+def test_a_salt_is_not_taken_for_a_key(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, headers={"Authorization": "Bearer secret"})
+    ask(client, cache_salt=engine.requests[0].namespace)
+    assert engine.requests[0].namespace != engine.requests[1].namespace
 
 
 def test_the_models_own_sampling_counts_where_the_request_is_silent(engine: FakeEngine) -> None:

@@ -21,9 +21,11 @@ from server.api.openai_chat_types import (
 )
 from server.api.openai_completions import REFUSED_IN_COMPLETIONS, CompletionBody, TextChoice, TextCompletion
 from server.api.openai_models import ModelBody, ModelList
+from server.api.sessions_api import DeletedBody, SessionDetail, SessionList, SessionMissBody, TurnBody
 from server.api.wire import REFUSED, GenerationBody, StreamOptions
 from server.app import ROUTES
 from server.engine.diagnosis import MissReason
+from server.session_records import MAX_SESSIONS, MAX_TURNS
 from server.sessions import SESSION_HEADERS, SESSION_METADATA
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +89,17 @@ def test_every_field_of_an_answer_is_documented() -> None:
 @pytest.mark.parametrize("kind", [ModelBody, ModelList, HealthBody])
 def test_every_field_of_models_and_health_is_documented(kind: Any) -> None:
     assert all(f"`{name}`" in section("Models and health") for name in get_type_hints(kind))
+
+
+def test_every_field_of_sessions_is_documented() -> None:
+    text = section("Sessions and their costs")
+    of_session, of_turn = text.split("| field of a turn |")
+    assert set(rows(of_session)) == set(get_type_hints(SessionDetail))
+    assert set(rows(of_turn)) == set(get_type_hints(TurnBody))
+    others = {name for body in (SessionList, DeletedBody) for name in get_type_hints(body)}
+    others |= set(get_type_hints(SessionMissBody)) - set(get_type_hints(MissBody))
+    assert all(f"`{name}`" in text for name in others)
+    assert f"last {MAX_TURNS} turns" in text and f"{MAX_SESSIONS} sessions" in text
 
 
 def test_every_source_of_a_session_is_documented_in_its_order() -> None:

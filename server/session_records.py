@@ -1,0 +1,121 @@
+"""What is known of each session's last turns, for a person who asks why they cost what they cost.
+
+Kept on the event loop, from the events of finished requests: asking for it never waits for the engine. A session is
+found under its namespace only. Bounded: the last turns of each session, and so many sessions in all; when there are
+too many, the namespace with the most of them loses its oldest, so that nobody can push out another's.
+Pure: no clock, no engine, no HTTP.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from server.engine.diagnosis import Miss
+
+MAX_SESSIONS = 1024
+"""In all namespaces together."""
+MAX_TURNS = 32
+"""Turns kept of one session; the sums go on counting all."""
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One request of a session that got as far as a slot."""
+
+    request_id: str
+    model_id: str
+    ended: float
+    """Seconds since 1970."""
+    finish: str
+    """Why it ended: `stop`, `length`, `cancelled`, or that it failed."""
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    predicted_tokens: int
+    prompt_ms: float
+    """Time to evaluate `evaluated_tokens`."""
+    tier: str | None
+    kept: float | None
+    lost_tokens: int
+    """Tokens evaluated because of the miss, as far as the previous prompt reached."""
+    miss: Miss | None
+
+    @property
+    def lost_seconds(self) -> float:
+        """The share of the prompt's time that went into `lost_tokens`."""
+        if not self.evaluated_tokens:
+            return 0.0
+        return self.prompt_ms / 1000 * min(1.0, self.lost_tokens / self.evaluated_tokens)
+
+
+@dataclass
+class SessionRecord:
+    """The turns of one session; changed by `SessionRecords` only."""
+
+    id: str
+    created: float
+    num_turns: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evaluated_tokens: int = 0
+    predicted_tokens: int = 0
+    lost_tokens: int = 0
+    lost_seconds: float = 0.0
+    last_miss: Miss | None = None
+    turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=MAX_TURNS))
+
+    def add(self, turn: TurnRecord) -> None:
+        """Counts a turn and keeps it, in place of the oldest if need be."""
+        self.num_turns += 1
+        self.prompt_tokens += turn.prompt_tokens
+        self.cached_tokens += turn.cached_tokens
+        self.evaluated_tokens += turn.evaluated_tokens
+        self.predicted_tokens += turn.predicted_tokens
+        self.lost_tokens += turn.lost_tokens
+        self.lost_seconds += turn.lost_seconds
+        self.last_miss = turn.miss or self.last_miss
+        self.turns.append(turn)
+
+
+class SessionRecords:
+    """The sessions of all namespaces. Event loop only."""
+
+    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
+        self._namespaces: OrderedDict[str, OrderedDict[str, SessionRecord]] = OrderedDict()
+        self._max_sessions = max_sessions
+        self._num_sessions = 0
+
+    def record(self, namespace: str, session_id: str, turn: TurnRecord) -> None:
+        """Adds a turn to a session, which begins with it if it is not known."""
+        sessions = self._namespaces.setdefault(namespace, OrderedDict())
+        if session_id not in sessions:
+            sessions[session_id] = SessionRecord(session_id, created=turn.ended)
+            self._num_sessions += 1
+        sessions[session_id].add(turn)
+        sessions.move_to_end(session_id)
+        self._namespaces.move_to_end(namespace)
+        if self._num_sessions > self._max_sessions:
+            self._drop_one()
+
+    def sessions(self, namespace: str) -> Iterable[SessionRecord]:
+        """Returns the sessions of a namespace, the last used first."""
+        return reversed(self._namespaces.get(namespace, OrderedDict()).values())
+
+    def find(self, namespace: str, session_id: str) -> SessionRecord | None:
+        """Returns a session, or None where the namespace has none of that name."""
+        return self._namespaces.get(namespace, OrderedDict()).get(session_id)
+
+    def forget(self, namespace: str, session_id: str) -> bool:
+        """Drops a session; False where the namespace has none of that name."""
+        sessions = self._namespaces.get(namespace, OrderedDict())
+        if sessions.pop(session_id, None) is None:
+            return False
+        self._num_sessions -= 1
+        if not sessions:
+            del self._namespaces[namespace]
+        return True
+
+    def _drop_one(self) -> None:
+        """Drops the oldest session of the namespace with the most; of equals, of the one not used for longest."""
+        fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
+        self.forget(fullest, next(iter(self._namespaces[fullest])))
