@@ -2,6 +2,8 @@
 
 CacheError
 ├── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
+├── PinnedFull         a sequence does not fit as long as other state is pinned
+├── PinLimit           a pin would leave too little of the budget for everything else
 ├── DiskInUse          another process keeps its state in the folder
 └── DiskFault          stored state cannot be read back; it is gone, and evaluated again
 """
@@ -23,6 +25,29 @@ class BudgetExceeded(CacheError):
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
+
+
+class PinnedFull(CacheError):
+    """What is pinned leaves too little memory for a sequence."""
+
+    def __init__(self, missing_bytes: int) -> None:
+        super().__init__(
+            f"about {missing_bytes / 1e6:.0f} MB of cache memory are missing, and what is left of it is pinned; "
+            f"unpin a session"
+        )
+        self.missing_bytes = missing_bytes
+
+
+class PinLimit(CacheError):
+    """Pins may take half of the budget at most."""
+
+    def __init__(self, pinned_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"with this pin, {pinned_bytes / 1e6:.0f} MB would be pinned; "
+            f"at most {limit_bytes / 1e6:.0f} MB may be, half of the cache memory"
+        )
+        self.pinned_bytes = pinned_bytes
+        self.limit_bytes = limit_bytes
 
 
 class DiskInUse(CacheError):

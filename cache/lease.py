@@ -29,6 +29,9 @@ class LeaseOwner(Protocol):
     def measure(self, slot: Slot) -> None:
         """Counts what a slot holds."""
 
+    def grow(self, slot: Slot) -> None:
+        """Counts what a decoding slot holds, and makes room for it."""
+
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""
 
@@ -124,7 +127,7 @@ class Lease:
         if may_capture:
             self._record_here()
         elif self.offset % MEASURE_TOKENS == 0:
-            self._owner.measure(self._slot)
+            self._owner.grow(self._slot)
 
     def keep(self, kind: RestorePointKind) -> None:
         """Captures a restore point where the sequence is now, asked for or not. Its caches must be evaluated."""

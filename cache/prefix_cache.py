@@ -92,7 +92,7 @@ class PrefixCache:
         if slot is None:
             return None
         offset = max(stored, slot.offset if self._continues(slot, namespace, tokens[: match.length]) else 0)
-        capacity = len(tokens) + expected_tokens
+        capacity = self._capacity(len(tokens), expected_tokens)
         if not self._make_room(slot, match.path, offset, capacity):
             return None
         common = common_prefix_length(slot.log.view(), tokens[:offset]) if slot.namespace == namespace else 0
@@ -164,7 +164,8 @@ class PrefixCache:
         return match.length
 
     def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Keeps what is known of `tokens` until a reading of the clock, or until it would keep a request waiting."""
+        """Keeps what is known of `tokens` until the clock reads so, or until a request would have to wait for it."""
+        assert name.is_soft
         trie = self._trie(name.namespace)
         path = trie.match(tokens).path
         if path:
@@ -238,6 +239,11 @@ class PrefixCache:
     def measure(self, slot: Slot) -> None:
         """Brings the ledger up to date with what a slot holds."""
         self.ledger.set_live(slot.index, self.layout.live_bytes(slot.caches))
+
+    def grow(self, slot: Slot) -> None:
+        """Counts what a decoding slot holds, and makes room for what it has outgrown its reservation by."""
+        self.measure(slot)
+        self._evict(self.ledger.excess_bytes(), protected=())
 
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""
@@ -547,11 +553,16 @@ class PrefixCache:
 
     # -------------------------------------------------------------------------------------------------- room
 
+    def _capacity(self, num_tokens: int, expected_tokens: int) -> int:
+        """Returns how many tokens to make room for: less output than expected where the budget does not hold all."""
+        needed, budget = int(num_tokens * self._bytes_per_token), self.ledger.budget_bytes
+        if needed > budget:
+            raise BudgetExceeded(needed, budget)
+        wanted = num_tokens + expected_tokens
+        return min(wanted, int(budget / self._bytes_per_token)) if self._bytes_per_token else wanted
+
     def _make_room(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> bool:
         """Frees memory for a sequence of `num_tokens` in `slot`; False if it must wait for other leases."""
-        needed = int(num_tokens * self._bytes_per_token)
-        if needed > self.ledger.budget_bytes:
-            raise BudgetExceeded(needed, self.ledger.budget_bytes)
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         missing = self._evict(excess, protected=path, busy=slot)
         if missing > 0 and any(other.is_leased for other in self.slots):

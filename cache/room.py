@@ -50,13 +50,15 @@ class Room:
         """Nodes of all namespaces."""
         return sum(trie.num_nodes for trie in self._tries.values())
 
-    def clear(self) -> None:
-        """Drops everything that lives in no slot."""
-        while leaves := [pair for pair in self.nodes() if _is_free_leaf(pair[1])]:
-            for trie, node in leaves:
-                trie.remove(node)
-        for trie, node in self.nodes():
-            trie.snap(node, None)
+    def clear(self, namespace: str | None) -> None:
+        """Drops everything of one namespace, or of all, that lives in no slot."""
+        tries = [trie for name, trie in self._tries.items() if namespace in (None, name)]
+        for trie in tries:
+            while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
+                for node in leaves:
+                    trie.remove(node)
+            for node in trie.nodes():
+                trie.snap(node, None)
         self._search(set())
 
     def drop_below(self, trie: PrefixTrie, top: Node) -> None:
@@ -142,6 +144,8 @@ class Room:
 
 
 def _is_droppable(node: Node) -> bool:
+    if node.num_pins:
+        return False
     return node.snapshot is not None if node.children else _is_free_leaf(node)
 
 

@@ -65,6 +65,7 @@ class Node:
         "is_volatile",
         "kind",
         "last_used",
+        "num_pins",
         "num_slots",
         "parent",
         "snapshot",
@@ -86,6 +87,8 @@ class Node:
         """The reading of a logical clock when a request last restored or wrote this node."""
         self.num_slots = 0
         """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
+        self.num_pins = 0
+        """Reasons not to evict this node; means nothing here but that it is never merged away."""
         self.kind: Any = None
         """Why its snapshot was taken; means nothing here."""
         self.is_explicit = False
@@ -204,7 +207,7 @@ class PrefixTrie:
     def can_absorb_parent(self, node: Node) -> bool:
         """Whether `node` and its parent are one edge in two pieces, with nothing that needs the border.
 
-        A snapshot of the parent needs it, as do a slot, an explicit restore point and a second child. Their
+        A snapshot of the parent needs it, as do a slot, a pin, an explicit restore point and a second child. Their
         spans must be of one kind: both stored, or both live in the same slot.
         """
         parent = node.parent
@@ -212,7 +215,7 @@ class PrefixTrie:
             parent is not None
             and parent.parent is not None
             and len(parent.children) == 1
-            and not (parent.is_explicit or parent.num_slots or parent.snapshot is not None)
+            and not (parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None)
             and parent.home is node.home
             and parent.is_volatile is node.is_volatile
             and (parent.span is None) == (node.span is None)

@@ -165,10 +165,32 @@ def test_state_on_the_way_in_counts_once() -> None:
 def test_a_request_that_can_never_fit_is_refused() -> None:
     prefix_cache = calibrated(100, num_slots=1)
     with pytest.raises(BudgetExceeded) as caught:
-        begin(prefix_cache, range(1, 60), expected_tokens=60)
+        begin(prefix_cache, range(1, 102))
     assert caught.value.needed_bytes > caught.value.budget_bytes == 100 * BYTES_PER_TOKEN
     prefix_cache.check()
     cache_driver.run(prefix_cache, range(1, 60))
+
+
+def test_a_prompt_that_fits_is_taken_however_long_its_answer_may_become() -> None:
+    prefix_cache = calibrated(100, num_slots=1)
+    lease = begin(prefix_cache, range(1, 60), expected_tokens=60)
+    assert prefix_cache.ledger.charged_bytes <= prefix_cache.ledger.budget_bytes
+    lease.close()
+
+
+def test_an_answer_that_outgrows_what_was_expected_takes_the_room_of_idle_state() -> None:
+    """Two idle conversations fill the budget; the one that is generated grows over it while it runs."""
+    prefix_cache = calibrated(1500, num_slots=2)
+    for start in (1000, 2000):
+        cache_driver.run(prefix_cache, range(start, start + 500))
+    lease = begin(prefix_cache, range(1, 101))
+    cache_driver.prefill(lease, np.arange(1, 101, dtype=np.int32), fake_model.evaluate)
+    for token in range(100, 800):
+        fake_model.evaluate(lease.caches, fake_model.tokens_of(token))
+        lease.append(token)
+    assert prefix_cache.ledger.charged_bytes <= prefix_cache.ledger.budget_bytes
+    lease.close()
+    prefix_cache.check()
 
 
 def test_a_request_waits_for_another_ones_memory() -> None:

@@ -1,0 +1,177 @@
+"""Pins: what must not be evicted, for how long, and how much of it there may be."""
+
+import numpy as np
+import pytest
+
+from cache.errors import PinLimit, PinnedFull
+from cache.pins import PinName
+from cache.prefix_cache import PrefixCache
+from cache.trie import TokenArray
+from tests import cache_driver, fake_model
+
+BYTES_PER_TOKEN = 128
+"""Of the fake layout T."""
+SESSION = PinName("", "s")
+TURN = PinName("", "s", is_soft=True)
+
+
+def story(number: int, length: int = 100) -> list[int]:
+    """A conversation unlike all others."""
+    return list(range(1000 * number, 1000 * number + length))
+
+
+def array(tokens: list[int]) -> TokenArray:
+    return np.array(tokens, np.int32)
+
+
+def calibrated(num_tokens: int, *, num_slots: int = 1, layout: str = "T") -> PrefixCache:
+    """A cache with a budget of so many tokens."""
+    prefix_cache = PrefixCache(
+        lambda: fake_model.make_caches(layout), num_slots=num_slots, budget_bytes=num_tokens * BYTES_PER_TOKEN
+    )
+    sample = fake_model.make_caches(layout)
+    fake_model.evaluate(sample, fake_model.tokens_of(1, 2))
+    prefix_cache.calibrate(sample)
+    return prefix_cache
+
+
+def known(prefix_cache: PrefixCache, tokens: list[int]) -> int:
+    """How many tokens of a conversation can be restored."""
+    return prefix_cache.peek(array([*tokens, 1]))
+
+
+def fill(prefix_cache: PrefixCache, first: int = 50, count: int = 20) -> None:
+    """Runs other conversations until everything that may go is gone."""
+    for number in range(first, first + count):
+        cache_driver.run(prefix_cache, story(number))
+
+
+def test_what_is_pinned_outlives_everything_else_and_goes_once_unpinned() -> None:
+    prefix_cache = calibrated(500)
+    cache_driver.run(prefix_cache, story(1), session_id="s")
+    assert prefix_cache.pin(SESSION, array(story(1))) == 100
+    fill(prefix_cache)
+    prefix_cache.check()
+    assert known(prefix_cache, story(1)) == 100
+    assert known(prefix_cache, story(50)) == 0
+    prefix_cache.unpin(SESSION)
+    fill(prefix_cache, 100)
+    assert known(prefix_cache, story(1)) == 0
+
+
+@pytest.mark.parametrize("layout", ["W", "R", "WR"])
+def test_a_pinned_conversation_of_any_layout_stays_restorable_at_its_end(layout: str) -> None:
+    prefix_cache = calibrated(600, layout=layout)
+    cache_driver.run(prefix_cache, story(1), [7, 8], session_id="s")
+    prefix_cache.pin(SESSION, array([*story(1), 7, 8]))
+    fill(prefix_cache)
+    assert known(prefix_cache, [*story(1), 7, 8]) == 102
+    assert prefix_cache.room.num_evictions > 0
+
+
+def test_a_pin_follows_its_session_and_no_other() -> None:
+    prefix_cache = calibrated(900)
+    cache_driver.run(prefix_cache, story(1), session_id="s")
+    prefix_cache.pin(SESSION, array(story(1)))
+    longer, other = [*story(1), *story(2)], [*story(1), *story(3)]
+    cache_driver.run(prefix_cache, longer, session_id="s")
+    cache_driver.run(prefix_cache, other, session_id="another")
+    fill(prefix_cache)
+    assert known(prefix_cache, longer) == 200
+    assert known(prefix_cache, other) == 100
+
+
+def test_at_most_half_of_the_budget_is_pinned_and_a_session_that_outgrows_it_keeps_its_head() -> None:
+    prefix_cache = calibrated(420, num_slots=2)
+    for number in (1, 2, 3):
+        cache_driver.run(prefix_cache, story(number), session_id=str(number))
+    for number in (1, 2):
+        prefix_cache.pin(PinName("", str(number)), array(story(number)))
+    with pytest.raises(PinLimit) as refusal:
+        prefix_cache.pin(PinName("", "3"), array(story(3)))
+    assert refusal.value.limit_bytes == 210 * BYTES_PER_TOKEN < refusal.value.pinned_bytes
+    prefix_cache.pin(PinName("", "1"), array(story(1)))  # pinned again, it counts once
+    cache_driver.run(prefix_cache, [*story(1), *story(4, 60)], session_id="1")
+    fill(prefix_cache)
+    assert known(prefix_cache, story(1)) == 100
+    assert known(prefix_cache, [*story(1), *story(4, 60)]) == 100
+
+
+def test_a_soft_pin_ends_with_its_time() -> None:
+    prefix_cache = calibrated(500)
+    cache_driver.run(prefix_cache, story(1))
+    prefix_cache.pin_until(TURN, array(story(1)), 120.0)
+    prefix_cache.release_expired(119.0)
+    fill(prefix_cache)
+    assert known(prefix_cache, story(1)) == 100
+    prefix_cache.release_expired(120.0)
+    fill(prefix_cache, 100)
+    assert known(prefix_cache, story(1)) == 0
+
+
+def test_a_soft_pin_gives_way_to_a_request_that_would_have_to_wait() -> None:
+    prefix_cache = calibrated(500)
+    cache_driver.run(prefix_cache, story(1))
+    prefix_cache.pin_until(TURN, array(story(1)), 120.0)
+    lease = prefix_cache.begin(array(story(2, 450)))
+    assert lease is not None
+    assert prefix_cache.ledger.charged_bytes <= prefix_cache.ledger.budget_bytes
+    lease.close()
+    assert known(prefix_cache, story(1)) == 0
+
+
+def test_an_explicit_pin_refuses_what_needs_its_memory_and_the_refusal_changes_nothing() -> None:
+    prefix_cache = calibrated(500, num_slots=2)
+    cache_driver.run(prefix_cache, story(1), session_id="s")
+    prefix_cache.pin(SESSION, array(story(1)))
+    with pytest.raises(PinnedFull, match="unpin"):
+        prefix_cache.begin(array(story(2, 450)))
+    prefix_cache.check()
+    assert known(prefix_cache, story(1)) == 100
+    assert not any(slot.is_leased for slot in prefix_cache.slots)
+    cache_driver.run(prefix_cache, [*story(1), *story(2, 380)], session_id="s")  # its own end needs no other room
+
+
+def test_a_pinned_node_keeps_its_border() -> None:
+    """A sequence that goes on in its slot would make one edge of both parts."""
+    prefix_cache = calibrated(900)
+    cache_driver.run(prefix_cache, story(1), session_id="s")
+    prefix_cache.pin(SESSION, array(story(1)))
+    cache_driver.run(prefix_cache, [*story(1), *story(2)], session_id="another")
+    fill(prefix_cache)
+    assert known(prefix_cache, [*story(1), *story(2)]) == 100
+
+
+def test_a_namespace_is_cleared_with_its_pins_and_others_are_not() -> None:
+    prefix_cache = calibrated(2000, num_slots=2)
+    ours, theirs = PinName("ours", "s"), PinName("theirs", "s")
+    for name in (ours, theirs):
+        cache_driver.run(prefix_cache, story(1), namespace=name.namespace, session_id="s")
+        prefix_cache.pin(name, array(story(1)))
+    prefix_cache.clear("ours")
+    prefix_cache.check()
+    assert ours not in prefix_cache.pins and theirs in prefix_cache.pins
+    assert prefix_cache.peek(array([*story(1), 1]), namespace="ours") == 0
+    assert prefix_cache.peek(array([*story(1), 1]), namespace="theirs") == 100
+
+
+def test_clearing_leaves_a_running_request_alone() -> None:
+    prefix_cache = calibrated(2000, num_slots=2)
+    cache_driver.run(prefix_cache, story(2))
+    tokens = array(story(1))
+    lease = prefix_cache.begin(tokens)
+    assert lease is not None
+    cache_driver.prefill(lease, tokens, fake_model.evaluate, stop_at=50)
+    prefix_cache.clear("")
+    prefix_cache.check()
+    cache_driver.prefill(lease, tokens, fake_model.evaluate)
+    fake_model.assert_holds(lease.caches, story(1)[:-1])
+    lease.close()
+    assert known(prefix_cache, story(1)) == 99 and known(prefix_cache, story(2)) == 0
+
+
+def test_what_is_not_known_cannot_be_pinned_and_unpinning_it_is_harmless() -> None:
+    prefix_cache = calibrated(500)
+    assert prefix_cache.pin(SESSION, array(story(1))) == 0
+    prefix_cache.unpin(SESSION)
+    assert SESSION not in prefix_cache.pins
