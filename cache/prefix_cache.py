@@ -591,6 +591,14 @@ class PrefixCache:
             self.room.drop_oldest(target, set(protected))
         return self.ledger.charged_bytes - target
 
+    def relieve(self) -> None:
+        """Drops half of what is stored: the device has less memory than the budget says.
+
+        Nothing is paged out for it, which would take memory before it frees any.
+        """
+        self._offer_all(self.pins.release_soft())
+        self.room.drop_oldest(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, set())
+
     def _page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
         """Pages idle slots out until no more than `target_bytes` are charged.
 

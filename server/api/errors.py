@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from models.chat import ChatTemplateError
 from models.errors import InvalidParameter
-from server.engine.errors import EngineError, EngineStopped, OutOfMemory, QueueFull
+from server.engine.errors import EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
 from server.sessions import SessionIdError
 
 logger = logging.getLogger(__name__)
@@ -137,6 +137,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return retry_later(Code.QUEUE_FULL, str(error), error.retry_after_seconds)
         case EngineStopped():
             return stopped()
+        case PromptTooLarge():
+            return ApiError(Code.CONTEXT_EXCEEDED, str(error))
         case OutOfMemory():
             return retry_later(Code.OUT_OF_MEMORY, str(error) or "not enough memory", error.retry_after_seconds)
         case EngineError():

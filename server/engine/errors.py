@@ -3,7 +3,8 @@
 EngineError
 ├── QueueFull          too many requests wait; come back after `retry_after_seconds`
 ├── EngineStopped      the server is shutting down
-├── OutOfMemory        the request cannot be held even when everything else is paged out
+├── PromptTooLarge     the request's state can never be held within the budget
+├── OutOfMemory        there is no memory for the request now; come back after `retry_after_seconds`
 └── StepFailed         the model raised while this sequence was evaluated
 """
 
@@ -24,11 +25,23 @@ class EngineStopped(EngineError):
     """The engine takes no more requests."""
 
 
+class PromptTooLarge(EngineError):
+    """The request's state is larger than the whole budget."""
+
+
 class OutOfMemory(EngineError):
-    """The request's state cannot be held within the budget."""
+    """There is no memory for the request, and nothing left to give up for it."""
 
     retry_after_seconds = 5
 
 
 class StepFailed(EngineError):
     """The model failed on this sequence; other sequences went on."""
+
+
+_NO_MEMORY = ("unable to allocate", "out of memory", "outofmemory", "insufficient memory", "[metal::malloc]")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of the device or the machine is a lack of memory; MLX has no class for it."""
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _NO_MEMORY)

@@ -70,6 +70,8 @@ class Sequence:
         self.num_launched = 0
         self.is_suspect = False
         """A step with this sequence failed: it decodes alone until one succeeds."""
+        self.was_short = False
+        """It failed for want of memory before, and is not tried again."""
         self.reason: FinishReason | None = None
         self.started: Started | None = None
         self.marks = Marks(submitted=now)
@@ -91,7 +93,7 @@ class Sequence:
 
     def replay(self) -> None:
         """Goes back to the queue with prompt and output to be evaluated again; loses its state, not its text."""
-        tokens = np.concatenate([self.request.tokens, np.array(self.generated, np.int32)])
+        tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.generated, np.int32)])
         self.ticket = ticket_for(self.request, self.ticket.arrival, tokens)
         self.lease, self.row, self.unrecorded, self.is_suspect = None, None, None, True
         self.num_launched = len(self.generated)

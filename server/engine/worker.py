@@ -27,14 +27,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cache.errors import BudgetExceeded
+from cache.errors import BudgetExceeded, PinnedFull
 from cache.layers import LayerCache
 from cache.lease import Lease
 from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import PrefixCache
 from models.sampling import SamplingParams
 from server.engine.diagnosis import Miss, MissReason, Reuse, Sessions, Spell, Turn, diagnose
-from server.engine.errors import EngineStopped, OutOfMemory, StepFailed
+from server.engine.errors import EngineStopped, OutOfMemory, PromptTooLarge, StepFailed, is_out_of_memory
 from server.engine.events import Event, Failed, Progress, Started
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.scheduler import Phase, Scheduler, Ticket
@@ -229,6 +229,9 @@ class Worker:
                 is_volatile=request.is_volatile,
             )
         except BudgetExceeded as error:
+            self._fail(sequence, PromptTooLarge(str(error)))
+            return False
+        except PinnedFull as error:
             self._fail(sequence, OutOfMemory(str(error)))
             return False
         except Exception as error:  # paging failed: the cache has dropped what it could not trust
@@ -398,9 +401,18 @@ class Worker:
         self._leave(sequence)
 
     def _fail_step(self, sequence: Sequence, error: Exception) -> None:
+        """Ends a sequence that the model failed on; one that lacked memory is tried once more, with some freed."""
         logger.error("request %s failed", sequence.request.request_id, exc_info=error)
+        has_no_memory = is_out_of_memory(error)
+        if has_no_memory and sequence.reason is None and not sequence.was_short:
+            sequence.was_short = True
+            self._replay(sequence)
+            self.prefix_cache.relieve()
+            return
         if sequence.reason is None:
-            self._tell(sequence, [Failed(StepFailed(f"the model failed on this request: {error}"))])
+            short = OutOfMemory("there is not enough memory for this request now")
+            told = short if has_no_memory else StepFailed(f"the model failed on this request: {error}")
+            self._tell(sequence, [Failed(told)])
         self._forget(sequence)
         if sequence.lease is not None:
             sequence.lease.discard()
@@ -415,12 +427,18 @@ class Worker:
         for sequence in alive:
             if sequence.reason is not None:
                 self._fail_step(sequence, error)
-                continue
-            if sequence.lease is not None:
-                sequence.lease.discard()
-            self._scheduler.remove(sequence.ticket)
-            sequence.replay()
-            self._scheduler.add(sequence.ticket)
+            else:
+                self._replay(sequence)
+        if is_out_of_memory(error):
+            self.prefix_cache.relieve()
+
+    def _replay(self, sequence: Sequence) -> None:
+        """Puts a sequence back into the queue without its live state."""
+        if sequence.lease is not None:
+            sequence.lease.discard()
+        self._scheduler.remove(sequence.ticket)
+        sequence.replay()
+        self._scheduler.add(sequence.ticket)
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request.request_id]

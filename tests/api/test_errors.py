@@ -14,7 +14,7 @@ from models.errors import InvalidParameter
 from server.api.errors import as_api_error
 from server.app import create_app, start_draining
 from server.config import ServerConfig
-from server.engine.errors import EngineError, EngineStopped, OutOfMemory, QueueFull, StepFailed
+from server.engine.errors import EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull, StepFailed
 from server.engine.events import FinishReason
 from server.sessions import SessionIdError
 from tests.fake_engine import FakeEngine, Script, fake_model
@@ -46,6 +46,7 @@ TABLE: list[tuple[Exception, int, str | None, str | None]] = [
     (QueueFull(3, 7), 429, None, "queue_full"),
     (EngineStopped("x"), 503, None, "server_stopping"),
     (OutOfMemory("too long"), 503, None, "out_of_memory"),
+    (PromptTooLarge("too long"), 400, None, "context_length_exceeded"),
     (StepFailed("inner detail"), 500, None, "generation_failed"),
     (EngineError("inner detail"), 500, None, "generation_failed"),
 ]

@@ -1,13 +1,16 @@
 """The engine's worker over the token-carrying fake model: what clients see, and what stays cached."""
 
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
+from cache.pins import PinName
 from models.outline import Outline
 from models.sampling import SamplingParams
 from server.engine.diagnosis import MissReason
-from server.engine.errors import OutOfMemory, StepFailed
+from server.engine.errors import OutOfMemory, PromptTooLarge, StepFailed
 from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
 from server.engine.request import Priority
 from tests.engine_driver import Collected, Harness
@@ -322,7 +325,97 @@ def test_a_prompt_beyond_the_whole_budget_is_refused_and_others_go_on() -> None:
     after = harness.submit(prompt_of(3, 10))
     harness.run()
     assert small.is_over and after.tokens == answer(prompt_of(3, 10))
-    assert isinstance(huge.last.error, OutOfMemory)
+    assert isinstance(huge.last.error, PromptTooLarge)
+
+
+class ShortRunner(FakeRunner):
+    """A fake runner whose next steps of some kinds find no memory."""
+
+    def __init__(self, *failing: str) -> None:
+        super().__init__()
+        self.failing = list(failing)
+
+    def prefill(self, caches: Any, tokens: Any) -> None:
+        self._fail("prefill")
+        super().prefill(caches, tokens)
+
+    def launch(self, rows: Any, previous: Any) -> Any:
+        self._fail("decode")
+        return super().launch(rows, previous)
+
+    def _fail(self, kind: str) -> None:
+        if kind in self.failing:
+            self.failing.remove(kind)
+            raise RuntimeError("[malloc] Unable to allocate 1048576 bytes.")
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_step_without_memory_is_tried_again_with_half_of_what_was_stored_given_up(kind: str) -> None:
+    runner = ShortRunner()
+    harness = Harness(runner=runner, num_slots=2)
+    for seed in range(6):
+        harness.run(harness.submit(prompt_of(seed, 40), max_tokens=2))
+    stored = harness.prefix_cache.ledger.stored_bytes
+    runner.failing = [kind]
+    sinks = [harness.submit(prompt_of(seed, 40), max_tokens=9, ignore_eos=True) for seed in (20, 21)]
+    harness.run()
+    for sink, seed in zip(sinks, (20, 21), strict=True):
+        assert sink.tokens == reference(prompt_of(seed, 40), 9, ignore_eos=True)
+    assert harness.prefix_cache.room.num_evictions > 0
+    assert stored > 0 and runner.failing == []
+
+
+def test_a_request_that_finds_no_memory_twice_is_told_to_come_back() -> None:
+    harness = Harness(runner=ShortRunner("prefill", "prefill"))
+    sink = harness.submit(prompt_of(1, 40))
+    harness.run()
+    assert isinstance(sink.last.error, OutOfMemory) and sink.last.error.retry_after_seconds > 0
+    later = harness.submit(prompt_of(1, 40))
+    harness.run()
+    assert later.tokens == answer(prompt_of(1, 40))
+
+
+def test_a_prime_without_memory_is_tried_again_to_its_very_end() -> None:
+    harness = Harness(runner=ShortRunner("prefill"))
+    sink = harness.submit(prompt_of(1, 40), max_tokens=0)
+    harness.run()
+    assert isinstance(sink.last, Finished)
+    assert harness.prefix_cache.peek(np.array([*prompt_of(1, 40), 1], np.int32)) == 40
+
+
+def budgeted(num_tokens: int) -> Harness:
+    """A worker with a budget of so many tokens of the fake model."""
+    harness = Harness()
+    caches = harness.runner.make_caches()
+    harness.runner.prefill(caches, np.array([1, 2, 3, 4], np.int32))
+    harness.prefix_cache.calibrate(caches)
+    per_token = harness.prefix_cache.layout.span_bytes_per_token(caches)
+    harness.prefix_cache.ledger.budget_bytes = int(num_tokens * per_token)
+    return harness
+
+
+def test_what_does_not_fit_now_waits_for_what_runs() -> None:
+    harness = budgeted(700)
+    first = harness.submit(prompt_of(1, 400), max_tokens=30, ignore_eos=True)
+    harness.step(5)
+    second = harness.submit(prompt_of(2, 400), max_tokens=4)
+    harness.step(20)
+    assert not second.events and not first.is_over
+    harness.run()
+    assert second.tokens == answer(prompt_of(2, 400), 4)
+
+
+def test_what_cannot_fit_beside_a_pin_is_told_to_come_back() -> None:
+    harness = budgeted(700)
+    harness.run(harness.submit(prompt_of(1, 200), session_id="s", max_tokens=2))
+    harness.prefix_cache.pin(PinName("", "s"), np.array(prompt_of(1, 200), np.int32))
+    refused = harness.submit(prompt_of(2, 600), max_tokens=2)
+    harness.run()
+    assert isinstance(refused.last.error, OutOfMemory)
+    harness.prefix_cache.unpin(PinName("", "s"))
+    taken = harness.submit(prompt_of(2, 600), max_tokens=2)
+    harness.run()
+    assert isinstance(taken.last, Finished)
 
 
 def test_cache_prompt_false_neither_reuses_nor_keeps() -> None:
