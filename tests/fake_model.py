@@ -116,13 +116,15 @@ def _contents_of(cache: LayerCache, num_tokens: int) -> list[list[int]]:
     assert cache.offset == num_tokens, f"layer rests at {cache.offset}, the sequence at {num_tokens}"
     if isinstance(cache, RotatingKVCache):
         length = min(cache.offset, cache.keys.shape[2])
-        keys, values = (cache._temporal_order(array)[..., -length:, :] for array in (cache.keys, cache.values))
+        rows = (cache._temporal_order(array)[..., -length:, :] for array in (cache.keys, cache.values))
     else:
-        keys, values = cache.keys_and_values()
-    positions = [int(value) for value in values[0, 0, :, 0].tolist()]
+        rows = cache.keys_and_values()
+    # Looked at in NumPy: each small operation of MLX costs a hop to another thread.
+    keys, values = (np.array(array) for array in rows)
+    positions = values[0, 0, :, 0].astype(int).tolist()
     assert positions == list(range(num_tokens - len(positions), num_tokens)), "rows are not where they were written"
-    assert mx.all(keys == keys[:, :1, :, :1]).item(), "heads disagree"
-    return [[int(value) for value in keys[0, 1, :, 3].tolist()]]
+    assert (keys == keys[:, :1, :, :1]).all(), "heads disagree"
+    return [keys[0, 1, :, 3].astype(int).tolist()]
 
 
 def assert_holds(caches: Sequence[LayerCache], tokens: Sequence[int], window: int = WINDOW) -> None:

@@ -39,6 +39,7 @@ class Live:
 
     address: str
     client: openai.OpenAI
+    http: httpx.Client
     engine: Engine
 
     def ask(self, *messages: Any, **fields: Any) -> Any:
@@ -52,7 +53,7 @@ class Live:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
-        return httpx.post(f"{self.address}{path}", content=json.dumps(fields), timeout=WAIT_SECONDS)
+        return self.http.post(path, content=json.dumps(fields))
 
     def wait_until_idle(self) -> None:
         until(lambda: self.engine.stats()["open_requests"] == 0)
@@ -84,10 +85,13 @@ class serving:  # noqa: N801 - a context manager reads as a verb
     def __enter__(self) -> Live:
         self._engine.start()
         address = self._server.__enter__()
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        return Live(address, client, self._engine)
+        self._client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        self._http = httpx.Client(base_url=address, timeout=WAIT_SECONDS)
+        return Live(address, self._client, self._http, self._engine)
 
     def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self._http.close()
         self._server.__exit__(None, None, None)
         self._engine.stop()
 
@@ -250,7 +254,7 @@ def test_no_request_stops_the_server_for_the_others(live: Live) -> None:
             assert answer.json()["error"]["message"]
     assert live.text(user("Are you there?")) == before
     assert live.post("/v1/nowhere").status_code == 404
-    assert httpx.get(f"{live.address}/health").json()["status"] == "ok"
+    assert live.http.get("/health").json()["status"] == "ok"
     live.wait_until_idle()
 
 
@@ -275,7 +279,7 @@ def test_a_full_queue_is_told_at_once_and_the_running_answer_goes_on(tmp_path: P
         with pytest.raises(openai.RateLimitError) as full:
             live.text(user("And me?"))
         assert int(full.value.response.headers["retry-after"]) > 0
-        assert httpx.get(f"{live.address}/health").status_code == 200
+        assert live.http.get("/health").status_code == 200
         connection.close()
         live.wait_until_idle()
         assert live.text(user("And me?"))
@@ -293,4 +297,4 @@ def test_a_stopped_engine_is_503_and_so_is_health(tmp_path: Path) -> None:
             received += part
         assert b"server_stopping" in received
         assert live.post("/v1/completions", prompt="x").status_code == 503
-        assert httpx.get(f"{live.address}/health").status_code == 503
+        assert live.http.get("/health").status_code == 503
