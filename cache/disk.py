@@ -182,6 +182,10 @@ class DiskTier:
                 )
         return list(made.values())
 
+    def bytes_of(self, namespace: str) -> int:
+        """Returns the bytes of a namespace's files, those on their way included."""
+        return sum(file.num_bytes for file in self._tree.files(namespace))
+
     def find_span(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan | None:
         """Returns the state of the tokens `[start, len(tokens))` if all of it is on disk."""
         self._settle()

@@ -67,6 +67,10 @@ class Pins:
         """Ends the pins of one namespace, or all."""
         self._release(name for name in self._pins if namespace in (None, name.namespace))
 
+    def labels(self, namespace: str) -> tuple[str, ...]:
+        """Returns the labels of a namespace's explicit pins."""
+        return tuple(n.label for n, pin in self._pins.items() if n.namespace == namespace and pin.until is None)
+
     def explicit(self, *, but: PinName | None = None) -> set[Node]:
         """Returns the nodes with explicit pins, without those that only the pin named `but` holds."""
         held = (pin for name, pin in self._pins.items() if pin.until is None and name != but)

@@ -15,6 +15,7 @@ recency is a counter.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from cache.room import Room
 from cache.slots import Slot, SlotView, TokenLog, choose_slot
 from cache.snapshots import Snapshot, cover, deepest, is_restorable, window_rows
 from cache.trie import Match, Node, PrefixTrie, TokenArray, common_prefix_length
+from cache.view import CacheView, StateBytes, num_tokens, stored_bytes, views
 
 
 class PrefixCache:
@@ -610,6 +612,26 @@ class PrefixCache:
                 self._page_out(slot, 0)
 
     # ------------------------------------------------------------------------------------------------- state
+
+    def view(self, namespace: str, max_nodes: int) -> CacheView:
+        """Returns what is held for one namespace, with `max_nodes` edges at most."""
+        trie = self.room.find_trie(namespace)
+        return CacheView(
+            nodes=views(trie, max_nodes),
+            num_nodes=trie.num_nodes,
+            num_tokens=num_tokens(trie),
+            state=self.bytes_of(namespace),
+            num_evictions=self.room.evictions[namespace],
+            budget_bytes=self.ledger.budget_bytes,
+            clock=self._clock,
+            pinned=self.pins.labels(namespace),
+        )
+
+    def bytes_of(self, namespace: str) -> StateBytes:
+        """Returns the bytes that are held for one namespace."""
+        live = sum(self.layout.live_bytes(slot.caches) for slot in self.slots if slot.namespace == namespace)
+        disk = self.archive.tier.bytes_of(namespace) if self.archive is not None else 0
+        return replace(stored_bytes(self.room.find_trie(namespace)), live=live, disk=disk)
 
     def stats(self) -> dict[str, Any]:
         """Returns counts and bytes, for reports."""

@@ -4,6 +4,7 @@ Invariant: the ledger's stored bytes are the bytes of all nodes. A leaf goes who
 go. What lives in a slot is never dropped here. Which of several candidates goes first is `cache.eviction`'s to say.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from cache import eviction
@@ -22,6 +23,9 @@ class Room:
     def __init__(self, layout: Layout, budget_bytes: int) -> None:
         self.ledger = Ledger(budget_bytes)
         self.num_evictions = 0
+        """Leaves and snapshots dropped for want of memory."""
+        self.evictions: Counter[str] = Counter()
+        """The same by namespace, for those that hold something."""
         self.before_dropping: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
         """Told of a node whose state, or whose snapshot, is about to go."""
         self._layout = layout
@@ -32,6 +36,7 @@ class Room:
         """Returns the trie of a namespace; forgets empty ones, but for those `in_use`."""
         if namespace not in self._tries:
             self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in in_use}
+            self.evictions = Counter({name: count for name, count in self.evictions.items() if name in self._tries})
             self._tries[namespace] = PrefixTrie(lambda num_bytes: self.ledger.store(num_bytes), namespace)
         return self._tries[namespace]
 
@@ -113,7 +118,7 @@ class Room:
 
     def _drop_leaf(self, trie: PrefixTrie, node: Node) -> None:
         """Drops a leaf, and what above it holds no bytes; queues what is a leaf then."""
-        self.num_evictions += 1
+        self._count_eviction(trie)
         self.before_dropping(trie, node)
         parent = node.parent
         trie.remove(node)
@@ -129,11 +134,15 @@ class Room:
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if is_leant_on(self._layout, node) else None
         if rest is None or rest.num_bytes < snapshot.num_bytes:
-            self.num_evictions += 1
+            self._count_eviction(trie)
             self.before_dropping(trie, node)
             trie.snap(node, rest)
         if rest is None and node.parent is not None:
             self.offer(trie, node.parent)  # which may have been leant on from here
+
+    def _count_eviction(self, trie: PrefixTrie) -> None:
+        self.num_evictions += 1
+        self.evictions[trie.namespace] += 1
 
     def check(self) -> None:
         """Asserts the invariants."""

@@ -1,0 +1,131 @@
+"""What the cache holds for one namespace, for people to look at: plain values, copied, bounded in number."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cache.layers import Segment
+from cache.placement import RestorePointKind
+from cache.snapshots import Snapshot
+from cache.trie import Node, PrefixTrie, TokenArray
+
+PREVIEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes by what they hold; stored state by kind, live state as a whole, and files."""
+
+    span: int = 0
+    window: int = 0
+    point: int = 0
+    live: int = 0
+    disk: int = 0
+
+    @property
+    def in_memory(self) -> int:
+        """All but the files."""
+        return self.span + self.window + self.point + self.live
+
+
+@dataclass(frozen=True, eq=False)
+class NodeView:
+    """One edge `[start, stop)` of the trie. `index` counts from 0 in the order of the list, parents first."""
+
+    index: int
+    parent: int | None
+    start: int
+    stop: int
+    is_live: bool
+    """Its span is in a slot; otherwise stored in memory."""
+    kind: RestorePointKind | None
+    """Why a snapshot was kept at `stop`; None if there is none that can be restored by itself."""
+    is_explicit: bool
+    is_pinned: bool
+    last_used: int
+    num_bytes: int
+    """Stored bytes; those of a live span are the slot's."""
+    first_tokens: TokenArray
+
+
+@dataclass(frozen=True, eq=False)
+class CacheView:
+    """The state of one namespace."""
+
+    nodes: list[NodeView]
+    num_nodes: int
+    """More than are listed, if there are too many."""
+    num_tokens: int
+    """Tokens on the edges of all nodes."""
+    state: StateBytes
+    num_evictions: int
+    """State given up for want of memory, snapshots and leaves, since the start."""
+    budget_bytes: int
+    """For all namespaces together."""
+    clock: int
+    """The reading now of the logical clock of `NodeView.last_used`: it counts begins and ends of requests."""
+    pinned: tuple[str, ...]
+    """Labels of the explicit pins."""
+
+
+def views(trie: PrefixTrie, max_nodes: int) -> list[NodeView]:
+    """Returns up to `max_nodes` edges, parents before children, what was used last first among siblings."""
+    index_of: dict[Node, int] = {}
+    found: list[NodeView] = []
+    for node in _in_order(trie):
+        if len(found) == max_nodes:
+            break
+        index_of[node] = len(found)
+        found.append(_view(node, len(found), index_of.get(node.parent) if node.parent is not None else None))
+    return found
+
+
+def stored_bytes(trie: PrefixTrie) -> StateBytes:
+    """Returns the bytes of what is stored on the nodes."""
+    span = window = point = 0
+    for node in trie.nodes():
+        span += node.span.num_bytes if node.span is not None else 0
+        rows, total = _snapshot_bytes(node)
+        window, point = window + rows, point + total - rows
+    return StateBytes(span, window, point)
+
+
+def num_tokens(trie: PrefixTrie) -> int:
+    """Returns the tokens on all edges."""
+    return sum(len(node.tokens) for node in trie.nodes())
+
+
+def _in_order(trie: PrefixTrie) -> Iterator[Node]:
+    stack = _children(trie.root)
+    while stack:
+        node = stack.pop()
+        yield node
+        stack += _children(node)
+
+
+def _children(node: Node) -> list[Node]:
+    return sorted(node.children.values(), key=lambda child: child.last_used)
+
+
+def _view(node: Node, index: int, parent: int | None) -> NodeView:
+    return NodeView(
+        index=index,
+        parent=parent,
+        start=node.start,
+        stop=node.stop,
+        is_live=node.home is not None,
+        kind=node.kind if node.snapshot is not None else None,
+        is_explicit=node.is_explicit,
+        is_pinned=node.num_pins > 0,
+        last_used=node.last_used,
+        num_bytes=node.num_bytes,
+        first_tokens=node.tokens[:PREVIEW_TOKENS].copy(),
+    )
+
+
+def _snapshot_bytes(node: Node) -> tuple[int, int]:
+    """Returns the bytes of a node's window rows, and of its whole snapshot."""
+    snapshot = node.snapshot
+    if not isinstance(snapshot, Snapshot):
+        return 0, 0
+    window = snapshot.window.num_bytes if isinstance(snapshot.window, Segment) else 0
+    return window, snapshot.num_bytes

@@ -1,0 +1,69 @@
+"""What is shown of the cache is what is there, of one namespace only, and bounded."""
+
+import numpy as np
+import pytest
+
+from cache.pins import PinName
+from cache.placement import RestorePointKind
+from cache.prefix_cache import PrefixCache
+from tests import cache_driver, fake_model
+from tests.fake_model import LAYOUTS
+
+SYSTEM = list(range(1, 41))
+
+
+def make(layout: str, budget_bytes: int = 1 << 30) -> PrefixCache:
+    return PrefixCache(lambda: fake_model.make_caches(layout), num_slots=1, budget_bytes=budget_bytes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bytes_by_kind_are_the_ledgers_in_all(layout: str) -> None:
+    prefix_cache = make(layout)
+    for end in (100, 200, 300):
+        cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
+    view = prefix_cache.view("", 100)
+    ledger = prefix_cache.ledger
+    assert view.state.span + view.state.window + view.state.point == ledger.stored_bytes
+    assert view.state.live == ledger.live_bytes > 0
+    assert (view.state.window > 0) == ("W" in layout) and (view.state.point > 0) == ("R" in layout)
+    assert sum(node.num_bytes for node in view.nodes) == ledger.stored_bytes
+    assert view.num_nodes == len(view.nodes) and view.num_tokens == sum(n.stop - n.start for n in view.nodes)
+
+
+def test_the_tree_can_be_put_together_from_the_list() -> None:
+    prefix_cache = make("R")
+    for end in (100, 200, 300):
+        cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
+    nodes = prefix_cache.view("", 100).nodes
+    assert [node.index for node in nodes] == list(range(len(nodes)))
+    for node in nodes:
+        above = nodes[node.parent] if node.parent is not None else None
+        assert node.start == (above.stop if above is not None else 0)
+        assert above is None or above.index < node.index
+    head = next(node for node in nodes if node.stop == len(SYSTEM))
+    assert head.kind is RestorePointKind.EXPLICIT and head.is_explicit
+    assert head.first_tokens.tolist() == SYSTEM[:24]
+    newest = next(node for node in nodes if node.first_tokens[0] == 300)
+    assert newest.is_live and newest.index < min(n.index for n in nodes if n.first_tokens[0] in (100, 200))
+
+
+def test_only_so_many_are_listed_and_the_rest_is_counted() -> None:
+    prefix_cache = make("T")
+    for start in range(1000, 1200, 10):
+        cache_driver.run(prefix_cache, range(start, start + 5))
+    view = prefix_cache.view("", 7)
+    assert len(view.nodes) == 7 and view.num_nodes == 20 and view.num_tokens == 100
+    assert view.nodes[0].first_tokens[0] == 1190, "what was used last comes first"
+
+
+def test_another_namespace_shows_nothing_of_it() -> None:
+    prefix_cache = make("T", budget_bytes=60_000)
+    for number in range(20):
+        cache_driver.run(prefix_cache, range(1000 * number + 1, 1000 * number + 101), namespace="theirs")
+    prefix_cache.pin(PinName("theirs", "s"), np.arange(19_001, 19_101, dtype=np.int32))
+    view = prefix_cache.view("ours", 100)
+    assert not view.nodes and not view.pinned and view.num_evictions == 0
+    assert view.state.in_memory == view.state.disk == 0
+    theirs = prefix_cache.view("theirs", 100)
+    assert theirs.pinned == ("s",) and theirs.num_evictions == prefix_cache.room.num_evictions > 0
+    assert "ours" not in [trie.namespace for trie, _ in prefix_cache.room.nodes()], "looking made a namespace"
