@@ -5,7 +5,12 @@ came in. `Engine.ask` hands one over and waits for what it returns. This module 
 """
 
 import asyncio
+import logging
 from typing import Any, Generic, Protocol, TypeVar
+
+from server.engine.errors import EngineStopped
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 ResultCo = TypeVar("ResultCo", covariant=True)
@@ -53,3 +58,17 @@ class Reply(Generic[Result]):
     def _settle_here(self, settle: Any, outcome: Any) -> None:
         if self.is_wanted:
             settle(outcome)
+
+
+class Unheard(Generic[Result]):
+    """The reply to a command whose outcome nobody waits for."""
+
+    is_wanted = True
+
+    def succeed(self, result: Result) -> None:
+        """Nobody is to know."""
+
+    def fail(self, error: Exception) -> None:
+        """Only the log is to know, unless the engine just ended."""
+        if not isinstance(error, EngineStopped):
+            logger.error("a command failed", exc_info=error)

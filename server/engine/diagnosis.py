@@ -88,8 +88,11 @@ class Sessions:
         self._turns: OrderedDict[tuple[str, str], list[Turn]] = OrderedDict()
 
     def record(self, namespace: str, session_id: str, turn: Turn) -> None:
-        """Keeps a turn, in place of the one that it continues."""
+        """Keeps a turn, in place of the one that it continues; one that is the beginning of another is known."""
         turns = self._turns.pop((namespace, session_id), [])
+        if any(common_prefix_length(turn.tokens, one.tokens) == len(turn.tokens) for one in turns):
+            self._turns[namespace, session_id] = turns
+            return
         continued = self.closest(turns, turn.tokens)
         kept = [one for one in turns if one is not continued or not _continues(turn, one)]
         self._turns[namespace, session_id] = [*kept, turn][-MAX_TURNS:]
@@ -99,6 +102,11 @@ class Sessions:
     def forget(self, namespace: str, session_id: str) -> None:
         """Drops the turns of a session; an unknown one has none."""
         self._turns.pop((namespace, session_id), None)
+
+    def last(self, namespace: str, session_id: str) -> TokenArray | None:
+        """Returns the tokens of the turn that was recorded last."""
+        turns = self._turns.get((namespace, session_id))
+        return turns[-1].tokens if turns else None
 
     def previous(self, namespace: str, session_id: str, tokens: TokenArray) -> Turn | None:
         """Returns the turn that a prompt shares most with."""

@@ -23,7 +23,7 @@ from cache.prefix_cache import PrefixCache
 from models.loader import LoadedModel
 from models.runner import Runner
 from models.text import StreamDecoder
-from server.engine.commands import Command, Reply
+from server.engine.commands import Command, Reply, Unheard
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.events import Event, Failed, Finished
 from server.engine.generation import Generation
@@ -81,7 +81,7 @@ class _Cancel:
 @dataclass(frozen=True, eq=False)
 class _Ask:
     command: Command[Worker, Any]
-    reply: Reply[Any]
+    reply: Reply[Any] | Unheard[Any]
 
 
 @dataclass(frozen=True)
@@ -196,13 +196,21 @@ class Engine:
         the engine never started, has ended, or ends before the command's turn.
         """
         reply: Reply[Result] = Reply()
+        self._put(_Ask(command, reply))
+        return await reply.wait()
+
+    def tell(self, command: Command[Worker, Any]) -> None:
+        """Has a command run like `ask`, where nobody needs to know what became of it. Safe from any thread."""
+        with contextlib.suppress(QueueFull, EngineStopped):
+            self._put(_Ask(command, Unheard()))
+
+    def _put(self, message: _Ask) -> None:
         with self._lock:
             self._check_listening()
             if self._num_commands >= MAX_COMMANDS:
                 raise QueueFull(self._num_commands, RETRY_AFTER_SECONDS)
             self._num_commands += 1
-            self._inbox.put(_Ask(command, reply))
-        return await reply.wait()
+            self._inbox.put(message)
 
     def _open(self, message: _Submit) -> None:
         with self._lock:

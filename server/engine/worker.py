@@ -30,6 +30,7 @@ import numpy as np
 from cache.errors import BudgetExceeded, PinnedFull
 from cache.layers import LayerCache
 from cache.lease import Lease
+from cache.pins import PinName
 from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import PrefixCache
 from models.sampling import SamplingParams
@@ -145,9 +146,23 @@ class Worker:
     def forget_session(self, namespace: str, session_id: str) -> None:
         """Drops a session's turns and its claim to a slot; the state of its tokens stays for others."""
         self._sessions.forget(namespace, session_id)
+        for is_soft in (False, True):
+            self.prefix_cache.unpin(PinName(namespace, session_id, is_soft))
         for slot in self.prefix_cache.slots:
             if (slot.namespace, slot.session_id) == (namespace, session_id):
                 slot.session_id = None
+
+    def last_turn(self, namespace: str, session_id: str) -> TokenArray | None:
+        """Returns the tokens of a session's last turn; None for one that is not known."""
+        return self._sessions.last(namespace, session_id)
+
+    def now(self) -> float:
+        """Returns the reading of the engine's clock, in seconds."""
+        return self._clock()
+
+    def spell(self, tokens: TokenArray) -> str:
+        """Returns tokens as text."""
+        return self._spell(tokens)
 
     def fail_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping their progress where possible."""
@@ -218,6 +233,7 @@ class Worker:
     def _admit(self, sequence: Sequence) -> bool:
         """Gets a lease for a waiting sequence; False if it has to go on waiting, or failed."""
         request, begun = sequence.request, self._clock()
+        self.prefix_cache.release_expired(begun)
         try:
             lease = self.prefix_cache.begin(
                 sequence.tokens,

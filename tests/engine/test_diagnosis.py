@@ -164,3 +164,12 @@ def test_a_forgotten_session_has_no_previous_turn() -> None:
     sessions.forget("ours", "never seen")
     assert sessions.previous("ours", "s", FIRST.tokens) is None
     assert sessions.previous("theirs", "s", FIRST.tokens) is FIRST
+
+
+def test_a_turn_that_is_the_beginning_of_another_does_not_take_its_place() -> None:
+    """A prefix that was primed, or a request that was cancelled early, says nothing new of its session."""
+    sessions = Sessions()
+    sessions.record("", "s", FIRST)
+    sessions.record("", "s", Turn(FIRST.tokens[:25], 25, FIRST.outline))
+    assert sessions.previous("", "s", FIRST.tokens) is FIRST
+    assert sessions.last("", "s") is FIRST.tokens and sessions.last("", "another") is None

@@ -39,7 +39,7 @@ class GatedRunner(FakeRunner):
 class Served:
     """A started engine over a gated fake model."""
 
-    def __init__(self, **options: int) -> None:
+    def __init__(self, **options: Any) -> None:
         self.runner = GatedRunner()
         self.threads: set[str] = set()
         self.config = EngineConfig(**{"max_slots": 2, "context_tokens": 200, "max_waiting": 1, **options})
@@ -264,6 +264,22 @@ def test_the_error_of_a_command_reaches_who_asked_and_nobody_else(served: Served
         return (await asyncio.wait_for(collect(generation), 10))[-1]
 
     assert isinstance(asyncio.run(run()), Finished)
+
+
+def test_a_command_that_nobody_waits_for_runs_and_its_error_is_logged(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(worker: Worker) -> None:
+        raise LookupError("not there")
+
+    async def run() -> int:
+        served.engine.tell(Do(fail))
+        return await asyncio.wait_for(served.engine.ask(Do(lambda worker: 1)), 10)
+
+    assert asyncio.run(run()) == 1
+    assert "not there" in caplog.text
+    served.engine.stop()
+    served.engine.tell(Do(fail))  # the engine has ended: nobody is to know
 
 
 def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Served) -> None:

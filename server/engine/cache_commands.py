@@ -1,0 +1,108 @@
+"""Questions and orders about the prefix cache, run on the worker thread. Each sees one namespace only."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cache.pins import PinName
+from cache.trie import TokenArray
+from cache.view import CacheView, StateBytes
+from server.engine.worker import Worker
+
+HOLD_SECONDS = 120.0
+"""How long a turn that ended in tool calls is held: most tools answer within that time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """What a namespace holds, and the text that each listed edge begins with."""
+
+    view: CacheView
+    previews: list[str]
+
+
+@dataclass(frozen=True)
+class DescribeCache:
+    """What is held for a namespace, with `max_nodes` edges at most."""
+
+    namespace: str
+    max_nodes: int
+
+    def run(self, worker: Worker) -> Described:
+        """Returns it, copied."""
+        view = worker.prefix_cache.view(self.namespace, self.max_nodes)
+        return Described(view, [worker.spell(node.first_tokens) for node in view.nodes])
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What an order to clear gave up."""
+
+    num_tokens: int
+    memory_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class ClearCache:
+    """Forgets what a namespace holds, but for what running requests use."""
+
+    namespace: str
+
+    def run(self, worker: Worker) -> Freed:
+        """Does it, and returns what was freed."""
+        tokens, before = self._held(worker)
+        worker.prefix_cache.clear(self.namespace)
+        tokens_left, after = self._held(worker)
+        return Freed(tokens - tokens_left, before.in_memory - after.in_memory, before.disk - after.disk)
+
+    def _held(self, worker: Worker) -> tuple[int, StateBytes]:
+        view = worker.prefix_cache.view(self.namespace, max_nodes=0)
+        return view.num_tokens, view.state
+
+
+@dataclass(frozen=True)
+class PinSession:
+    """Keeps the state of a session's last turn, and of those to come, from being evicted."""
+
+    namespace: str
+    session_id: str
+
+    def run(self, worker: Worker) -> int:
+        """Returns how many tokens are pinned; 0 for a session of which nothing is held. Raises PinLimit."""
+        tokens = worker.last_turn(self.namespace, self.session_id)
+        if tokens is None:
+            return 0
+        return worker.prefix_cache.pin(PinName(self.namespace, self.session_id), tokens)
+
+
+@dataclass(frozen=True)
+class UnpinSession:
+    """Ends a session's pin."""
+
+    namespace: str
+    session_id: str
+
+    def run(self, worker: Worker) -> bool:
+        """Returns whether there was one."""
+        name = PinName(self.namespace, self.session_id)
+        was_pinned = name in worker.prefix_cache.pins
+        worker.prefix_cache.unpin(name)
+        return was_pinned
+
+
+@dataclass(frozen=True, eq=False)
+class HoldTurn:
+    """Keeps the state of a turn that another request will soon continue, unless memory is wanted for one now."""
+
+    namespace: str
+    label: str
+    prompt: TokenArray
+    reply: Sequence[int]
+
+    def run(self, worker: Worker) -> None:
+        """Does it, as far as the turn is known."""
+        tokens = np.concatenate([self.prompt, np.array(self.reply, np.int32)])
+        name = PinName(self.namespace, self.label, is_soft=True)
+        worker.prefix_cache.pin_until(name, tokens, worker.now() + HOLD_SECONDS)
