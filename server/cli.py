@@ -1,4 +1,4 @@
-"""The command line: `mlx-serve serve`, `run`, `list` and `pull`.
+"""The command line: `mlx-serve serve`, `run`, `list`, `pull` and `doctor`.
 
 The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
 What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -7,12 +7,14 @@ MLX and transformers are imported only by the commands that need them: `--help`,
 
 import inspect
 import logging
+import math
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -20,7 +22,7 @@ import typer
 from models.errors import ModelError
 from models.store import resolve
 from server.config import ConfigError, ServerConfig
-from server.errors import StartError
+from server.errors import DoctorError, StartError
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -60,7 +62,7 @@ def execute(arguments: Sequence[str]) -> int:
         return _tell(_usage_message(error), error.exit_code)
     except ConfigError as error:
         return _tell(str(error), 2)
-    except (ModelError, StartError) as error:
+    except (ModelError, StartError, DoctorError) as error:
         return _tell(str(error), 1)
 
 
@@ -133,6 +135,38 @@ def pull(
     from server.catalogue import pull_with_progress
 
     pull_with_progress(model)
+
+
+@app.command()
+def doctor(
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="Address of a running server. Default: http://127.0.0.1:8080.")
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Read recorded requests from JSON lines, without a server.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The key that the client sends: a key sees its own sessions.")
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to tell seconds.")
+    ] = None,
+) -> None:
+    """Say which text keeps prompts from being reused, and how to mend it."""
+    from server.doctor.fetch import DEFAULT_URL
+    from server.doctor.report import examine_file, examine_server
+
+    if speed is not None and not 0 < speed < math.inf:
+        raise ConfigError(f"--speed is {speed}; it must be above 0")
+    if file is None:
+        examine_server(url or DEFAULT_URL, api_key, cache_salt)
+    elif url is not None:
+        raise ConfigError("give the address of a server or --file, not both")
+    else:
+        examine_file(Path(file), speed)
 
 
 def config_from(given: dict[str, Any]) -> ServerConfig:

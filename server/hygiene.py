@@ -12,9 +12,10 @@ Known shapes:
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from models.chat import Message
+Message: TypeAlias = Mapping[str, Any]
+"""As templates read it: `role`, and `content` as a text or a list of text parts."""
 
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: ?[a-z][a-z0-9_]*=[\w.+-]*;)+ ?(?=\r?\n|\Z)", re.ASCII)
 _CHANGING_VALUES = (

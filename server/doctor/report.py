@@ -1,0 +1,130 @@
+"""What `mlx-serve doctor` prints, and where it gets it from: a running server or a file of recorded requests."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from server.doctor import compare, turns
+from server.doctor.causes import ADVICE, shared_length
+from server.doctor.fetch import Sessions
+from server.doctor.findings import Checkup, Finding, findings_of
+from server.doctor.recorded import read_requests
+from server.errors import DoctorError
+
+NO_SESSIONS = """\
+No sessions yet under this key. A client names its conversation with session_id \
+or one of the usual headers; if it sends a key, give doctor the same with --api-key."""
+LEAD_CHARACTERS = 20
+"""Shown before the words that changed."""
+
+
+def examine_server(url: str, api_key: str | None, cache_salt: str | None) -> None:
+    """Prints what a running server's sessions lose; raises DoctorError."""
+    sessions = Sessions(url, api_key, cache_salt)
+    try:
+        checkups = [turns.checkup_of(session) for session in sessions.read()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DoctorError(
+            f"the sessions of {sessions.url} are told in a way that this version cannot read"
+        ) from error
+    console = _console()
+    if not checkups:
+        console.print(NO_SESSIONS)
+        return
+    console.print(_report(checkups))
+
+
+def examine_file(path: Path, tokens_per_second: float | None) -> None:
+    """Prints what recorded requests would lose; raises DoctorError."""
+    conversations = read_requests(path)
+    checkups = [compare.checkup_of(name, requests, tokens_per_second) for name, requests in conversations.items()]
+    console = _console()
+    console.print(_report(checkups))
+    console.print("Tokens are estimated as characters / 4.", style="dim")
+
+
+def _console() -> Console:
+    return Console(markup=False, highlight=False)
+
+
+def _report(checkups: Sequence[Checkup]) -> RenderableType:
+    ailing = sorted((one for one in checkups if one.losses), key=lambda one: -one.tokens)
+    healthy = [one for one in checkups if not one.losses]
+    return Group(
+        *(part for checkup in [*ailing, *healthy] for part in _session(checkup)), "", _summary(checkups, len(ailing))
+    )
+
+
+def _session(checkup: Checkup) -> Iterator[RenderableType]:
+    heading = Text.assemble((printable(checkup.name), "bold"), f": {_plural(checkup.num_turns, 'turn')}")
+    if checkup.kept is not None:
+        heading.append(f", {checkup.kept:.0%} of the previous prompt reused on average")
+    if not checkup.losses:
+        heading.append("; nothing to mend")
+    yield heading
+    for finding in findings_of(checkup.losses):
+        yield Padding(_finding(finding), (0, 0, 1, 2), expand=False)
+
+
+def _finding(finding: Finding) -> RenderableType:
+    where = f" in the {finding.example.where}" if finding.example.where else ""
+    title = Text.assemble((finding.cause.value, "bold yellow"), f"{where}, in {_plural(finding.num_turns, 'turn')}")
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(no_wrap=True, style="dim")
+    rows.add_column(overflow="fold")
+    for label, text in _excerpts(finding.example.before, finding.example.after):
+        rows.add_row(label, text)
+    rows.add_row("cost", _cost(finding))
+    rows.add_row("mend", ADVICE[finding.cause])
+    return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
+
+
+def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
+    """Yields both texts around their first difference, on one line each, with the word that differs in bold."""
+    start = shared_length(before, after)
+    for label, text in (("before", before), ("after", after)):
+        if text:
+            yield label, _excerpt(text, start)
+
+
+def _excerpt(text: str, start: int) -> Text:
+    word = next(found for found in re.finditer(r"\S+|\s+|\Z", text) if found.end() > start or not found[0])
+    lead = text[max(0, word.start() - LEAD_CHARACTERS) : word.start()]
+    excerpt = Text("…" if word.start() > LEAD_CHARACTERS else "", no_wrap=True, overflow="ellipsis")
+    return excerpt.append(printable(lead)).append(printable(word[0]), "bold").append(printable(text[word.end() :]))
+
+
+def _cost(finding: Finding) -> str:
+    if finding.is_hidden:
+        return "none yet, as the change before it costs all that follows; mend both"
+    per_turn = finding.tokens / finding.num_turns
+    seconds = finding.seconds
+    time = "" if seconds is None else f" and {_seconds(seconds / finding.num_turns)}"
+    return f"{finding.tokens:,} tokens evaluated again: {per_turn:,.0f}{time} per turn"
+
+
+def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
+    sessions = _plural(len(checkups), "session")
+    if not num_ailing:
+        return f"{sessions}; nothing to mend."
+    tokens, seconds = sum(one.tokens for one in checkups), sum(one.seconds for one in checkups)
+    time = f" ({_seconds(seconds)})" if seconds else ""
+    return f"{sessions}, {num_ailing} with something to mend: {tokens:,} tokens{time} evaluated again."
+
+
+def printable(text: str) -> str:
+    """Returns a text on one line, without what could steer a terminal."""
+    return "".join(c if c.isprintable() else "⏎" if c == "\n" else " " for c in text)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
