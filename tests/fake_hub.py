@@ -10,6 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+RESUME_SECONDS = 120.0
+"""A paused download goes on by then, so that a test which fails does not hang."""
 
 
 class FakeHub:
@@ -110,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(ConnectionError):
             self.wfile.write(data[:pause][:cut])
             if pause is not None:
-                self.hub.resume.wait(30)
+                self.hub.resume.wait(RESUME_SECONDS)
                 self.wfile.write(data[pause:cut])
         if cut is not None and cut < len(data):
             self.close_connection = True

@@ -29,6 +29,7 @@ MODEL = {
 NEEDED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
 
 PULL = "from server.cli import main; main()"
+DEADLINE_SECONDS = 120.0
 LITTLE_ROOM = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {'free': 20_000_000}); "
 
 
@@ -45,16 +46,29 @@ class Person:
     def __init__(self, home: Path, endpoint: str) -> None:
         self.home = home
         self.environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, "COLUMNS": "200"}
+        self._started: list[subprocess.Popen[str]] = []
 
     def start(self, *arguments: str, before: str = "") -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", before + PULL, *arguments]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
+        self._started.append(process)
+        return process
+
+    def starts_to_fetch(self, *arguments: str) -> "subprocess.Popen[str]":
+        """Starts a pull and returns when a first piece of it is on the disk."""
+        process = self.start(*arguments)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not any(part.stat().st_size for part in self.parts()):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "nothing was fetched"
+            time.sleep(0.02)
+        return process
 
     def types(self, *arguments: str, before: str = "") -> Result:
         process = self.start(*arguments, before=before)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=DEADLINE_SECONDS)
         return Result(process.returncode, output, errors)
 
     def snapshot(self, repository: str) -> Path:
@@ -62,6 +76,13 @@ class Person:
 
     def parts(self) -> list[Path]:
         return list(self.home.glob("hub/*/blobs/*.part"))
+
+    def leave(self) -> None:
+        """Ends what a test that failed has left running."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
 
 @pytest.fixture
@@ -72,8 +93,10 @@ def hub() -> Iterator[FakeHub]:
 
 
 @pytest.fixture
-def person(tmp_path: Path, hub: FakeHub) -> Person:
-    return Person(tmp_path / "home", hub.url)
+def person(tmp_path: Path, hub: FakeHub) -> Iterator[Person]:
+    person = Person(tmp_path / "home", hub.url)
+    yield person
+    person.leave()
 
 
 def says_one_sentence(result: Result, *words: str) -> None:
@@ -110,7 +133,8 @@ def test_a_pulled_model_is_listed_and_pulled_no_second_time(hub: FakeHub, person
 
 def test_the_script_does_the_same(hub: FakeHub, person: Person) -> None:
     script = Path(__file__).parent.parent / "scripts" / "pull_model.py"
-    run = subprocess.run([sys.executable, str(script), "org/model"], env=person.environment, timeout=60, check=False)
+    command = [sys.executable, str(script), "org/model"]
+    run = subprocess.run(command, env=person.environment, timeout=DEADLINE_SECONDS, check=False)
     assert run.returncode == 0
     assert (person.snapshot("org/model") / "model.safetensors").exists()
 
@@ -123,12 +147,9 @@ def test_a_cut_connection_is_continued_where_it_was_cut(hub: FakeHub, person: Pe
 
 def test_ctrl_c_keeps_what_was_fetched_and_the_next_pull_continues(hub: FakeHub, person: Person) -> None:
     hub.pause_after_bytes = 22_000_000
-    process = person.start("pull", "org/model")
-    deadline = time.monotonic() + 30
-    while not any(part.stat().st_size for part in person.parts()) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    process = person.starts_to_fetch("pull", "org/model")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=DEADLINE_SECONDS)
     says_one_sentence(Result(process.returncode, "", errors), "mlx-serve pull org/model")
     assert person.parts()[0].stat().st_size >= 10_000_000
 
@@ -141,9 +162,7 @@ def test_ctrl_c_keeps_what_was_fetched_and_the_next_pull_continues(hub: FakeHub,
 
 def test_damaged_leftovers_are_noticed_and_removed(hub: FakeHub, person: Person) -> None:
     hub.pause_after_bytes = 22_000_000
-    process = person.start("pull", "org/model")
-    while not any(part.stat().st_size for part in person.parts()):
-        time.sleep(0.02)
+    process = person.starts_to_fetch("pull", "org/model")
     process.kill()
     process.communicate()
     hub.resume.set()
@@ -198,12 +217,10 @@ def test_a_repository_without_mlx_weights_is_refused(missing: str, hub: FakeHub,
 
 def test_two_pulls_of_one_model_do_not_write_into_one_file(hub: FakeHub, person: Person) -> None:
     hub.pause_after_bytes = 22_000_000
-    first = person.start("pull", "org/model")
-    while not any(part.stat().st_size for part in person.parts()):
-        time.sleep(0.02)
+    first = person.starts_to_fetch("pull", "org/model")
     says_one_sentence(person.types("pull", "org/model"), "being downloaded by another process")
     hub.resume.set()
-    first.communicate(timeout=30)
+    first.communicate(timeout=DEADLINE_SECONDS)
     assert first.returncode == 0
     assert (person.snapshot("org/model") / "model.safetensors").read_bytes() == WEIGHTS
 

@@ -25,7 +25,7 @@ from server.serve import bind, count_text, example_call
 from tests.tiny_models import write
 
 COMMAND = [sys.executable, "-c", "from server.cli import main; main()", "serve"]
-DEADLINE_SECONDS = 60.0
+DEADLINE_SECONDS = 120.0
 
 
 class Process:
@@ -58,13 +58,13 @@ class Process:
 
     def wait(self) -> int:
         status = self._process.wait(DEADLINE_SECONDS)
-        self._reader.join(5)
+        self._reader.join(DEADLINE_SECONDS)
         return status
 
     def close(self) -> None:
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(5)
+        self._process.wait(DEADLINE_SECONDS)
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -123,7 +123,7 @@ def get(port: int, path: str) -> tuple[int, Any]:
 
 def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
     with serving(
-        folder, "--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5", "--drain", "60"
+        folder, "--slots", "3", "--context", "900", "--cache-memory", "64MB", "--max-waiting", "5", "--drain", "120"
     ) as server:
         port = server.port
         report = server.output
@@ -136,7 +136,7 @@ def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
         stream = Stream(port, max_tokens=600)
         server.signal(signal.SIGTERM)
         server.wait_for("stopping: 1 running")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while accepts(port):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -180,7 +180,11 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = subprocess.run(
-            [*COMMAND, str(folder), "--port", str(port)], capture_output=True, text=True, timeout=60, check=False
+            [*COMMAND, str(folder), "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+            check=False,
         )
     assert ended.returncode == 1
     assert ended.stdout == ""

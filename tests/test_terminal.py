@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,9 @@ def test_a_full_context_is_told_and_new_helps() -> None:
 # ------------------------------------------------------------------------------------------ a real terminal
 
 
+DEADLINE_SECONDS = 120.0
+
+
 class Terminal:
     """`mlx-serve run` on a pseudo-terminal, read until some text appears."""
 
@@ -195,17 +198,19 @@ class Terminal:
 
     def wait_for(self, text: str, since: int = 0) -> int:
         """Reads until `text` was shown after position `since`; returns where it ends."""
-        deadline = time.monotonic() + 60
-        while text not in self.output[since:]:
-            assert time.monotonic() < deadline, self.output
-            if select.select([self._master], [], [], 0.1)[0]:
-                self.output += os.read(self._master, 4096).decode(errors="replace")
+        self._read_until(lambda: text in self.output[since:])
         return self.output.index(text, since) + len(text)
 
     def wait_for_more(self, since: int) -> None:
         """Reads until anything was shown after position `since`."""
-        while len(self.output) <= since:
-            self.output += os.read(self._master, 4096).decode(errors="replace")
+        self._read_until(lambda: len(self.output) > since)
+
+    def _read_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self.output
+            if select.select([self._master], [], [], 0.1)[0]:
+                self.output += os.read(self._master, 4096).decode(errors="replace")
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -242,12 +247,12 @@ def test_ctrl_c_stops_a_real_answer_and_not_the_program(terminal: Terminal) -> N
     # What is typed before the prompt is there may be thrown away with the answer's keys.
     terminal.wait_for(">>> ", at)
     terminal.type("\x04")
-    assert terminal.process.wait(20) == 0
+    assert terminal.process.wait(DEADLINE_SECONDS) == 0
 
 
 def test_a_pipe_is_one_message(folder: Path) -> None:
     command = [sys.executable, "-c", "from server.cli import main; main()", "run", str(folder), "--context", "64"]
-    ended = subprocess.run(command, input=b"a\nb\n", capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(command, input=b"a\nb\n", capture_output=True, timeout=DEADLINE_SECONDS, check=False)
     assert ended.returncode == 0
     assert ended.stderr == b""
     assert len(ended.stdout) > 1
