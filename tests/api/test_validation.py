@@ -140,7 +140,7 @@ def cases(path: str, wrong: dict[str, list[Any]]) -> list[tuple[str, str, Any]]:
         *cases(CHAT, WRONG_IN_BOTH | WRONG_IN_CHAT),
         *cases(TEXT, WRONG_IN_BOTH | WRONG_IN_TEXT),
     ],
-    ids=lambda value: None if isinstance(value, str) else repr(value)[:40],
+    ids=lambda value: "missing" if value is MISSING else None if isinstance(value, str) else repr(value)[:40],
 )
 def test_a_wrong_value_is_refused_with_the_fields_name(
     client: TestClient, engine: FakeEngine, path: str, field: str, value: Any
