@@ -5,11 +5,13 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from server.api.auth import BearerAuth
+from server.api.cache_api import clear_cache, get_cache, pin_session, unpin_session
 from server.api.errors import ErrorBoundary, http_error
 from server.api.health import health
 from server.api.openai_chat import create_chat_completion
 from server.api.openai_completions import create_completion
 from server.api.openai_models import get_model, list_models
+from server.api.prime_api import prime_cache
 from server.api.served import ApiContext, EnginePort, ServedModel
 from server.api.sessions_api import delete_session, get_session, list_sessions
 from server.config import ServerConfig
@@ -22,6 +24,11 @@ ROUTES = (
     Route("/v1/sessions", list_sessions, methods=["GET"]),
     Route("/v1/sessions/{session_id:path}", get_session, methods=["GET"]),
     Route("/v1/sessions/{session_id:path}", delete_session, methods=["DELETE"]),
+    Route("/v1/sessions/{session_id:path}/pin", pin_session, methods=["POST"]),
+    Route("/v1/sessions/{session_id:path}/unpin", unpin_session, methods=["POST"]),
+    Route("/v1/cache", get_cache, methods=["GET"]),
+    Route("/v1/cache/clear", clear_cache, methods=["POST"]),
+    Route("/v1/cache/prime", prime_cache, methods=["POST"]),
     Route("/health", health, methods=["GET"]),
 )
 

@@ -78,6 +78,9 @@ class FakeEngine:
             raise EngineStopped("stopped")
         self.commands.append(command)
 
+    def tell(self, command: Command[Any, Any]) -> None:
+        self.commands.append(command)
+
     def stats(self) -> dict[str, Any]:
         return {"requests": len(self.requests), "cancelled": len(self.cancelled)}
 

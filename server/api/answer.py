@@ -70,6 +70,16 @@ class Answer:
             if isinstance(event, OutputEvent):
                 yield event
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the model ended the answer by itself."""
+        return self._outcome == FinishReason.STOP.value
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens of the text so far."""
+        return tuple(self._token_ids)
+
     def progress(self) -> str:
         """Returns in a few words what the request is waiting for."""
         return self._progress

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from starlette.requests import Request
@@ -16,8 +17,9 @@ from starlette.responses import JSONResponse, Response
 from server.api.answer import Answer, OnReply, OutputEvent
 from server.api.body import not_finite, parse_object, read_body
 from server.api.prepare import Origin
-from server.api.served import ApiContext, ServedModel
+from server.api.served import ApiContext, EnginePort, ServedModel
 from server.api.sse import EventStream
+from server.engine.cache_commands import HoldTurn
 from server.engine.request import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ class Plan:
     chunks: Callable[[AsyncIterator[OutputEvent]], AsyncIterator[Payload]]
     whole: Callable[[AsyncIterator[OutputEvent]], Awaitable[Payload]]
     on_reply: OnReply | None = None
+    made_calls: Callable[[], bool] = lambda: False
+    """Asked at the end: whether the client will soon come back with the results of tools."""
 
 
 Planner: TypeAlias = Callable[[ApiContext, Origin], Plan]
@@ -66,15 +70,16 @@ async def _answer(
     plan = await asyncio.to_thread(_plan, context, request, raw, id_prefix, planner)
     engine = context.running_engine(plan.model)
     answer = Answer(engine, plan.model.id, plan.request, received, plan.on_reply, context.sessions.record)
+    close = partial(_close, answer, plan, engine)
     if not plan.stream:
-        return await _whole(answer, plan)
+        return await _whole(answer, plan, close)
     return EventStream(
         plan.chunks(answer.events()),
         request_id=plan.request.request_id,
         heartbeat_seconds=context.config.heartbeat_seconds,
         drain_seconds=context.config.drain_seconds,
         describe=answer.progress,
-        on_close=answer.close,
+        on_close=close,
     )
 
 
@@ -88,11 +93,20 @@ def _plan(context: ApiContext, request: Request, raw: bytes, id_prefix: str, pla
     return plan
 
 
-async def _whole(answer: Answer, plan: Plan) -> Response:
+async def _whole(answer: Answer, plan: Plan, close: Callable[[], None]) -> Response:
     try:
         return JSONResponse(await plan.whole(answer.events()))
     finally:
-        answer.close()
+        close()
+
+
+def _close(answer: Answer, plan: Plan, engine: EnginePort) -> None:
+    """Ends an answer on every way out; one that asks for tools is held until they have answered."""
+    answer.close()
+    if answer.is_complete and plan.made_calls():
+        request = plan.request
+        label = request.session_id or request.request_id
+        engine.tell(HoldTurn(request.namespace, label, request.tokens, answer.token_ids))
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:

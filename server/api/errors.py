@@ -42,6 +42,7 @@ class Code(StrEnum):
     SESSION_NOT_FOUND = "session_not_found"
     UNKNOWN_PATH = "unknown_path"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    PIN_LIMIT = "pin_limit"
     BODY_TOO_LARGE = "body_too_large"
     QUEUE_FULL = "queue_full"
     GENERATION_FAILED = "generation_failed"
@@ -65,6 +66,7 @@ STATUS: Mapping[Code, tuple[int, str]] = {
     Code.SESSION_NOT_FOUND: (404, _INVALID),
     Code.UNKNOWN_PATH: (404, _INVALID),
     Code.METHOD_NOT_ALLOWED: (405, _INVALID),
+    Code.PIN_LIMIT: (409, _INVALID),
     Code.BODY_TOO_LARGE: (413, _INVALID),
     Code.QUEUE_FULL: (429, "rate_limit_error"),
     Code.GENERATION_FAILED: (500, _SERVER),

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.chat import RESERVED_TEMPLATE_ARGUMENTS, RenderedPrompt
+from models.chat import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt
 from server.api.answer import OutputEvent
 from server.api.costs import costs_of, finish_reason, usage_of
 from server.api.endpoint import Payload, Plan, generate
@@ -46,8 +46,8 @@ def plan_chat(context: ApiContext, origin: Origin) -> Plan:
     """Returns the checked request; raises ApiError and the renderer's errors."""
     body = parse_body(ChatBody, dict(origin.raw), REFUSED_IN_CHAT)
     model = context.find_model(body.model)
-    tools = _offered_tools(body, origin, model)
-    prompt = _render(body, tools, model, context.config)
+    tools = offered_tools(body, origin, model)
+    prompt = render_messages(body, chat_messages(body, context.config), tools, model)
     request = build_request(
         body,
         prompt,
@@ -59,10 +59,11 @@ def plan_chat(context: ApiContext, origin: Origin) -> Plan:
     )
     dialect = ChatDialect(request, model, tools, body.wants_usage())
     on_reply = partial(model.renderer.remember_reply, prompt)
-    return Plan(model, request, body.stream is True, dialect.chunks, dialect.whole, on_reply)
+    stream = body.stream is True
+    return Plan(model, request, stream, dialect.chunks, dialect.whole, on_reply, lambda: dialect.made_calls)
 
 
-def _offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[Mapping[str, Any]]:
+def offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[Mapping[str, Any]]:
     """Returns the tools as the client wrote them, so that the prompt keeps its order and wording."""
     if not body.tools or body.tool_choice == "none":
         return []
@@ -71,15 +72,19 @@ def _offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[M
     return list(origin.raw["tools"])
 
 
-def _render(
-    body: ChatBody, tools: Sequence[Mapping[str, Any]], model: ServedModel, config: ServerConfig
-) -> RenderedPrompt:
+def chat_messages(body: ChatBody, config: ServerConfig) -> list[Message]:
+    """Returns the messages as the template takes them; raises ApiError for more explicit points than may be."""
     messages = template_messages(body.messages)
-    if config.prompt_hygiene:
-        messages = settle_messages(messages)
     if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
         message = f"messages: at most {MAX_EXPLICIT_POINTS} may carry cache_control"
         raise ApiError(Code.INVALID_VALUE, message, "messages")
+    return settle_messages(messages) if config.prompt_hygiene else messages
+
+
+def render_messages(
+    body: ChatBody, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], model: ServedModel
+) -> RenderedPrompt:
+    """Returns the prompt of a conversation, with what the body says to the template; raises the renderer's errors."""
     return model.renderer.render(messages, tools or None, _template_arguments(body))
 
 
@@ -114,6 +119,11 @@ class ChatDialect:
         self._output: PlainOutput | ToolOutput = PlainOutput()
         if tools and model.tool_format is not None:
             self._output = ToolOutput(model.tool_format, tools)
+
+    @property
+    def made_calls(self) -> bool:
+        """Whether the answer so far holds a complete tool call."""
+        return self._output.made_calls
 
     async def chunks(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[Payload]:
         """Yields the role, what the model says, why it ended, and the usage where asked for."""

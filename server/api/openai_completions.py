@@ -84,7 +84,7 @@ def plan_completion(context: ApiContext, origin: Origin) -> Plan:
     model = context.find_model(body.model)
     request = build_request(
         body,
-        _prompt(body.prompt, model),
+        text_prompt(body.prompt, model),
         prompt_param="prompt",
         max_tokens=body.max_tokens,
         model=model,
@@ -95,7 +95,8 @@ def plan_completion(context: ApiContext, origin: Origin) -> Plan:
     return Plan(model, request, body.stream is True, dialect.chunks, dialect.whole)
 
 
-def _prompt(prompt: str | list[int], model: ServedModel) -> RenderedPrompt:
+def text_prompt(prompt: str | list[int], model: ServedModel) -> RenderedPrompt:
+    """Returns the tokens of a plain prompt; raises ApiError for a number that is no token."""
     if isinstance(prompt, str):
         return model.renderer.encode(prompt)
     for index, token in enumerate(prompt):

@@ -108,7 +108,7 @@ def _fitting_max_tokens(
             f"holds at most {model.context_tokens - 1} and an answer"
         )
         raise ApiError(Code.CONTEXT_EXCEEDED, message, prompt_param)
-    wanted = asked or config.default_max_tokens or room
+    wanted = asked if asked is not None else config.default_max_tokens or room
     return min(wanted, room)
 
 

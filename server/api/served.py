@@ -61,6 +61,10 @@ class EnginePort(Protocol):
         """Has a command run on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
         ...
 
+    def tell(self, command: Command[Any, Any]) -> None:
+        """Has a command run like `ask`, where nobody needs to know what became of it."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class ServedModel:

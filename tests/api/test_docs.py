@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from server.api.cache_api import CacheBytesBody, CacheStateBody, ClearedBody, NodeBody, PinnedBody
 from server.api.costs import CacheBody, MissBody, PromptTokensDetails, TimingsBody, Usage
 from server.api.errors import STATUS, Code, ErrorObject
 from server.api.health import HealthBody
@@ -21,6 +22,7 @@ from server.api.openai_chat_types import (
 )
 from server.api.openai_completions import REFUSED_IN_COMPLETIONS, CompletionBody, TextChoice, TextCompletion
 from server.api.openai_models import ModelBody, ModelList
+from server.api.prime_api import PrimedBody
 from server.api.sessions_api import DeletedBody, SessionDetail, SessionList, SessionMissBody, TurnBody
 from server.api.wire import REFUSED, GenerationBody, StreamOptions
 from server.app import ROUTES
@@ -55,8 +57,9 @@ BOTH = section("Fields of both completion endpoints")
 
 
 def test_every_endpoint_is_documented_and_exists() -> None:
-    methods = {f"{method} {route.path.split(':')[0]}" for route in ROUTES for method in route.methods or ()}
-    documented = {name.rstrip("}") for name in re.findall(r"^\| `([A-Z]+ /[^`]*)` \|", PAGE, re.MULTILINE)}
+    routes = [(re.sub(r":[a-z]+", "", route.path), route.methods or ()) for route in ROUTES]
+    methods = {f"{method} {path}" for path, taken in routes for method in taken}
+    documented = set(re.findall(r"^\| `([A-Z]+ /[^`]*)` \|", PAGE, re.MULTILINE))
     assert documented == {name for name in methods if not name.startswith("HEAD")}
 
 
@@ -100,6 +103,11 @@ def test_every_field_of_sessions_is_documented() -> None:
     others |= set(get_type_hints(SessionMissBody)) - set(get_type_hints(MissBody))
     assert all(f"`{name}`" in text for name in others)
     assert f"last {MAX_TURNS} turns" in text and f"{MAX_SESSIONS} sessions" in text
+
+
+@pytest.mark.parametrize("kind", [CacheStateBody, NodeBody, CacheBytesBody, ClearedBody, PrimedBody, PinnedBody])
+def test_every_field_of_the_cache_is_documented(kind: Any) -> None:
+    assert all(f"`{name}`" in section("The cache") for name in get_type_hints(kind))
 
 
 def test_every_source_of_a_session_is_documented_in_its_order() -> None:

@@ -1,0 +1,142 @@
+"""`POST /v1/cache/prime`: evaluates a prefix that requests will begin with, and generates nothing.
+
+A conversation is rendered without a generation prompt and only as far as whatever follows cannot change its tokens:
+behind a user's or tool's message comes an answer, behind any other a user's message.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias, TypedDict
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cache.placement import RestorePointKind
+from models.chat import Message, RenderedPrompt
+from server.api.answer import OutputEvent
+from server.api.endpoint import Payload, Plan, generate
+from server.api.errors import ApiError, Code
+from server.api.openai_chat import chat_messages, offered_tools, render_messages
+from server.api.openai_chat_types import REFUSED_IN_CHAT, ChatBody
+from server.api.openai_completions import REFUSED_IN_COMPLETIONS, CompletionBody, text_prompt
+from server.api.prepare import Origin, build_request
+from server.api.served import ApiContext, ServedModel
+from server.api.wire import Neutral, parse_body
+from server.engine.events import Finished
+from server.engine.request import GenerationRequest
+
+_NEVER: Neutral = {"cache_prompt": (True,), "stream": (False,)}
+REFUSED_IN_PRIME: Neutral = {**REFUSED_IN_COMPLETIONS, **REFUSED_IN_CHAT, **_NEVER}
+"""Fields that this endpoint cannot honour, with the values that ask for nothing."""
+
+_ANSWERED = ("user", "tool")
+"""Roles after whose message the assistant speaks."""
+_FOLLOWER: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+_BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
+
+Render: TypeAlias = Callable[[Sequence[Message]], RenderedPrompt]
+
+
+class PrimedBody(TypedDict):
+    """What priming cost."""
+
+    id: str
+    object: str
+    model: str
+    session_id: str | None
+    tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    ms: float
+
+
+async def prime_cache(request: Request) -> Response:
+    """Evaluates a prefix. A client that leaves ends it; what was computed until then stays."""
+    return await generate(request, "prime-", plan_prime)
+
+
+def plan_prime(context: ApiContext, origin: Origin) -> Plan:
+    """Returns the checked request; raises ApiError and the renderer's errors."""
+    is_chat = "messages" in origin.raw
+    if is_chat == ("prompt" in origin.raw):
+        raise ApiError(Code.MISSING_PARAMETER, "messages: send either messages or a prompt to prime", "messages")
+    body: ChatBody | CompletionBody
+    if is_chat:
+        body = parse_body(ChatBody, dict(origin.raw), REFUSED_IN_PRIME)
+        model = context.find_model(body.model)
+        prefix = _chat_prefix(body, context, origin, model)
+    else:
+        body = parse_body(CompletionBody, dict(origin.raw), REFUSED_IN_PRIME)
+        model = context.find_model(body.model)
+        prefix = _cut(text_prompt(body.prompt, model), (RestorePointKind.PROMPT_END,))
+    request = build_request(
+        body,
+        prefix,
+        prompt_param="messages" if is_chat else "prompt",
+        max_tokens=0,
+        model=model,
+        config=context.config,
+        origin=origin,
+    )
+    dialect = PrimeDialect(request, model)
+    return Plan(model, request, False, dialect.chunks, dialect.whole)
+
+
+def _chat_prefix(body: ChatBody, context: ApiContext, origin: Origin, model: ServedModel) -> RenderedPrompt:
+    tools = offered_tools(body, origin, model)
+    return stable_prefix(
+        lambda messages: render_messages(body, messages, tools, model), chat_messages(body, context.config)
+    )
+
+
+def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt:
+    """Returns the part of a conversation's prompt that stays the same whatever follows its last message."""
+    if messages[-1]["role"] in _ANSWERED:
+        return _cut(render(messages), (RestorePointKind.PROMPT_END,))
+    # The renderer says where the last message of a user parts from any other that might stand there.
+    prefix = _cut(render([*messages, _FOLLOWER]), _BEFORE_USER)
+    outline = prefix.outline
+    own = slice(0, len(messages))
+    return replace(prefix, outline=replace(outline, starts=outline.starts[own], roles=outline.roles[own]))
+
+
+def _cut(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
+    """Returns a prompt up to its last restore point of some kinds; all of it if there is none."""
+    stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
+    return replace(
+        prompt,
+        tokens=prompt.tokens[:stop],
+        restore_points=tuple(point for point in prompt.restore_points if point.offset <= stop),
+        outline=replace(prompt.outline, prompt_end=stop),
+    )
+
+
+class PrimeDialect:
+    """Turns the events of one request into its body. Used once."""
+
+    def __init__(self, request: GenerationRequest, model: ServedModel) -> None:
+        self._request = request
+        self._model_id = model.id
+
+    def chunks(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[Payload]:
+        """A prime is never streamed."""
+        raise NotImplementedError
+
+    async def whole(self, events: AsyncIterator[OutputEvent]) -> Payload:
+        """Returns the body of the answer."""
+        async for event in events:
+            if isinstance(event, Finished):
+                return self._body(event)
+        raise AssertionError("the events of a request end with Finished")
+
+    def _body(self, finished: Finished) -> PrimedBody:
+        return {
+            "id": self._request.request_id,
+            "object": "cache.prime",
+            "model": self._model_id,
+            "session_id": self._request.session_id,
+            "tokens": finished.prompt_tokens,
+            "cached_tokens": finished.timings.cache_tokens,
+            "evaluated_tokens": finished.timings.evaluated_tokens,
+            "ms": finished.timings.prompt_ms,
+        }
