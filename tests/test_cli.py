@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     status, output, errors = run(capsys)
     assert (status, errors) == (0, "")
-    for command in ("serve", "run", "list", "pull"):
+    for command in ("serve", "run", "list", "pull", "doctor"):
         assert re.search(rf"^  {command} +\S", output, re.MULTILINE)
 
 
@@ -162,7 +162,9 @@ def test_what_is_no_size(text: str) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize("arguments", ["['serve', '--help']", "['--version']", "['list']", "['pull']"])
+@pytest.mark.parametrize(
+    "arguments", ["['serve', '--help']", "['--version']", "['list']", "['pull']", "['doctor', '--file', 'none']"]
+)
 def test_quick_commands_do_not_load_what_is_slow(arguments: str, tmp_path: Path) -> None:
     code = f"""
 import sys

@@ -40,14 +40,19 @@ class _Visit:
         """Compares a request with the tip that it goes on from, and makes it one."""
         tip = max(reversed(self._tips), key=lambda tip: request.num_repeated(tip[1]), default=None)
         if tip is None or request.num_repeated(tip[1]) == 0:
-            if tip is not None:
-                words = Words(Cause.SIDE_REQUEST, "", request.messages[-1].text)
-                self._asides[number] = self._loss(number, words, "", request.num_characters)
+            self._note_aside(number, request)
             self._tips = [*self._tips, (number, request)][-MAX_TIPS:]
             return
         self._confirm_asides(since=tip[0])
         self._compare(number, tip[1], request)
         self._tips = [other for other in self._tips if other is not tip] + [(number, request)]
+
+    def _note_aside(self, number: int, request: Recorded) -> None:
+        partings = [find_parting(tip, request) for _, tip in self._tips]
+        shared = max((parting.shared for parting in partings if parting is not None), default=None)
+        if shared is not None and not is_negligible(None, (request.num_characters - shared) // CHARACTERS_PER_TOKEN):
+            words = Words(Cause.SIDE_REQUEST, "", request.messages[-1].text)
+            self._asides[number] = self._loss(number, words, "", request.num_characters - shared)
 
     def _confirm_asides(self, since: int) -> None:
         for number in [number for number in self._asides if number > since]:

@@ -1,0 +1,242 @@
+"""Recorded requests: how a file is read, which conversation a request belongs to, and what each turn loses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.doctor.causes import Cause
+from server.doctor.compare import checkup_of
+from server.doctor.findings import NEGLIGIBLE_TOKENS, Checkup, findings_of
+from server.doctor.recorded import Message, Recorded, by_conversation, read_requests
+from server.errors import DoctorError
+
+RULES = "You are a coding agent. Follow the rules with care. " * 40
+REPLY = "The step is done. " * 40
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def written(folder: Path, *lines: Any) -> Path:
+    path = folder / "requests.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), "utf-8")
+    return path
+
+
+def body(*messages: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **fields}
+
+
+def checkup(folder: Path, *bodies: dict[str, Any]) -> Checkup:
+    """The checkup of the only conversation of these requests."""
+    ((name, requests),) = read_requests(written(folder, *bodies)).items()
+    return checkup_of(name, requests, tokens_per_second=100.0)
+
+
+def causes(result: Checkup) -> list[tuple[Cause, str, int]]:
+    return [(finding.cause, finding.example.where, finding.num_turns) for finding in findings_of(result.losses)]
+
+
+# -------------------------------------------------------------------------------------------------- the file
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "is no JSON object"),
+        ('{"a": 1}', "holds no list of messages"),
+        ('{"messages": []}', "holds no list of messages"),
+        ('{"messages": [5]}', "messages[0] is no object with a role"),
+        ('{"messages": [{"content": "x"}]}', "messages[0] is no object with a role"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": {}}', "tools is no list of objects"),
+        ('{"messages": [{"role": "user", "content": "x"}], "session_id": 5}', "session_id must be a text"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = written(tmp_path, body(user("fine")), "", line)
+    with pytest.raises(DoctorError) as caught:
+        read_requests(path)
+    assert str(caught.value).startswith(f"{path} line 3")
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_no_text_or_is_empty(tmp_path: Path) -> None:
+    with pytest.raises(DoctorError, match=r"gone\.jsonl cannot be read: No such file"):
+        read_requests(tmp_path / "gone.jsonl")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DoctorError, match="no text in UTF-8"):
+        read_requests(binary)
+    with pytest.raises(DoctorError, match="holds no requests"):
+        read_requests(written(tmp_path, "", "  "))
+
+
+def test_every_way_of_writing_a_request_is_read(tmp_path: Path) -> None:
+    plain = body(user("Hi"), session_id="s")
+    parts = body({"role": "user", "content": [{"type": "text", "text": "Hi"}]}, session_id="s")
+    wrapped = {"custom_id": "1", "body": body(user("Hi")), "headers": {"X-Session-Id": "s"}}
+    outside = {"session_id": "s", "request": body(user("Hi"))}
+    requests = read_requests(written(tmp_path, plain, parts, wrapped, outside))
+    assert list(requests) == ["s"]
+    assert {request.messages for request in requests["s"]} == {(Message("user", "Hi"),)}
+
+
+def test_calls_and_other_parts_are_part_of_the_text(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+    image = {
+        "role": "user",
+        "content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "?"}],
+    }
+    (request,) = next(iter(read_requests(written(tmp_path, body(call, image))).values()))
+    assert '"name": "f"' in request.messages[0].text
+    assert "image_url" in request.messages[1].text and request.messages[1].text.endswith("\n?")
+
+
+def test_requests_count_in_the_order_of_their_times_where_all_have_one(tmp_path: Path) -> None:
+    late, early = body(user("late"), session_id="s", timestamp=2), body(user("early"), session_id="s", timestamp=1.5)
+    assert [r.messages[0].text for r in read_requests(written(tmp_path, late, early))["s"]] == ["early", "late"]
+    timeless = body(user("timeless"), session_id="s")
+    texts = [r.messages[0].text for r in read_requests(written(tmp_path, late, timeless, early))["s"]]
+    assert texts == ["late", "timeless", "early"]
+
+
+def test_requests_without_a_name_belong_where_their_messages_stand() -> None:
+    def request(*texts: str) -> Recorded:
+        return Recorded((), (Message("system", "S"), *(Message("user", text) for text in texts)))
+
+    first, other, second, more = request("a"), request("x"), request("a", "b"), request("x", "y")
+    conversations = by_conversation([first, other, second, more])
+    assert conversations == {"(unnamed 1)": [first, second], "(unnamed 2)": [other, more]}
+
+
+# ------------------------------------------------------------------------------------------------ the stories
+
+
+def chat(*systems: str, **fields: Any) -> list[dict[str, Any]]:
+    """A conversation whose turns have these system messages and are otherwise as they should be."""
+    history, bodies = list[dict[str, Any]](), []
+    for number, text in enumerate(systems):
+        history.append(user(f"Question {number}?"))
+        bodies.append(body(system(text), *history, **fields))
+        history.append(assistant(f"{number}: {REPLY}"))
+    return bodies
+
+
+def test_a_steady_conversation_has_nothing_to_mend(tmp_path: Path) -> None:
+    result = checkup(tmp_path, *chat(RULES, RULES, RULES))
+    assert (result.num_turns, result.kept, result.losses) == (3, 1.0, ())
+
+
+def test_a_single_request_has_nothing_to_compare(tmp_path: Path) -> None:
+    assert checkup(tmp_path, *chat(RULES)).kept is None
+
+
+def test_a_clock_at_the_head_costs_all_that_follows(tmp_path: Path) -> None:
+    result = checkup(tmp_path, *chat(*(f"It is 09:1{minute}. {RULES}" for minute in range(3))))
+    assert causes(result) == [(Cause.CLOCK, "system message", 2)]
+    shared = len("It is 09:1")
+    first = len(f"It is 09:10. {RULES}") + len("Question 0?")
+    second = first + len(f"0: {REPLY}") + len("Question 1?")
+    assert [loss.tokens for loss in result.losses] == [(first - shared) // 4, (second - shared) // 4]
+    assert [loss.seconds for loss in result.losses] == [loss.tokens / 100 for loss in result.losses]
+    assert result.kept == pytest.approx((shared / first + shared / second) / 2)
+
+
+def test_what_changes_behind_another_change_is_named_and_costs_nothing_yet(tmp_path: Path) -> None:
+    result = checkup(tmp_path, *chat(*(f"It is 09:1{n}. {RULES} Memory: {40 + n}% used. {RULES}" for n in range(3))))
+    clock, counter = findings_of(result.losses)
+    assert (clock.cause, clock.is_hidden) == (Cause.CLOCK, False)
+    assert (counter.cause, counter.is_hidden, counter.tokens) == (Cause.COUNTER, True, 0)
+
+
+def test_a_known_nonce_that_the_server_settles_is_no_loss(tmp_path: Path) -> None:
+    line = "x-anthropic-billing-header: cc_version=2.1.5.7b4; cch={};\n"
+    assert checkup(tmp_path, *chat(*(line.format(f"eb6c{n}") + RULES for n in range(3)))).losses == ()
+
+
+def test_a_clock_that_moves_with_the_newest_message_is_as_it_should_be(tmp_path: Path) -> None:
+    long_question = "Here is my file. " * 100
+    bodies = chat(RULES, RULES, RULES)
+    for number, one in enumerate(bodies):
+        one["messages"] = [*one["messages"][:-1], user(f"It is 09:1{number}"), user(f"{number} {long_question}")]
+        for later in bodies[number + 1 :]:
+            later["messages"][1 + 2 * number] = user(f"{number} {long_question}")
+    assert checkup(tmp_path, *bodies).losses == ()
+
+
+def test_tools_in_another_order_and_other_tools(tmp_path: Path) -> None:
+    tools: list[dict[str, Any]] = [{"type": "function", "function": {"name": name}} for name in ("read", "run")]
+    swapped = [{"function": {"name": "run"}, "type": "function"}, tools[0]]
+    bodies = chat(RULES, RULES, RULES)
+    for one, offered in zip(bodies, (tools, swapped, tools[:1]), strict=True):
+        one["tools"] = offered
+    assert causes(checkup(tmp_path, *bodies)) == [(Cause.TOOLS, "tools", 1), (Cause.REORDERED, "tools", 1)]
+
+
+def test_json_keys_in_another_order(tmp_path: Path) -> None:
+    state = {"city": "Paris", "country": "France", "user": "Ada"}
+    backwards = dict(reversed(state.items()))
+    result = checkup(tmp_path, *chat(*(f"{json.dumps(one)} {RULES}" for one in (state, backwards))))
+    assert causes(result) == [(Cause.REORDERED, "system message", 1)]
+
+
+def test_history_that_is_trimmed_at_each_turn(tmp_path: Path) -> None:
+    full = chat(*[RULES] * 6)[-1]["messages"][1:]
+    bodies = [body(system(RULES), *full[start : start + 5]) for start in (0, 2, 4)]
+    result = checkup(tmp_path, *bodies)
+    assert causes(result) == [(Cause.TRIMMED, "", 2)]
+    assert result.losses[0].before == "Question 0?"
+
+
+def test_a_message_put_in_between(tmp_path: Path) -> None:
+    _, second, third = chat(RULES, RULES, RULES)
+    third["messages"].insert(1, user("Remember: the user likes tea."))
+    assert causes(checkup(tmp_path, second, third)) == [(Cause.INSERTED, "message 1 (user)", 1)]
+
+
+def test_an_edited_message_counts_only_if_much_follows(tmp_path: Path) -> None:
+    _, _, third = chat(RULES, RULES, RULES)
+    edited = json.loads(json.dumps(third).replace("Question 0?", "Another question?"))
+    assert causes(checkup(tmp_path, third, edited)) == [(Cause.EDITED, "message 1 (user)", 1)]
+    edited = json.loads(json.dumps(third).replace("Question 2?", "x" * 4 * NEGLIGIBLE_TOKENS))
+    assert checkup(tmp_path, third, edited).losses == ()
+
+
+def test_a_request_again_and_a_shorter_one_lose_nothing(tmp_path: Path) -> None:
+    first, second = chat(RULES, RULES)
+    assert checkup(tmp_path, first, second, second, first).losses == ()
+
+
+def test_side_requests_are_told_once_the_conversation_goes_on(tmp_path: Path) -> None:
+    turns = chat(RULES, RULES, RULES, session_id="s")
+    titles = [body(system("Write a title."), user(f"{n} {REPLY}"), session_id="s") for n in range(3)]
+    result = checkup(tmp_path, turns[0], titles[0], turns[1], titles[1], turns[2], titles[2])
+    assert causes(result) == [(Cause.SIDE_REQUEST, "", 2)]
+    assert [loss.turn for loss in result.losses] == [2, 4]
+    assert result.losses[0].tokens == len(f"Write a title.0 {REPLY}") // 4
+    assert result.losses[1].tokens == len(f"1 {REPLY}") // 4
+    assert result.kept == 1.0
+
+
+def test_two_conversations_under_one_name_are_compared_each_with_its_own(tmp_path: Path) -> None:
+    first = chat(RULES, RULES, session_id="s")
+    second = json.loads(json.dumps(first).replace("Question", "Task").replace(REPLY, "Done. " * 100))
+    result = checkup(tmp_path, first[0], second[0], first[1], second[1])
+    assert (result.losses, result.kept) == ((), 1.0)
+    # Its own head is what it costs.
+    other = json.loads(json.dumps(second).replace("coding", "testing"))
+    result = checkup(tmp_path, first[0], other[0], first[1], other[1])
+    assert [(loss.cause, loss.turn) for loss in result.losses] == [(Cause.SIDE_REQUEST, 2)]
+    assert result.losses[0].tokens == (len(RULES) + 40 + len("Task 0?") - len("You are a ")) // 4
