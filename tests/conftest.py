@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # A shell that starts the tests in the background has them ignore SIGINT, which every program they start inherits.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
-settings.register_profile("mlx-serve", deadline=None)
+settings.register_profile("mlx-serve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mlx-serve")
 
 
