@@ -623,7 +623,6 @@ class PrefixCache:
             state=self.bytes_of(namespace),
             num_evictions=self.room.evictions[namespace],
             budget_bytes=self.ledger.budget_bytes,
-            clock=self._clock,
             pinned=self.pins.labels(namespace),
         )
 

@@ -42,6 +42,7 @@ class NodeView:
     is_explicit: bool
     is_pinned: bool
     last_used: int
+    """A reading of a logical clock that all namespaces share."""
     num_bytes: int
     """Stored bytes; those of a live span are the slot's."""
     first_tokens: TokenArray
@@ -61,8 +62,6 @@ class CacheView:
     """State given up for want of memory, snapshots and leaves, since the start."""
     budget_bytes: int
     """For all namespaces together."""
-    clock: int
-    """The reading now of the logical clock of `NodeView.last_used`: it counts begins and ends of requests."""
     pinned: tuple[str, ...]
     """Labels of the explicit pins."""
 

@@ -57,7 +57,6 @@ class CacheStateBody(TypedDict):
     budget_bytes: int
     bytes: CacheBytesBody
     evictions: int
-    clock: int
     pinned_sessions: list[str]
     num_nodes: int
     num_tokens: int
@@ -147,18 +146,22 @@ def _limit(request: Request) -> int:
 
 def _state_body(model: ServedModel, described: Described) -> CacheStateBody:
     view = described.view
+    # The clock itself would tell how many requests others made.
+    order = {time: rank for rank, time in enumerate(sorted({node.last_used for node in view.nodes}), 1)}
     return {
         "object": "cache",
         "model": model.id,
         "budget_bytes": view.budget_bytes,
         "bytes": _bytes_body(view.state),
         "evictions": view.num_evictions,
-        "clock": view.clock,
         "pinned_sessions": list(view.pinned),
         "num_nodes": view.num_nodes,
         "num_tokens": view.num_tokens,
         "truncated": len(view.nodes) < view.num_nodes,
-        "nodes": [_node_body(node, text) for node, text in zip(view.nodes, described.previews, strict=True)],
+        "nodes": [
+            _node_body(node, order[node.last_used], text)
+            for node, text in zip(view.nodes, described.previews, strict=True)
+        ],
     }
 
 
@@ -172,7 +175,7 @@ def _bytes_body(state: StateBytes) -> CacheBytesBody:
     }
 
 
-def _node_body(node: NodeView, preview: str) -> NodeBody:
+def _node_body(node: NodeView, last_used: int, preview: str) -> NodeBody:
     return {
         "id": node.index,
         "parent": node.parent,
@@ -183,7 +186,7 @@ def _node_body(node: NodeView, preview: str) -> NodeBody:
         "restore_point": node.kind.value if node.kind is not None else None,
         "explicit": node.is_explicit,
         "pinned": node.is_pinned,
-        "last_used": node.last_used,
+        "last_used": last_used,
         "bytes": node.num_bytes,
         "preview": preview[:MAX_PREVIEW_CHARACTERS],
     }

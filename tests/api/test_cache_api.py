@@ -111,6 +111,8 @@ def test_the_cache_is_shown_to_its_own_namespace_with_words_and_bytes(server: ht
     assert "You are a careful" in head["preview"]
     assert {node["tier"] for node in nodes} <= {"live", "memory"}
     assert state["bytes"]["live"] > 0 and state["bytes"]["point"] > 0 and state["bytes"]["window"] == 0
+    ranks = sorted({node["last_used"] for node in nodes})
+    assert ranks == list(range(1, len(ranks) + 1)), "how often others asked is nobody's business"
     assert len(held(server, "show", limit=1)["nodes"]) == 1 and held(server, "show", limit=1)["truncated"]
     other = held(server, "somebody else")
     assert other["nodes"] == [] and not any(other["bytes"].values()) and other["evictions"] == 0
