@@ -7,16 +7,19 @@ is taken to be cheaper than evaluating from `MIN_RESTORE_TOKENS` on. Worker thre
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
+from typing import cast
 
 import numpy as np
 
+from cache import placement
 from cache.disk import DiskTier
 from cache.disk_ahead import Prefetch
 from cache.disk_spans import FileSnapshot, FileSpan
 from cache.layers import Layout, Segment
+from cache.placement import KeptPoint
 from cache.snapshots import Snapshot, window_rows
 from cache.trie import Node, TokenArray
 
@@ -86,10 +89,6 @@ class Archive:
 
     # ---------------------------------------------------------------------------------------------- writing
 
-    def has_snapshot(self, namespace: str, tokens: TokenArray) -> bool:
-        """Whether there is a snapshot right after `tokens` on disk."""
-        return self.tier.find_snapshot(namespace, tokens) is not None
-
     def close(self, pieces: Iterator[None], timeout_seconds: float) -> None:
         """Writes the `pieces` that are left, as far as time allows, and gives the folder back."""
         deadline = time.monotonic() + timeout_seconds
@@ -102,40 +101,75 @@ class Archive:
             logger.warning("stopped before everything was written to the disk cache")
         self.tier.close()
 
-    def missing(self, namespace: str, tokens: TokenArray, start: int) -> bool:
-        """Whether rows of the tokens `[start, len(tokens))` are not on disk, nor on their way there."""
-        return any(self.tier.covered(namespace, tokens, start).missing())
+    def save_dropped(self, namespace: str, node: Node) -> None:
+        """Has written what a node is about to lose: all of a leaf, the snapshot of any other.
 
-    def save_span(self, namespace: str, tokens: TokenArray, segment: Segment) -> bool:
-        """Has rows that end after `tokens` written; False if the disk takes nothing now."""
-        return self.tier.write_span(namespace, tokens, segment) is not None
+        Rows behind the last snapshot on disk are of no use to a model that needs one, and are not written.
+        """
+        path = node.path()
+        tokens = tokens_of(path)
+        is_wanted = node in self._wanted_snapshots(namespace, path, tokens, is_resting=False)
+        is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.goes_on(namespace, tokens)
+        if node.span is not None and not node.children and is_needed:
+            self._save_span(namespace, tokens, node)
+        if is_wanted:
+            self._save_snapshot(namespace, path)
 
-    def save_snapshot(self, namespace: str, path: list[Node], snapshot: Snapshot) -> bool:
-        """Has a snapshot at the end of a path written, with all window rows that it needs; False as above."""
+    def save_path(self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment]) -> Iterator[None]:
+        """Has written what disk lacks of a path, a piece with each step; `live_rows` copies what lives in a slot."""
+        tokens = tokens_of(path)
+        wanted = self._wanted_snapshots(namespace, path, tokens, is_resting=True)
+        stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else len(tokens)
+        if self._layout.needs_snapshots and not wanted:
+            return
+        gaps = list(self.tier.covered(namespace, tokens[:stop], 0).missing())
+        for node in path:
+            if node.stop <= stop and any(first < node.stop and node.start < last for first, last in gaps):
+                self._save_span(namespace, tokens, node, live_rows)
+                yield
+        for node in wanted:
+            self._save_snapshot(namespace, path[: path.index(node) + 1])
+            yield
+
+    def _wanted_snapshots(
+        self, namespace: str, path: list[Node], tokens: TokenArray, *, is_resting: bool
+    ) -> list[Node]:
+        """Returns the nodes of a path whose snapshots are worth writing and are not on disk, in ascending order."""
+        nodes = {node.stop: node for node in path if self._has_whole_snapshot(node) and not node.is_volatile}
+        points = [KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
+        if path[-1].children:
+            # The conversation goes on behind the end of this path: no turn of it is the newest.
+            points = [point for point in points if placement.outlasts_turns(point)]
+        if not points:
+            return []
+        on_disk = [snapshot.offset for snapshot in self.tier.snapshots(namespace, tokens)]
+        return [nodes[offset] for offset in placement.worth_writing(points, on_disk, is_resting=is_resting)]
+
+    def _has_whole_snapshot(self, node: Node) -> bool:
+        """Whether a node has more than window rows on which others lean."""
+        snapshot = node.snapshot
+        return isinstance(snapshot, Snapshot) and (snapshot.points is not None) >= self._layout.has_points
+
+    def _save_span(
+        self, namespace: str, tokens: TokenArray, node: Node, live_rows: Callable[[Node], Segment] | None = None
+    ) -> None:
+        if node.is_volatile:
+            return
+        segment = cast(Segment, node.span) if node.span is not None else live_rows(node) if live_rows else None
+        if segment is not None:
+            self.tier.write_span(namespace, tokens[: node.stop], segment)
+
+    def _save_snapshot(self, namespace: str, path: list[Node]) -> None:
+        """Has the snapshot at the end of a path written, with all window rows that it needs."""
+        snapshot = cast(Snapshot, path[-1].snapshot)
         window = snapshot.window
         if window is not None:
             first = max(0, snapshot.offset - self._layout.window)
             rows = window_rows(self._layout, path[:-1], window.start) if window.start > first else []
             window = reduce(Segment.join, [*rows, window]).tail(first)
-        return self.tier.write_snapshot(namespace, tokens_of(path), window, snapshot.points) is not None
-
-    def save_node(self, namespace: str, node: Node, *, with_span: bool = True) -> None:
-        """Has what a node stores written, as far as the disk takes it."""
-        if node.is_volatile:
-            return
-        path = node.path()
-        if with_span and isinstance(node.span, Segment):
-            self.save_span(namespace, tokens_of(path), node.span)
-        if isinstance(node.snapshot, Snapshot) and self.is_worth_keeping(node):
-            self.save_snapshot(namespace, path, node.snapshot)
-
-    @staticmethod
-    def is_worth_keeping(node: Node) -> bool:
-        """Whether a node's snapshot is one that later turns may want: older turns' are not written."""
-        return node.last_used > 0 or node.is_explicit
+        self.tier.write_snapshot(namespace, tokens_of(path), window, snapshot.points)
 
 
 def tokens_of(path: list[Node]) -> TokenArray:
     """Returns all tokens of a path from the root."""
     return np.concatenate([node.tokens for node in path])
-

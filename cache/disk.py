@@ -83,8 +83,9 @@ class DiskTier:
         write_budget_bytes_per_day: int | None,
         max_in_flight_bytes: int,
         now: Callable[[], float],
+        make_image: Callable[[Segment | None, PointState | None], StateImage] = StateImage,
     ) -> None:
-        """See `open`. Without a store the tier holds nothing and takes nothing."""
+        """See `open`. Without a store the tier holds nothing and takes nothing; `make_image` is for a simulation."""
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         """Bytes of files, those on their way included."""
@@ -94,6 +95,7 @@ class DiskTier:
         self._write_budget = write_budget_bytes_per_day
         self._max_in_flight = max_in_flight_bytes
         self._now = now
+        self._make_image = make_image
         self._tree = DiskTree()
         self._writes: deque[_Write] = deque()
         self._ahead = ReadAhead(store, max_in_flight_bytes) if store is not None else None
@@ -209,6 +211,10 @@ class DiskTier:
         files = self._tree.snapshots(namespace, tokens)
         return [snapshot_in(file) for file in files if file.state is FileState.WRITTEN]
 
+    def goes_on(self, namespace: str, tokens: TokenArray) -> bool:
+        """Whether there is state on disk of tokens that follow `tokens`, which needs theirs to be of use."""
+        return self._tree.goes_on(namespace, tokens)
+
     def poll(self) -> int:
         """Takes notice of what was written; returns how many files are gone since the last call.
 
@@ -233,7 +239,7 @@ class DiskTier:
         gaps = list(held.missing())
         if not gaps:
             return held
-        image = StateImage(segment)
+        image = self._make_image(segment, None)
         made = [self._file(image, *gap) for gap in gaps]
         return reduce(FileSpan.filled, made, held) if self._take(namespace, tokens, image, made) else None
 
@@ -251,7 +257,7 @@ class DiskTier:
         if held is not None and held.start <= start and (points is None or held.has_points):
             return snapshot_in(held)
         try:
-            image = StateImage(window, points)
+            image = self._make_image(window, points)
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
             return None

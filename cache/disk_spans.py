@@ -130,9 +130,8 @@ class FileSpan:
         """Reads the rows into memory, evaluated. Raises DiskFault, and then the file at fault is gone."""
         if not self.is_written:
             raise DiskFault(f"the state of tokens {self.start} to {self.stop} is not on disk")
-        return reduce(
-            Segment.join, [part.file.owner.load_rows(part.file, part.start, part.stop) for part in self.parts]
-        )
+        loaded = (part.file.owner.load_rows(part.file, part.start, part.stop) for part in self.parts)
+        return reduce(lambda before, after: before.join(after), loaded)
 
     def clipped(self, start: int, stop: int) -> "FileSpan":
         """Returns the part of the span in `[start, stop)`."""

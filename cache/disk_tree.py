@@ -73,6 +73,12 @@ class DiskTree:
         found = [_snapshot_file(node) for node in match.path if node.stop <= match.length]
         return [file for file in reversed(found) if file is not None]
 
+    def goes_on(self, namespace: str, tokens: TokenArray) -> bool:
+        """Whether there are files of tokens that follow `tokens`."""
+        match = self._match(namespace, tokens)
+        last = match.path[-1] if match.path else None
+        return last is not None and match.length == len(tokens) and (last.stop > match.length or bool(last.children))
+
     def on_path(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
         """Returns the files that restoring at `len(tokens)` needs, as far as they are there."""
         match = self._match(namespace, tokens)

@@ -51,9 +51,35 @@ def superseded(points: Sequence[KeptPoint], keep: int = KEPT_POINTS) -> list[int
     and system messages, branches, and what was asked for. Of 49 000 recorded requests of coding agents, 97 of 100
     only extend the one before; a snapshot for every turn costs memory that other conversations lack.
     """
-    always = (RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT)
     older = points[:-keep] if keep else points
-    return [point.offset for point in older if not point.is_branch and point.kind not in always]
+    return [point.offset for point in older if not outlasts_turns(point)]
+
+
+MIN_WRITTEN_TOKENS = 1024
+"""What a conversation must have gained since its last snapshot on disk for another one to be written."""
+
+
+def worth_writing(points: Sequence[KeptPoint], on_disk: Iterable[int], *, is_resting: bool) -> list[int]:
+    """Returns the offsets of a conversation's points, given in ascending order, that should go to disk.
+
+    Points that several conversations share, and those asked for, are written once. Of those that each turn leaves,
+    whole state is too large, and a disk wears out too fast, to write all: only the end of the newest prompt, which
+    the next turn will hold in any case, and where the conversation rests, the end of the reply too; and these only
+    `MIN_WRITTEN_TOKENS` behind what is on disk already.
+    """
+    chosen = {point.offset for point in points if outlasts_turns(point)}
+    prompts = [point.offset for point in points if point.kind is RestorePointKind.PROMPT_END]
+    newest = max(prompts, default=points[-1].offset)
+    written = set(on_disk)
+    last = max((offset for offset in written if offset <= newest), default=None)
+    if last is None or newest - last >= MIN_WRITTEN_TOKENS:
+        chosen |= {newest, points[-1].offset} if is_resting else {newest}
+    return sorted(chosen - written)
+
+
+def outlasts_turns(point: KeptPoint) -> bool:
+    """Whether a point is wanted whatever its conversation does next."""
+    return point.is_branch or point.kind in (RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT)
 
 
 def plan(wanted: Iterable[RestorePoint], *, start: int, stop: int) -> tuple[RestorePoint, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from cache import placement
-from cache.archive import Archive, Recall, tokens_of
+from cache.archive import Archive, Recall
 from cache.disk import DiskTier
 from cache.disk_ahead import Prefetch
 from cache.errors import BudgetExceeded, DiskFault, PinLimit, PinnedFull
@@ -315,37 +315,26 @@ class PrefixCache:
 
     def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
         if self.archive is not None:
-            self.archive.save_node(trie.namespace, node, with_span=not node.children)
+            self.archive.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Has everything written that disk lacks, a piece with each step: idle slots first, then what is stored.
+        """Has everything written that is worth it and that disk lacks, a piece with each step.
 
         For when there is nothing else to do. Begin anew after any other call.
         """
         if self.archive is None:
             return
-        for slot in sorted(self.slots, key=lambda slot: slot.last_used, reverse=True):
+        for slot in self.slots:
             if not slot.is_leased and slot.tip.parent is not None:
-                yield from self._save_slot(self.archive, slot)
-        for trie, node in list(self.room.nodes()):
-            if node.num_bytes and node.parent is not None:
-                self.archive.save_node(trie.namespace, node)
-                yield
+                self._keep_tip(slot)
+        leaves = [(trie, node) for trie, node in self.room.nodes() if not node.children]
+        for trie, leaf in sorted(leaves, key=lambda pair: pair[1].last_used, reverse=True):
+            if leaf.parent is not None:
+                yield from self.archive.save_path(trie.namespace, leaf.path(), self._copy_live)
 
-    def _save_slot(self, archive: Archive, slot: Slot) -> Iterator[None]:
-        """Has an idle sequence written. What lives in a slot is copied for that, an edge at a time."""
-        path = slot.tip.path()
-        for depth, node in enumerate(path, 1):
-            tokens = tokens_of(path[:depth])
-            if node.home is slot and not node.is_volatile and archive.missing(slot.namespace, tokens, node.start):
-                (segment,) = self.layout.cut_spans(slot.caches, [(node.start, node.stop)])
-                archive.save_span(slot.namespace, tokens, segment)
-                yield
-        if not self.layout.needs_snapshots or slot.tip.is_volatile or slot.tip.snapshot is not None:
-            return
-        if not archive.has_snapshot(slot.namespace, slot.log.view(0, slot.tip.stop)):
-            archive.save_snapshot(slot.namespace, path, self._snapshot(slot))
-            yield
+    def _copy_live(self, node: Node) -> Segment:
+        (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
+        return segment
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; with a disk, what it lacks is written first, as far as time allows."""

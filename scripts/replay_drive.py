@@ -19,11 +19,15 @@ from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import PrefixCache
 from cache.trie import TokenArray
 from scripts.replay_conversations import BlockNumbers, Script, Turn
+from scripts.replay_disk import SizedStore, sized_tier
 from scripts.replay_layout import SizedLayout
 from scripts.replay_schedule import Arrival
 
 CHUNK_TOKENS = 512
 EXPECTED_TOKENS = 512
+QUIET_SECONDS = 30.0
+"""Silence after which the engine writes to disk what is idle."""
+WRITE_SECONDS = 60.0
 GENERATION_HEADER_TOKENS = 4
 """Tokens at the end of a prompt that ask for the reply, and that the next prompt may not hold."""
 ONE_SHOT_OUTPUT_TOKENS = 200
@@ -160,13 +164,16 @@ class CacheDriver:
         memory_bytes: float,
         bytes_per_token: int,
         snapshot_bytes: int,
+        disk_bytes: int = 0,
         is_checked: bool = False,
     ) -> None:
         """`memory_bytes` may be infinite; `is_checked` asserts the cache's invariants after each request."""
         self.layout = SizedLayout(bytes_per_token, snapshot_bytes)
         budget = 1 << 60 if math.isinf(memory_bytes) else int(memory_bytes)
+        self._store = SizedStore(bytes_per_token, snapshot_bytes)
+        self._tier = sized_tier(self._store, disk_bytes) if disk_bytes else None
         self.prefix_cache = PrefixCache(
-            self.layout.make_caches, num_slots=num_slots, budget_bytes=budget, layout=self.layout
+            self.layout.make_caches, num_slots=num_slots, budget_bytes=budget, layout=self.layout, disk=self._tier
         )
         self.prefix_cache.calibrate(self.layout.make_caches())
         self.now = 0.0
@@ -174,7 +181,9 @@ class CacheDriver:
 
     def run(self, request: Request) -> Sample:
         """Takes one request from its arrival to its end. One that can never fit is evaluated without the cache."""
-        self.now = request.seconds
+        if request.seconds - self.now >= QUIET_SECONDS:
+            self._rest()
+        self.now, num_read = request.seconds, self._store.read_bytes_total
         sample = Sample(
             request.name, request.session_id is None, request.is_extension, num_prompt=len(request.prompt)
         )
@@ -194,6 +203,9 @@ class CacheDriver:
         self._evaluate(lease, request)
         evaluated = time.thread_time()
         lease.close()
+        sample.disk_bytes = self._store.read_bytes_total - num_read
+        if self._tier is not None:
+            self._tier.flush(WRITE_SECONDS)
         sample.policy_seconds = begun - started + time.thread_time() - evaluated
         sample.record_seconds = evaluated - begun
         if self._is_checked:
@@ -211,7 +223,16 @@ class CacheDriver:
             num_evictions=stats["evictions"],
             live_bytes=stats["live_bytes"],
             memory_bytes=stats["stored_bytes"],
+            disk_bytes=stats["disk_bytes"],
+            disk_written_bytes=self._store.written_bytes_total,
         )
+
+    def _rest(self) -> None:
+        """Does what the engine's worker does when nothing comes for a while."""
+        for _ in self.prefix_cache.save():
+            pass
+        if self._tier is not None:
+            self._tier.flush(WRITE_SECONDS)
 
     def _evaluate(self, lease: Lease, request: Request) -> None:
         """Does what the engine's worker does between begin and close."""

@@ -42,6 +42,7 @@ class Settings:
     concurrent: int
     slots: int
     memory_bytes: float
+    disk_bytes: int
     bytes_per_token: int
     snapshot_bytes: int
     seed: int
@@ -54,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.disk_gb > 0:
-        parser.error("--disk-gb: the cache has no disk tier yet, so there is nothing to replay; leave it at 0")
     if not 0 <= options.one_shot_share < 1:
         parser.error("--one-shot-share must be at least 0 and less than 1")
     settings = _settings(options)
@@ -97,8 +96,8 @@ def make_contestant(policy: str, settings: Settings) -> Contestant:
     """Returns a cache that has seen nothing yet."""
     sizes = Sizes(settings.bytes_per_token, settings.snapshot_bytes, settings.memory_bytes)
     makers: dict[str, Callable[[], Contestant]] = {
-        "cache": lambda: _driver(settings, settings.memory_bytes),
-        "unlimited": lambda: _driver(settings, math.inf),
+        "cache": lambda: _driver(settings, settings.memory_bytes, settings.disk_bytes),
+        "unlimited": lambda: _driver(settings, math.inf, 0),
         "lru": lambda: TreeRival(sizes),
         "last-tip": lambda: TreeRival(sizes, keeps_last_only=True),
         "whole-copy": lambda: CopyRival(sizes),
@@ -106,10 +105,11 @@ def make_contestant(policy: str, settings: Settings) -> Contestant:
     return makers[policy]()
 
 
-def _driver(settings: Settings, memory_bytes: float) -> CacheDriver:
+def _driver(settings: Settings, memory_bytes: float, disk_bytes: int) -> CacheDriver:
     return CacheDriver(
         num_slots=settings.slots,
         memory_bytes=memory_bytes,
+        disk_bytes=disk_bytes,
         bytes_per_token=settings.bytes_per_token,
         snapshot_bytes=settings.snapshot_bytes,
         is_checked=settings.is_checked,
@@ -157,6 +157,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         concurrent=options.concurrent,
         slots=options.slots,
         memory_bytes=options.memory_gb * 1e9,
+        disk_bytes=int(options.disk_gb * 1e9),
         bytes_per_token=options.kv_bytes_per_token,
         snapshot_bytes=options.snapshot_bytes,
         seed=options.seed,
@@ -176,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-bytes-per-token", type=_positive, default=20_480, metavar="N", help="attention state of a token")
     add("--snapshot-bytes", type=int, default=63 << 20, metavar="N", help="whole state; 0 for attention only")
     add("--memory-gb", type=float, default=12.0, metavar="X", help="budget in 10^9 bytes; inf for no limit")
-    add("--disk-gb", type=float, default=0.0, metavar="Y", help="must be 0: the cache has no disk tier yet")
+    add("--disk-gb", type=float, default=0.0, metavar="Y", help="room on disk; 0 for none")
     add("--one-shot-share", type=float, default=0.0, metavar="S", help="share of one-shot prompts among all requests")
     add("--seed", type=int, default=0, metavar="S", help="of the schedule, the one-shots and the generator")
     add("--policy", action="append", choices=POLICIES, help="what to run, may be repeated; by default all")

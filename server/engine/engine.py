@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_SECONDS = 2
 CALIBRATION_TOKENS = 8
 MAX_IN_FLIGHT_BYTES = 1 << 30
-QUIET_SECONDS = 5.0
+QUIET_SECONDS = 30.0
 """Silence after which the worker does what could wait."""
 BREATH_SECONDS = 0.005
 """Pause between two pieces of such work."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache import archive
+from cache import archive, placement
 from cache.disk import DiskTier
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
@@ -21,6 +21,7 @@ SYSTEM = [*range(1, 41)]
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets disk matter for prompts as short as these."""
     monkeypatch.setattr(archive, "MIN_RESTORE_TOKENS", 8)
+    monkeypatch.setattr(placement, "MIN_WRITTEN_TOKENS", 8)
 
 
 @pytest.fixture
@@ -72,7 +73,9 @@ def test_what_memory_gave_up_comes_back_from_disk(layout: str, tmp_path: Path, t
     evict_all(prefix_cache)
     said = [*prompt, 7, 8, 9]
     hit, tier = converse(prefix_cache, [*said, 500, 501], [600])
-    assert (hit, tier) == (len(said), Tier.DISK)
+    # Of state that is valid at one offset only, one of the prompt's end and the reply's is written, not both.
+    assert hit >= (len(said) if layout == "T" else len(prompt) - 1)
+    assert tier is Tier.DISK
     assert converse(prefix_cache, [*said, 500, 501, 600, 700]) == (len(said) + 3, Tier.LIVE)
 
 
@@ -115,7 +118,7 @@ def test_state_that_is_to_stay_in_memory_is_never_written(tmp_path: Path, tiers:
     run_volatile(prefix_cache, secret)
     converse(prefix_cache, public)
     evict_all(prefix_cache)
-    assert converse(prefix_cache, [*public, 9])[0] == len(public), "what an ordinary request brought too was written"
+    assert converse(prefix_cache, [*public, 9])[0] >= len(public) - 1, "an ordinary request brought it too"
     assert converse(prefix_cache, [*secret, 9])[0] == len(SYSTEM), "and nothing else of the other"
 
 
@@ -136,7 +139,7 @@ def test_namespaces_do_not_meet_on_disk(tmp_path: Path, tiers: list[DiskTier]) -
     converse(prefix_cache, prompt, namespace="one")
     evict_all(prefix_cache)
     assert converse(prefix_cache, [*prompt, 9], namespace="two")[0] == 0
-    assert converse(prefix_cache, [*prompt, 9], namespace="one")[0] == len(prompt)
+    assert converse(prefix_cache, [*prompt, 9], namespace="one")[0] >= len(prompt) - 1
 
 
 @pytest.mark.parametrize("layout", fake_model.LAYOUTS)
@@ -177,8 +180,9 @@ def test_reading_ahead_is_what_begin_then_takes(tmp_path: Path, tiers: list[Disk
     ahead = prefix_cache.prefetch(np.array([*prompt, 9], np.int32))
     assert ahead is not None
     assert tiers[-1].ahead_bytes > 0
-    assert prefix_cache.peek(np.array([*prompt, 9], np.int32)) == len(prompt)
-    assert converse(prefix_cache, [*prompt, 9]) == (len(prompt), Tier.DISK)
+    promised = prefix_cache.peek(np.array([*prompt, 9], np.int32))
+    assert promised >= len(prompt) - 1
+    assert converse(prefix_cache, [*prompt, 9]) == (promised, Tier.DISK)
     assert tiers[-1].ahead_bytes == 0
 
 
@@ -188,10 +192,9 @@ def test_any_history_with_restarts_restores_what_was_evaluated(layout: str, seed
     """Requests, branches, evictions, idle saving, restarts and sudden ends; every layer is right each time."""
     rng = random.Random(f"{layout}/{seed}")
     known: list[list[int]] = [SYSTEM]
-    hits: set[Tier | None] = set()
     tier = open_tier(tmp_path, budget_bytes=rng.choice((400_000, 1 << 30)))
     prefix_cache = make(layout, tier, num_slots=2, budget_bytes=rng.choice((60_000, 1 << 30)))
-    for _ in range(60):
+    for _ in range(80):
         act = rng.random()
         if act < 0.1:
             if rng.random() < 0.5:
@@ -205,15 +208,19 @@ def test_any_history_with_restarts_restores_what_was_evaluated(layout: str, seed
                 prefix_cache.check()
                 if rng.random() < 0.2:
                     break
-        elif act < 0.4:
+        elif act < 0.33:
             prefix_cache.clear()
         else:
             base = rng.choice(known)
             new = [rng.randrange(1000) for _ in range(rng.randrange(1, 44))]
             prompt, reply = base[: rng.randrange(1, len(base) + 1)] + new[:40], new[40:]
-            hits.add(converse(prefix_cache, prompt, reply)[1])
+            converse(prefix_cache, prompt, reply)
             known.append([*prompt, *reply])
         prefix_cache.check()
         tier.check()
+    last = [*range(2000, 2100)]
+    converse(prefix_cache, last)
+    prefix_cache.end(10)
+    tier = open_tier(tmp_path, budget_bytes=tier.budget_bytes)
+    assert converse(make(layout, tier), [*last, 7]) == (len(last), Tier.DISK)
     tier.close()
-    assert Tier.DISK in hits

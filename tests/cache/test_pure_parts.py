@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cache import eviction, placement
 from cache.ledger import Ledger
-from cache.placement import RestorePoint, RestorePointKind
+from cache.placement import KeptPoint, RestorePoint, RestorePointKind
 from cache.slots import SlotView, TokenLog, choose_slot
 
 # ----------------------------------------------------------------------------------------------------- placement
@@ -196,3 +196,19 @@ class TestSuperseded:
     def test_the_system_prompt_branches_and_what_was_asked_for_stay(self) -> None:
         kinds = [RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT, *[RestorePointKind.USER_START] * 3]
         assert placement.superseded(self.points(*kinds, branches=(40,)), keep=1) == [30]
+
+
+def test_of_each_turn_one_point_goes_to_disk_and_shared_ones_once() -> None:
+    system = KeptPoint(500, RestorePointKind.SYSTEM_END, is_branch=False)
+    branch = KeptPoint(700, None, is_branch=True)
+    turns = [
+        KeptPoint(4000, RestorePointKind.USER_START, is_branch=False),
+        KeptPoint(4100, RestorePointKind.PROMPT_END, is_branch=False),
+        KeptPoint(4300, RestorePointKind.TURN_END, is_branch=False),
+    ]
+    path = [system, branch, *turns]
+    assert placement.worth_writing(path, [], is_resting=False) == [500, 700, 4100]
+    assert placement.worth_writing(path, [500], is_resting=True) == [700, 4100, 4300]
+    assert placement.worth_writing(path, [500, 700, 4100 - 1023], is_resting=True) == []
+    assert placement.worth_writing(path, [500, 700, 4100 - 1024], is_resting=False) == [4100]
+    assert placement.worth_writing([turns[0]], [], is_resting=False) == [4000]
