@@ -37,6 +37,11 @@ class Queue:
     def __len__(self) -> int:
         return len(self._heap)
 
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Where the next candidate stands among those of other queues: the least goes first. Not for an empty one."""
+        return self._heap[0][0]
+
     def push(self, candidate: Candidate) -> None:
         """Adds a candidate, unless it would free nothing."""
         if candidate.num_bytes > 0:

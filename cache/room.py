@@ -6,10 +6,12 @@ go. What lives in a slot is never dropped here. Which of several candidates goes
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from cache import eviction
 from cache.layers import Layout
 from cache.ledger import Ledger
+from cache.quota import FairQueue, over_share
 from cache.snapshots import Snapshot, is_leant_on
 from cache.trie import Node, PrefixTrie
 
@@ -30,14 +32,17 @@ class Room:
         """Told of a node whose state, or whose snapshot, is about to go."""
         self._layout = layout
         self._tries: dict[str, PrefixTrie] = {}
-        self._queue, self._max_queue = eviction.Queue(()), QUEUE_ROOM
+        self._held: Counter[str] = Counter()
+        """Stored bytes by namespace."""
+        self._queue, self._max_queue = FairQueue(self._over_share), QUEUE_ROOM
 
     def trie(self, namespace: str, in_use: set[str]) -> PrefixTrie:
         """Returns the trie of a namespace; forgets empty ones, but for those `in_use`."""
         if namespace not in self._tries:
             self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in in_use}
             self.evictions = Counter({name: count for name, count in self.evictions.items() if name in self._tries})
-            self._tries[namespace] = PrefixTrie(lambda num_bytes: self.ledger.store(num_bytes), namespace)
+            self._held = Counter({name: self._held[name] for name in self._tries})
+            self._tries[namespace] = PrefixTrie(partial(self._store, namespace), namespace)
         return self._tries[namespace]
 
     def find_trie(self, namespace: str) -> PrefixTrie:
@@ -88,7 +93,7 @@ class Room:
                 self._search(kept)
                 has_searched = True
         for candidate in passed_over:
-            self._queue.push(candidate)
+            self._queue.push(candidate.key[0].namespace, candidate)
 
     def _drop(self, victim: eviction.Candidate, kept: set[Node]) -> list[eviction.Candidate]:
         """Drops a candidate if it still is one; returns it if it must be kept for now."""
@@ -106,14 +111,16 @@ class Room:
     def offer(self, trie: PrefixTrie, node: Node) -> None:
         """Queues a node for eviction if it can be dropped now. Called whenever one may have become so, or younger."""
         if _is_droppable(node):
-            self._queue.push(_candidate(trie, node))
+            self._queue.push(trie.namespace, _candidate(trie, node))
         if len(self._queue) > self._max_queue:
             self._search(set())
 
     def _search(self, kept: set[Node]) -> None:
         """Queues everything that can be dropped, anew."""
-        nodes = ((trie, node) for trie, node in self.nodes() if node not in kept and _is_droppable(node))
-        self._queue = eviction.Queue(_candidate(trie, node) for trie, node in nodes)
+        self._queue = FairQueue(self._over_share)
+        for trie, node in self.nodes():
+            if node not in kept and _is_droppable(node):
+                self._queue.push(trie.namespace, _candidate(trie, node))
         self._max_queue = 2 * len(self._queue) + QUEUE_ROOM
 
     def _drop_leaf(self, trie: PrefixTrie, node: Node) -> None:
@@ -140,6 +147,13 @@ class Room:
         if rest is None and node.parent is not None:
             self.offer(trie, node.parent)  # which may have been leant on from here
 
+    def _store(self, namespace: str, num_bytes: int) -> None:
+        self.ledger.store(num_bytes)
+        self._held[namespace] += num_bytes
+
+    def _over_share(self) -> set[str]:
+        return over_share(self._held, self.ledger.budget_bytes)
+
     def _count_eviction(self, trie: PrefixTrie) -> None:
         self.num_evictions += 1
         self.evictions[trie.namespace] += 1
@@ -150,6 +164,10 @@ class Room:
             trie.check()
         stored = sum(node.num_bytes for _, node in self.nodes())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
+        held = Counter(
+            {trie.namespace: sum(node.num_bytes for node in trie.nodes()) for trie in self._tries.values()}
+        )
+        assert +held == +self._held, f"{held} stored by namespace, {self._held} counted"
 
 
 def _is_droppable(node: Node) -> bool:
