@@ -20,8 +20,8 @@ class BudgetExceeded(CacheError):
 
     def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
         super().__init__(
-            f"the conversation needs about {needed_bytes / 1e6:.0f} MB of cache memory, "
-            f"the budget is {budget_bytes / 1e6:.0f} MB"
+            f"the conversation needs about {needed_bytes / 1e6:.1f} MB of cache memory, "
+            f"the budget is {budget_bytes / 1e6:.1f} MB"
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes
@@ -32,7 +32,7 @@ class PinnedFull(CacheError):
 
     def __init__(self, missing_bytes: int) -> None:
         super().__init__(
-            f"about {missing_bytes / 1e6:.0f} MB of cache memory are missing, and what is left of it is pinned; "
+            f"about {missing_bytes / 1e6:.1f} MB of cache memory are missing, and what is left of it is pinned; "
             f"unpin a session"
         )
         self.missing_bytes = missing_bytes
@@ -43,8 +43,8 @@ class PinLimit(CacheError):
 
     def __init__(self, pinned_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"with this pin, {pinned_bytes / 1e6:.0f} MB would be pinned; "
-            f"at most {limit_bytes / 1e6:.0f} MB may be, half of the cache memory"
+            f"with this pin, {pinned_bytes / 1e6:.1f} MB would be pinned; "
+            f"at most {limit_bytes / 1e6:.1f} MB may be, half of the cache memory"
         )
         self.pinned_bytes = pinned_bytes
         self.limit_bytes = limit_bytes
