@@ -105,7 +105,7 @@ async def delete_session(request: Request) -> Response:
     """Forgets one session; raises ApiError (404)."""
     context, session_id = context_of(request), request.path_params["session_id"]
     namespace = _namespace(request)
-    if not context.sessions.forget(namespace, session_id):
+    if context.sessions.find(namespace, session_id) is None:
         raise _not_found(session_id)
     for engine in context.engines.values():
         try:
@@ -113,6 +113,7 @@ async def delete_session(request: Request) -> Response:
         except EngineStopped:
             # What ends forgets everything.
             continue
+    context.sessions.forget(namespace, session_id)
     body: DeletedBody = {"id": session_id, "object": "session.deleted", "deleted": True}
     return JSONResponse(body)
 

@@ -145,6 +145,11 @@ class Worker:
 
     def forget_session(self, namespace: str, session_id: str) -> None:
         """Drops a session's turns and its claim to a slot; the state of its tokens stays for others."""
+        for sequence in list(self._sequences.values()):
+            request = sequence.request
+            if sequence.reason is not None and (request.namespace, request.session_id) == (namespace, session_id):
+                # It was told already that it is over, and stays only for its last token.
+                self._leave(sequence)
         self._sessions.forget(namespace, session_id)
         for is_soft in (False, True):
             self.prefix_cache.unpin(PinName(namespace, session_id, is_soft))
