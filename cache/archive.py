@@ -25,6 +25,9 @@ from cache.trie import Node, TokenArray
 
 logger = logging.getLogger(__name__)
 
+GAIN_SHARE = 2.0
+"""A snapshot is written once the rows gained since the last one weigh so many times as much."""
+
 MIN_RESTORE_TOKENS = 256
 """What disk must add to what memory knows, for reading files to be worth it."""
 
@@ -50,6 +53,8 @@ class Archive:
 
     def __init__(self, tier: DiskTier, layout: Layout) -> None:
         self.tier = tier
+        self.bytes_per_token = 0.0
+        """What the rows of one token weigh; 0 until it is known."""
         self._layout = layout
 
     # ---------------------------------------------------------------------------------------------- reading
@@ -108,7 +113,7 @@ class Archive:
         """
         path = node.path()
         tokens = tokens_of(path)
-        is_wanted = node in self._wanted_snapshots(namespace, path, tokens, is_resting=False)
+        is_wanted = node in self._wanted_snapshots(namespace, path, tokens)
         is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.goes_on(namespace, tokens)
         if node.span is not None and not node.children and is_needed:
             self._save_span(namespace, tokens, node)
@@ -118,7 +123,7 @@ class Archive:
     def save_path(self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment]) -> Iterator[None]:
         """Has written what disk lacks of a path, a piece with each step; `live_rows` copies what lives in a slot."""
         tokens = tokens_of(path)
-        wanted = self._wanted_snapshots(namespace, path, tokens, is_resting=True)
+        wanted = self._wanted_snapshots(namespace, path, tokens)
         stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else len(tokens)
         if self._layout.needs_snapshots and not wanted:
             return
@@ -131,9 +136,7 @@ class Archive:
             self._save_snapshot(namespace, path[: path.index(node) + 1])
             yield
 
-    def _wanted_snapshots(
-        self, namespace: str, path: list[Node], tokens: TokenArray, *, is_resting: bool
-    ) -> list[Node]:
+    def _wanted_snapshots(self, namespace: str, path: list[Node], tokens: TokenArray) -> list[Node]:
         """Returns the nodes of a path whose snapshots are worth writing and are not on disk, in ascending order."""
         nodes = {node.stop: node for node in path if self._has_whole_snapshot(node) and not node.is_volatile}
         points = [KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
@@ -143,7 +146,9 @@ class Archive:
         if not points:
             return []
         on_disk = [snapshot.offset for snapshot in self.tier.snapshots(namespace, tokens)]
-        return [nodes[offset] for offset in placement.worth_writing(points, on_disk, is_resting=is_resting)]
+        size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
+        min_gain = int(GAIN_SHARE * size / self.bytes_per_token) if self.bytes_per_token else 0
+        return [nodes[offset] for offset in placement.worth_writing(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:
         """Whether a node has more than window rows on which others lean."""

@@ -55,25 +55,21 @@ def superseded(points: Sequence[KeptPoint], keep: int = KEPT_POINTS) -> list[int
     return [point.offset for point in older if not outlasts_turns(point)]
 
 
-MIN_WRITTEN_TOKENS = 1024
-"""What a conversation must have gained since its last snapshot on disk for another one to be written."""
-
-
-def worth_writing(points: Sequence[KeptPoint], on_disk: Iterable[int], *, is_resting: bool) -> list[int]:
+def worth_writing(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
     """Returns the offsets of a conversation's points, given in ascending order, that should go to disk.
 
     Points that several conversations share, and those asked for, are written once. Of those that each turn leaves,
-    whole state is too large, and a disk wears out too fast, to write all: only the end of the newest prompt, which
-    the next turn will hold in any case, and where the conversation rests, the end of the reply too; and these only
-    `MIN_WRITTEN_TOKENS` behind what is on disk already.
+    whole state is too large, and a disk wears out too fast, to write all: the end of the newest prompt goes there,
+    which the next turn will hold in any case, and the end of the sequence, each only `min_gain` tokens behind what is
+    there already.
     """
+    written = set(on_disk)
     chosen = {point.offset for point in points if outlasts_turns(point)}
     prompts = [point.offset for point in points if point.kind is RestorePointKind.PROMPT_END]
-    newest = max(prompts, default=points[-1].offset)
-    written = set(on_disk)
-    last = max((offset for offset in written if offset <= newest), default=None)
-    if last is None or newest - last >= MIN_WRITTEN_TOKENS:
-        chosen |= {newest, points[-1].offset} if is_resting else {newest}
+    for offset in (max(prompts, default=points[-1].offset), points[-1].offset):
+        before = [known for known in chosen | written if known <= offset]
+        if not before or offset - max(before) >= min_gain:
+            chosen.add(offset)
     return sorted(chosen - written)
 
 

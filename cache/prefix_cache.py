@@ -140,6 +140,8 @@ class PrefixCache:
         """
         self.layout.leave_out_unused(caches)
         self._bytes_per_token = self.layout.span_bytes_per_token(caches)
+        if self.archive is not None:
+            self.archive.bytes_per_token = self._bytes_per_token
 
     def clear(self, namespace: str | None = None) -> None:
         """Forgets everything of one namespace, or of all, that no running request holds; pins too."""

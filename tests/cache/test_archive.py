@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache import archive, placement
+from cache import archive
 from cache.disk import DiskTier
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
@@ -21,7 +21,6 @@ SYSTEM = [*range(1, 41)]
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets disk matter for prompts as short as these."""
     monkeypatch.setattr(archive, "MIN_RESTORE_TOKENS", 8)
-    monkeypatch.setattr(placement, "MIN_WRITTEN_TOKENS", 8)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache import archive, placement
+from cache import archive
 from cache.disk import DiskTier
 from cache.layers import LayerCache
 from cache.placement import RestorePoint, RestorePointKind
@@ -111,7 +111,6 @@ def test_restored_equals_cold(name: str) -> None:
 def test_restored_from_disk_equals_cold(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The conversation goes on in another process, and a second one starts there on its system prompt."""
     monkeypatch.setattr(archive, "MIN_RESTORE_TOKENS", 8)
-    monkeypatch.setattr(placement, "MIN_WRITTEN_TOKENS", 8)
     first = [*SYSTEM, *QUESTION]
     chat = Chat(name, disk=open_tier(tmp_path))
     reply, _ = chat.ask(first)

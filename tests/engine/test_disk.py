@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache import archive, placement
+from cache import archive
 from cache.disk import DiskTier
 from cache.lease import Tier
 from cache.prefix_cache import PrefixCache
@@ -28,7 +28,6 @@ PROMPT = [*range(1, 48)]
 def short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets disk matter for prompts as short as these."""
     monkeypatch.setattr(archive, "MIN_RESTORE_TOKENS", 8)
-    monkeypatch.setattr(placement, "MIN_WRITTEN_TOKENS", 8)
 
 
 @pytest.fixture
