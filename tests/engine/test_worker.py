@@ -1,14 +1,17 @@
 """The engine's worker over the token-carrying fake model: what clients see, and what stays cached."""
 
+import contextlib
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cache.errors import PinLimit
 from cache.pins import PinName
 from models.outline import Outline
 from models.sampling import SamplingParams
+from server.engine.cache_commands import ClearCache, PinSession, UnpinSession
 from server.engine.diagnosis import MissReason
 from server.engine.errors import OutOfMemory, PromptTooLarge, StepFailed
 from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
@@ -480,7 +483,7 @@ def test_stop_fails_what_still_runs() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> None:
-    """One seed is one history: requests, cancels, faults, small budgets; every finished answer is the reference."""
+    """One seed is one history: requests, cancels, faults, pins, clears; every finished answer is the reference."""
     rng = random.Random(seed)
     faults = {"left": 3}
 
@@ -505,6 +508,14 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
         harness.step(rng.randint(0, 6))
         if rng.random() < 0.2:
             harness.worker.cancel(rng.choice(list(running)))
+        if rng.random() < 0.2:
+            label = rng.choice("ab")
+            command = PinSession("", label) if rng.random() < 0.5 else UnpinSession("", label)
+            with contextlib.suppress(PinLimit):
+                command.run(harness.worker)
+        if rng.random() < 0.05:
+            ClearCache("").run(harness.worker)
+        harness.prefix_cache.check()
         histories.append([*prompt, *reference(prompt, count)])
     harness.run()
     for prompt, count, sink in running.values():
