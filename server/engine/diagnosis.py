@@ -131,21 +131,23 @@ def diagnose(
     if previous is None:
         return Reuse(match, hit, None, Miss(MissReason.COLD, token=hit) if hit == 0 else None)
     kept = min(hit, previous.num_prompt_tokens) / previous.num_prompt_tokens
-    miss = _find_miss(previous, tokens, outline, match, hit, spell)
     held = min(previous.num_prompt_tokens, len(previous.tokens), len(tokens))
+    miss = _find_miss(previous, tokens, outline, held, match=match, hit=hit, spell=spell)
     return Reuse(match, hit, kept, miss, max(0, held - hit) if miss else 0)
 
 
 def _find_miss(
-    previous: Turn, tokens: TokenArray, outline: Outline, match: int, hit: int, spell: Spell
+    previous: Turn, tokens: TokenArray, outline: Outline, held: int, *, match: int, hit: int, spell: Spell
 ) -> Miss | None:
+    """Returns the reason that cost more: a change of the text, or state that was missing up to it."""
     common = min(common_prefix_length(previous.tokens, tokens), len(tokens) - 1)
+    prompt_end = previous.outline.prompt_end or previous.num_prompt_tokens
+    is_changed = common < min(prompt_end, len(previous.tokens), len(tokens) - 1)
+    if is_changed and held - common >= common - hit:
+        return _change(previous, tokens, outline, common, spell)
     if hit < common:
         reason = MissReason.EVICTED if match < common else MissReason.NO_RESTORE_POINT
         return Miss(reason, *outline.message_at(hit), token=hit)
-    prompt_end = previous.outline.prompt_end or previous.num_prompt_tokens
-    if common < min(prompt_end, len(previous.tokens), len(tokens) - 1):
-        return _change(previous, tokens, outline, common, spell)
     return None
 
 

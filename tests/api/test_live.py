@@ -16,6 +16,9 @@ import pytest
 from server.app import create_app
 from server.compose import open_service
 from server.config import ServerConfig
+from server.doctor.causes import Cause
+from server.doctor.findings import findings_of
+from server.doctor.turns import checkup_of
 from server.engine.engine import Engine
 from tests import tiny_models
 from tests.live_server import running
@@ -137,6 +140,33 @@ def test_a_clock_that_moves_with_each_turn_costs_only_what_follows_it(live: Live
     # Asked last: a prompt that ends there would leave a restore point of its own.
     num_history = live.ask(*history).usage.prompt_tokens
     assert num_cached > num_history - 16
+
+
+def test_a_clock_in_the_system_prompt_is_told_with_what_it_cost(live: Live) -> None:
+    named: dict[str, Any] = {"extra_body": {"session_id": "clocked", "ignore_eos": True}}
+    history: list[Any] = []
+    for minute in (16, 17, 18):
+        history.append(user(f"Question {minute}?"))
+        answer = live.ask({"role": "system", "content": f"It is 09:{minute}. " + "Be kind. " * 40}, *history, **named)
+        history.append(assistant(answer.choices[0].message.content))
+    key = {"Authorization": "Bearer none"}
+    session = live.http.get("/v1/sessions/clocked", headers=key).json()
+    assert [turn["miss"] and turn["miss"]["reason"] for turn in session["turns"]][1:] == ["system_changed"] * 2
+    assert all(turn["lost_tokens"] > 40 and turn["lost_seconds"] > 0 for turn in session["turns"][1:])
+    (finding,) = findings_of(checkup_of(session).losses)
+    assert (finding.cause, finding.num_turns) == (Cause.CLOCK, 2)
+
+
+def test_another_key_neither_reuses_state_nor_sees_the_session(live: Live) -> None:
+    body = {"messages": [SYSTEM, user("Is this mine?")], "session_id": "mine", "max_tokens": 2}
+    for key, is_known in (("one", False), ("two", False), ("one", True)):
+        headers = {"Authorization": f"Bearer {key}"}
+        answer = live.http.post("/v1/chat/completions", json=body, headers=headers).json()
+        assert (answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0) == is_known
+    assert live.http.delete("/v1/sessions/mine", headers={"Authorization": "Bearer three"}).status_code == 404
+    for key, num_turns in (("one", 2), ("two", 1)):
+        listed = live.http.get("/v1/sessions", headers={"Authorization": f"Bearer {key}"}).json()["data"]
+        assert [(session["id"], session["num_turns"]) for session in listed] == [("mine", num_turns)]
 
 
 def test_declining_the_cache_neither_reuses_nor_keeps(live: Live) -> None:

@@ -123,6 +123,18 @@ class TestSessions:
         assert sessions.previous("b", "s", FIRST.tokens) is None
 
 
+def test_of_a_change_and_missing_state_the_one_that_cost_more_is_told() -> None:
+    early, late = [*HEAD[:8], 916, *HEAD[9:]], [*USER[:7], 917, *USER[8:]]
+    changed_early = tokens_of(early, USER, [1, 2])
+    for hit, match in ((0, 8), (0, 0)):
+        miss = story(changed_early, outline_of(20, 10), match=match, hit=hit).miss
+        assert miss is not None and miss.reason is MissReason.SYSTEM_CHANGED and miss.token == 8
+    changed_late = tokens_of(HEAD, late, [1, 2])
+    for match, reason in ((27, MissReason.NO_RESTORE_POINT), (5, MissReason.EVICTED)):
+        miss = story(changed_late, outline_of(20, 10), match=match, hit=0).miss
+        assert miss is not None and miss.reason is reason and miss.token == 0
+
+
 def test_what_a_change_cost_is_counted_as_far_as_the_previous_prompt_reached() -> None:
     changed = [*HEAD[:8], 916, *HEAD[9:]]
     longer = story(tokens_of(changed, USER, [1, 2], REPLY, USER), outline_of(20, 10, 5, 10), match=8, hit=8)
