@@ -241,13 +241,21 @@ class TestProgram:
             assert all(name in figures for figures in report["compared"].values())
         assert report["hit_rate"] <= report["compared"]["unlimited"]["hit_rate"]
 
+    def test_what_memory_has_no_room_for_comes_back_from_disk(self, tmp_path: Path) -> None:
+        options = ("--sessions", "3", "--concurrent", "3", "--memory-gb", "0.1", "--policy", "cache")
+        without = self.replayed(tmp_path, *options)
+        report = self.replayed(tmp_path, *options, "--disk-gb", "4")
+        assert report["hit_rate"] > without["hit_rate"]
+        assert report["zero_hit_extensions"] == 0
+        assert 0 < report["disk_bytes"] <= report["disk_written_bytes"]
+
     def test_attention_alone_is_restored_anywhere(self, tmp_path: Path) -> None:
         write_trace(tmp_path, "one", GROWING)
         report = self.replayed(tmp_path, "--traces", str(tmp_path), "--policy", "cache", "--snapshot-bytes", "0")
         assert report["snapshots"] == 0
         assert report["reevaluated_tokens"] == 200 + 71 + 11 + 170 + 128
 
-    @pytest.mark.parametrize("options", [["--disk-gb", "1"], ["--one-shot-share", "1"], ["--traces", "/nowhere"]])
+    @pytest.mark.parametrize("options", [["--one-shot-share", "1"], ["--traces", "/nowhere"]])
     def test_what_cannot_be_replayed_is_refused(self, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="2"):
             replay_traces.main(options)
