@@ -191,6 +191,14 @@ def test_a_prime_asks_the_engine_for_no_tokens() -> None:
     assert [request.max_tokens for request in engine.requests] == [0]
 
 
+def test_a_client_that_leaves_ends_its_prime() -> None:
+    engine = FakeEngine(script=Script(texts=(), prefill_seconds=60))
+    app = create_app(engine, fake_model(), ServerConfig())
+    with running(app) as address, pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{address}/v1/cache/prime", json=CHAT, timeout=httpx.Timeout(20, read=0.5))
+    assert engine.cancel_seen.wait(20)
+
+
 @pytest.mark.parametrize("limit", ["-1", "x", "1e3", "99999", "²"])
 def test_a_limit_that_is_none_is_refused(limit: str) -> None:
     client = TestClient(create_app(FakeEngine(), fake_model(), ServerConfig()))
