@@ -16,7 +16,12 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from scripts import bench_serving_cache, bench_serving_latency, bench_serving_throughput
+from scripts import (
+    bench_serving_cache,
+    bench_serving_latency,
+    bench_serving_restart,
+    bench_serving_throughput,
+)
 from scripts.bench_common import ROOT, Report, machine, write_json
 from scripts.bench_serving_client import AnswerFailed
 from scripts.bench_serving_servers import ServerDied
@@ -31,6 +36,7 @@ SCENARIOS: dict[str, Scenario] = {
     "four_at_once": bench_serving_latency.four_at_once,
     "matrix": bench_serving_cache.matrix,
     "streams": bench_serving_throughput.four_streams,
+    "restart": bench_serving_restart.restart,
     "sampling": bench_serving_throughput.sampling,
 }
 
