@@ -9,6 +9,7 @@ reasons only: no tokens, no arrays, no clock.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 
 class RestorePointKind(StrEnum):
@@ -19,6 +20,7 @@ class RestorePointKind(StrEnum):
     PROMPT_END = "prompt_end"
     TURN_END = "turn_end"
     BRANCH = "branch"
+    INTERVAL = "interval"
     EXPLICIT = "explicit"
 
 
@@ -31,7 +33,13 @@ class RestorePoint:
 
 
 KEPT_POINTS = 4
-"""Of the turns behind the newest ones nothing is kept: with up to three points a turn, this is the last two turns."""
+"""Points at the end of a conversation that are held where it is pinned: up to three a turn, so the last two turns."""
+SAME_TOKENS = 64
+"""Of points so close to each other one will do."""
+THINNING_TOKENS, THINNING_RATIO = 512, 8
+"""Behind the newest turn, points are this far apart at least, and this many times further the older they are."""
+INTERVAL_TOKENS = 8192
+"""How far apart points are along a prompt that nothing is known of."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +52,27 @@ class KeptPoint:
     """Several conversations go on from here."""
 
 
-def superseded(points: Sequence[KeptPoint], keep: int = KEPT_POINTS) -> list[int]:
+def superseded(points: Sequence[KeptPoint]) -> list[int]:
     """Returns the offsets of a conversation's points, given in ascending order, that later turns will hardly need.
 
-    A conversation nearly always goes on at its end, so the newest `keep` points stay, and with them the end of tools
-    and system messages, branches, and what was asked for. Of 49 000 recorded requests of coding agents, 97 of 100
-    only extend the one before; a snapshot for every turn costs memory that other conversations lack.
+    A conversation nearly always goes on at its end, else at the end of its last prompt, seldom somewhere further
+    back: of 49 000 recorded requests of coding agents 972 in 1000 extend the one before, 9 go back by up to 1 000
+    tokens, 2 by more. So both ends stay, and of what is behind them a few points, the sparser the further back:
+    a point goes if the ones around it are, seen from the end, less than a ratio apart.
     """
-    older = points[:-keep] if keep else points
-    return [point.offset for point in older if not outlasts_turns(point)]
+    behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
+    if not behind:
+        return []
+    stop, gone = points[-1].offset, list[int]()
+    if len(behind) > 1 and behind[0].offset - behind[1].offset < SAME_TOKENS:
+        gone.append(behind.pop(0).offset)
+    nearer = stop - behind[0].offset
+    for point, older in pairwise(behind[1:]):
+        if stop - older.offset <= THINNING_RATIO * max(nearer, THINNING_TOKENS):
+            gone.append(point.offset)
+        else:
+            nearer = stop - point.offset
+    return sorted(gone)
 
 
 def worth_writing(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
@@ -76,6 +96,14 @@ def worth_writing(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_ga
 def outlasts_turns(point: KeptPoint) -> bool:
     """Whether a point is wanted whatever its conversation does next."""
     return point.is_branch or point.kind in (RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT)
+
+
+def intervals(start: int, stop: int) -> list[RestorePoint]:
+    """Returns points along a prompt of which `[start, stop)` must be evaluated: none for what one more turn adds."""
+    if stop - start < 2 * INTERVAL_TOKENS:
+        return []
+    first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS
+    return [RestorePoint(offset, RestorePointKind.INTERVAL) for offset in range(first, stop, INTERVAL_TOKENS)]
 
 
 def plan(wanted: Iterable[RestorePoint], *, start: int, stop: int) -> tuple[RestorePoint, ...]:

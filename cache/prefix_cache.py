@@ -101,6 +101,8 @@ class PrefixCache:
         tier = Tier.DISK if is_recalled else Tier.LIVE if common == offset else Tier.MEMORY
         self._switch(slot, trie, namespace, match.path, offset, capacity)
         slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
+        slot.is_on_probation = session_id is None and not _ends_a_turn(slot.tip)
+        slot.tip.session_id, slot.tip.is_on_probation = session_id or slot.tip.session_id, False
         slot.is_volatile = is_volatile
         wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
         slot.turn_start = min(
@@ -173,23 +175,22 @@ class PrefixCache:
         trie = self._trie(name.namespace)
         path = trie.match(tokens).path
         if path:
-            self._offer_all((trie, node) for node in self.pins.hold(name, trie, choose_nodes(path), until))
+            self.pins.hold(name, trie, choose_nodes(path), until)
 
     def unpin(self, name: PinName) -> None:
         """Ends a pin; one that does not exist is none to end."""
-        trie = self._trie(name.namespace)
-        self._offer_all((trie, node) for node in self.pins.release(name))
+        self.pins.release(name)
 
     def release_expired(self, now: float) -> None:
         """Ends the pins whose time is over."""
-        self._offer_all(self.pins.release_expired(now))
+        self.pins.release_expired(now)
 
     def _pin_path(self, name: PinName, trie: PrefixTrie, path: list[Node]) -> None:
         nodes = choose_nodes(path)
         num_bytes, limit = self._bytes_of({*nodes, *self.pins.explicit(but=name)}), self.ledger.budget_bytes // 2
         if num_bytes > limit:
             raise PinLimit(num_bytes, limit)
-        self._offer_all((trie, node) for node in self.pins.hold(name, trie, nodes))
+        self.pins.hold(name, trie, nodes)
 
     def _follow(self, slot: Slot) -> None:
         """Moves the pin of a slot's session to where its turn ended, unless that would be too much."""
@@ -205,10 +206,6 @@ class PrefixCache:
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * self._bytes_per_token)
             for node in path_nodes(nodes)
         )
-
-    def _offer_all(self, freed: Iterable[tuple[PrefixTrie, Node]]) -> None:
-        for trie, node in freed:
-            self.room.offer(trie, node)
 
     # -------------------------------------------------------------------------------------------- for leases
 
@@ -227,7 +224,8 @@ class PrefixCache:
                 # What an ordinary request holds too is no secret of the volatile one that brought it.
                 node.is_volatile &= slot.is_volatile
             self._move_tip(slot, tip)
-            tip.last_used = self._clock
+            tip.last_used, tip.session_id = self._clock, slot.session_id
+            tip.is_on_probation = slot.is_on_probation
             self._compact(trie, tip)
         self.measure(slot)
 
@@ -261,6 +259,9 @@ class PrefixCache:
         self.ledger.reserve(slot.index, 0)
         self._age_superseded(slot)
         self._follow(slot)
+        # What has just been answered is what goes on next: it goes only where nothing else is left.
+        newest = slot.tip
+        self._evict(self.ledger.excess_bytes(), protected=(newest,))
         self._evict(self.ledger.excess_bytes(), protected=())
 
     def discard(self, slot: Slot) -> None:
@@ -313,7 +314,6 @@ class PrefixCache:
             tip.kind = RestorePointKind.TURN_END
             trie.snap(tip, snapshot)
         tip.last_used = self._clock
-        self.room.offer(trie, tip)
 
     def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
         if self.archive is not None:
@@ -363,8 +363,7 @@ class PrefixCache:
         arriving = landing.path()
         try:
             # What has just left the slot is stored now, and may be what must go.
-            growth = self._growth(slot, arriving, offset, capacity)
-            self._evict(self.ledger.excess_bytes(growth), protected=arriving, busy=slot)
+            self._evict(self._excess(slot, arriving, offset, capacity), protected=arriving, busy=slot)
             self._page_in(slot, trie, landing, capacity)
         except Exception:
             # Layers may rest at different offsets, and moved state may be half gone.
@@ -490,13 +489,13 @@ class PrefixCache:
 
     def _age_superseded(self, slot: Slot) -> None:
         """Lets the snapshots of older turns go before anything else, once memory is short."""
-        nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None}
-        points = [placement.KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
+        nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
+        nodes[slot.tip.stop] = slot.tip
+        points = [placement.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
         for offset in placement.superseded(points):
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
                 node.last_used = 0
-                self.room.offer(self._trie(slot.namespace), node)
 
     # ------------------------------------------------------------------------------------- slots and the trie
 
@@ -524,7 +523,8 @@ class PrefixCache:
         if not self.layout.needs_snapshots:
             wanted = [point for point in wanted if point.kind is RestorePointKind.EXPLICIT]
         else:
-            wanted = [*wanted, RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END)]
+            prompt_end = RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END)
+            wanted = [*wanted, prompt_end, *placement.intervals(offset, num_tokens)]
         return placement.plan(wanted, start=offset, stop=num_tokens)
 
     def _move_tip(self, slot: Slot, tip: Node) -> None:
@@ -532,7 +532,6 @@ class PrefixCache:
         left.num_slots -= 1
         slot.tip = tip
         tip.num_slots += 1
-        self.room.offer(self._trie(slot.namespace), left)
 
     def _compact(self, trie: PrefixTrie, node: Node) -> None:
         while node.home is not None and trie.can_absorb_parent(node):
@@ -556,13 +555,25 @@ class PrefixCache:
 
     def _make_room(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> bool:
         """Frees memory for a sequence of `num_tokens` in `slot`; False if it must wait for other leases."""
-        excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
-        missing = self._evict(excess, protected=path, busy=slot)
+        excess = self._excess(slot, path, offset, num_tokens)
+        # What lies behind `offset` is evaluated again, so it need not wait for that.
+        missing = self._evict(excess, protected=[node for node in path if node.start < offset], busy=slot)
         if missing > 0 and any(other.is_leased for other in self.slots):
             return False
         if missing > 0 and not path_nodes(self.pins.explicit()) <= set(path):
             raise PinnedFull(missing)
         return True
+
+    def _excess(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
+        """Returns the bytes to give up for a sequence of `num_tokens` in `slot`, idle slots paged out for it.
+
+        Once they are, what of the path they alone held live can move, and counts no longer twice.
+        """
+        excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        if excess > 0:
+            self._page_out_idle(self.ledger.charged_bytes - excess, slot)
+            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        return excess
 
     def _growth(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Returns the bytes charged more once `slot` has room for `num_tokens`, `[0, offset)` coming from `path`."""
@@ -573,15 +584,15 @@ class PrefixCache:
         return int(num_tokens * self._bytes_per_token - moving) - self.ledger.slot_bytes(slot.index)
 
     def _evict(self, excess_bytes: int, *, protected: Sequence[Node], busy: Slot | None = None) -> int:
-        """Gives up what was used longest ago until `excess_bytes` are freed; returns what could not be."""
+        """Gives up what is worth least until `excess_bytes` are freed; returns what could not be."""
         if excess_bytes <= 0:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
         self._page_out_idle(target, busy)
-        self.room.drop_oldest(target, set(protected))
-        if self.ledger.charged_bytes > target and (freed := self.pins.release_soft()):
-            self._offer_all(freed)
-            self.room.drop_oldest(target, set(protected))
+        kept = set(protected)
+        self.room.drop_cheapest(target, kept, self._clock)
+        if self.ledger.charged_bytes > target and self.pins.release_soft():
+            self.room.drop_cheapest(target, kept, self._clock)
         return self.ledger.charged_bytes - target
 
     def relieve(self) -> None:
@@ -589,8 +600,8 @@ class PrefixCache:
 
         Nothing is paged out for it, which would take memory before it frees any.
         """
-        self._offer_all(self.pins.release_soft())
-        self.room.drop_oldest(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, set())
+        self.pins.release_soft()
+        self.room.drop_cheapest(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, (), self._clock)
 
     def _page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
         """Pages idle slots out until no more than `target_bytes` are charged.
@@ -649,6 +660,12 @@ class PrefixCache:
         assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
         assert slot.tip.num_slots >= 1 or slot.tip.parent is None
         assert slot.tip.parent is not None or slot.tip is self._trie(slot.namespace).root
+
+
+def _ends_a_turn(landing: Node) -> bool:
+    """Whether what goes on from here continues a conversation; where prompts only begin alike, others hang too."""
+    turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
+    return landing.parent is not None and (not landing.children or landing.kind in turns)
 
 
 def _is_whole(node: Node) -> bool:

@@ -5,18 +5,15 @@ go. What lives in a slot is never dropped here. Which of several candidates goes
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
-from cache import eviction
 from cache.layers import Layout
 from cache.ledger import Ledger
 from cache.quota import FairQueue, over_share
 from cache.snapshots import Snapshot, is_leant_on
+from cache.survey import Survey, is_droppable, is_free_leaf
 from cache.trie import Node, PrefixTrie
-
-QUEUE_ROOM = 1000
-"""Entries of the eviction queue that may be out of date before it is made anew."""
 
 
 class Room:
@@ -34,7 +31,6 @@ class Room:
         self._tries: dict[str, PrefixTrie] = {}
         self._held: Counter[str] = Counter()
         """Stored bytes by namespace."""
-        self._queue, self._max_queue = FairQueue(self._over_share), QUEUE_ROOM
 
     def trie(self, namespace: str, in_use: set[str]) -> PrefixTrie:
         """Returns the trie of a namespace; forgets empty ones, but for those `in_use`."""
@@ -64,79 +60,56 @@ class Room:
         """Drops everything of one namespace, or of all, that lives in no slot."""
         tries = [trie for name, trie in self._tries.items() if namespace in (None, name)]
         for trie in tries:
-            while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
+            while leaves := [node for node in trie.nodes() if is_free_leaf(node)]:
                 for node in leaves:
                     trie.remove(node)
             for node in trie.nodes():
                 trie.snap(node, None)
-        self._search(set())
 
     def drop_below(self, trie: PrefixTrie, top: Node) -> None:
         """Drops a node and everything under it."""
-        above = top.parent
         for node in reversed(_subtree(top)):
             trie.remove(node)
-        if above is not None:
-            self.offer(trie, above)
 
-    def drop_oldest(self, target_bytes: int, kept: set[Node]) -> None:
-        """Drops leaves and inner snapshots until no more than `target_bytes` are charged."""
-        passed_over, has_searched = list[eviction.Candidate](), False
-        while self.ledger.charged_bytes > target_bytes:
-            victim = self._queue.pop()
-            if victim is not None:
-                passed_over += self._drop(victim, kept)
-            elif has_searched:
-                break
-            else:
-                # What became droppable without being offered: a split leaves window rows on its upper half.
-                self._search(kept)
-                has_searched = True
-        for candidate in passed_over:
-            self._queue.push(candidate.key[0].namespace, candidate)
+    def drop_cheapest(self, target_bytes: int, kept: Collection[Node], now: int) -> None:
+        """Drops what is worth least until no more than `target_bytes` are charged, or nothing more can go.
 
-    def _drop(self, victim: eviction.Candidate, kept: set[Node]) -> list[eviction.Candidate]:
-        """Drops a candidate if it still is one; returns it if it must be kept for now."""
-        trie, node = victim.key
-        if not _is_droppable(node) or node.last_used != victim.last_used:
-            return []
-        if node in kept:
-            return [victim]
-        if node.children:
-            self._drop_snapshot(trie, node)
-        else:
-            self._drop_leaf(trie, node)
-        return []
+        `now` is the reading of the clock of `Node.last_used`.
+        """
+        if self.ledger.charged_bytes <= target_bytes:
+            return
+        survey = Survey(self._layout, self._tries.values(), now)
+        queue = FairQueue(self._over_share)
+        for trie, candidate in survey.candidates():
+            queue.push(trie.namespace, candidate)
+        while self.ledger.charged_bytes > target_bytes and (victim := queue.pop()) is not None:
+            trie, node = victim.key
+            if node in kept or not is_droppable(node):
+                continue
+            fresh = survey.candidate(trie, node)
+            if fresh.rank > victim.rank:
+                queue.push(trie.namespace, fresh)  # what it would be evaluated from has gone meanwhile
+                continue
+            exposed = self._drop_snapshot(trie, node) if node.children else self._drop_leaf(trie, node)
+            if exposed is not None and is_droppable(exposed):
+                queue.push(trie.namespace, survey.candidate(trie, exposed))
 
-    def offer(self, trie: PrefixTrie, node: Node) -> None:
-        """Queues a node for eviction if it can be dropped now. Called whenever one may have become so, or younger."""
-        if _is_droppable(node):
-            self._queue.push(trie.namespace, _candidate(trie, node))
-        if len(self._queue) > self._max_queue:
-            self._search(set())
-
-    def _search(self, kept: set[Node]) -> None:
-        """Queues everything that can be dropped, anew."""
-        self._queue = FairQueue(self._over_share)
-        for trie, node in self.nodes():
-            if node not in kept and _is_droppable(node):
-                self._queue.push(trie.namespace, _candidate(trie, node))
-        self._max_queue = 2 * len(self._queue) + QUEUE_ROOM
-
-    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> None:
-        """Drops a leaf, and what above it holds no bytes; queues what is a leaf then."""
+    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> Node | None:
+        """Drops a leaf, and what above it holds no bytes; returns what may be a leaf then."""
         self._count_eviction(trie)
         self.before_dropping(trie, node)
-        parent = node.parent
+        parent, last_used, session_id = node.parent, node.last_used, node.session_id
         trie.remove(node)
-        while parent is not None and _is_free_leaf(parent) and not parent.num_bytes:
+        while parent is not None and is_free_leaf(parent) and not parent.num_bytes:
             node, parent = parent, parent.parent
             trie.remove(node)
-        if parent is not None:
-            self.offer(trie, parent)
+        if parent is not None and parent.last_used < last_used:
+            # The conversation ends here now, and is no older for that.
+            parent.last_used, parent.session_id = last_used, session_id
+        return parent
 
-    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> None:
-        """Drops what of a snapshot no other leans on."""
+    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> Node | None:
+        """Drops what of a snapshot no other leans on; returns what may no longer be leant on then."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if is_leant_on(self._layout, node) else None
@@ -144,8 +117,7 @@ class Room:
             self._count_eviction(trie)
             self.before_dropping(trie, node)
             trie.snap(node, rest)
-        if rest is None and node.parent is not None:
-            self.offer(trie, node.parent)  # which may have been leant on from here
+        return node.parent if rest is None else None
 
     def _store(self, namespace: str, num_bytes: int) -> None:
         self.ledger.store(num_bytes)
@@ -168,23 +140,6 @@ class Room:
             {trie.namespace: sum(node.num_bytes for node in trie.nodes()) for trie in self._tries.values()}
         )
         assert +held == +self._held, f"{held} stored by namespace, {self._held} counted"
-
-
-def _is_droppable(node: Node) -> bool:
-    if node.num_pins:
-        return False
-    return node.snapshot is not None if node.children else _is_free_leaf(node)
-
-
-def _candidate(trie: PrefixTrie, node: Node) -> eviction.Candidate:
-    if not node.children:
-        return eviction.Candidate((trie, node), node.num_bytes, node.last_used, node.stop)
-    num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
-    return eviction.Candidate((trie, node), num_bytes, node.last_used, node.stop, node.is_explicit)
-
-
-def _is_free_leaf(node: Node) -> bool:
-    return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None
 
 
 def _subtree(node: Node) -> list[Node]:

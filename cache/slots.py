@@ -57,6 +57,8 @@ class Slot:
     is_volatile: bool = False
     """The state of this sequence is to stay in memory."""
     is_leased: bool = False
+    is_on_probation: bool = False
+    """Its sequence has no session and goes on from no earlier turn."""
     turn_start: int = 0
     """Where the part of the last prompt begins that its next turn may render differently."""
     last_used: int = 0

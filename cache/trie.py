@@ -62,12 +62,14 @@ class Node:
         "children",
         "home",
         "is_explicit",
+        "is_on_probation",
         "is_volatile",
         "kind",
         "last_used",
         "num_pins",
         "num_slots",
         "parent",
+        "session_id",
         "snapshot",
         "span",
         "start",
@@ -85,6 +87,10 @@ class Node:
         """The slot that holds this edge's span live, when no stored span does."""
         self.last_used = 0
         """The reading of a logical clock when a request last restored or wrote this node."""
+        self.session_id: str | None = None
+        """Whose sequence was here last."""
+        self.is_on_probation = False
+        """A sequence without a session ends here, and none has gone on from it."""
         self.num_slots = 0
         """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
         self.num_pins = 0

@@ -43,7 +43,7 @@ def known(prefix_cache: PrefixCache, tokens: list[int]) -> int:
 def fill(prefix_cache: PrefixCache, first: int = 50, count: int = 20) -> None:
     """Runs other conversations until everything that may go is gone."""
     for number in range(first, first + count):
-        cache_driver.run(prefix_cache, story(number))
+        cache_driver.run(prefix_cache, story(number), session_id=f"filler {number}")
 
 
 def test_what_is_pinned_outlives_everything_else_and_goes_once_unpinned() -> None:

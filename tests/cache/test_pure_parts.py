@@ -1,6 +1,7 @@
 """The decisions of the cache that know no arrays: placement, eviction, ledger, choice of a slot, token log."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -36,9 +37,9 @@ def test_an_explicit_point_wins_an_offset_and_else_the_first(kinds: list[Restore
 
 
 def candidate(
-    key: str, last_used: int, *, num_bytes: int = 1, offset: int = 0, is_explicit: bool = False
+    key: str, age: int, *, num_tokens: int = 10, num_bytes: int = 1, chance: float = 1.0, is_explicit: bool = False
 ) -> eviction.Candidate:
-    return eviction.Candidate(key, num_bytes, last_used, offset, is_explicit)
+    return eviction.Candidate(key, num_bytes, num_tokens, age, chance, is_explicit)
 
 
 def order(candidates: Sequence[eviction.Candidate]) -> str:
@@ -52,25 +53,39 @@ def order(candidates: Sequence[eviction.Candidate]) -> str:
     ("candidates", "expected"),
     [
         ([], ""),
-        ([candidate("b", 2), candidate("a", 1), candidate("c", 3)], "abc"),
-        ([candidate("b", 1, offset=5), candidate("a", 1, offset=9)], "ab"),
+        ([candidate("b", 2), candidate("a", 3), candidate("c", 1)], "abc"),
+        ([candidate("b", 1, num_tokens=90), candidate("a", 1, num_tokens=10)], "ab"),
+        ([candidate("a", 1, num_bytes=20), candidate("b", 1, num_bytes=10)], "ab"),
+        ([candidate("b", 1), candidate("a", 1, chance=eviction.Chance.LEFT)], "ab"),
+        ([candidate("a", 1, chance=eviction.Chance.UNUSABLE), candidate("b", 999)], "ab"),
         ([candidate("x", 1, num_bytes=0), candidate("a", 2)], "a"),
-        ([candidate("b", 1, is_explicit=True), candidate("a", 9)], "ab"),
+        ([candidate("b", 99, is_explicit=True), candidate("a", 1)], "ab"),
         ([candidate("a", 1), candidate("b", 1), candidate("c", 1)], "abc"),
     ],
-    ids=["none", "oldest first", "deepest of equals first", "nothing freed", "asked for last", "stable"],
+    ids=[
+        "none",
+        "oldest first",
+        "cheapest to evaluate first",
+        "largest first",
+        "least likely first",
+        "of no use first",
+        "nothing freed",
+        "asked for last",
+        "stable",
+    ],
 )
 def test_eviction_order(candidates: list[eviction.Candidate], expected: str) -> None:
     assert order(candidates) == expected
 
 
 def test_what_is_exposed_takes_its_place_in_the_order() -> None:
-    queue = eviction.Queue([candidate("old leaf", 1), candidate("new leaf", 9)])
-    assert queue.pop() == candidate("old leaf", 1)
-    queue.push(candidate("its parent", 2))
-    queue.push(candidate("empty", 0, num_bytes=0))
-    assert queue.pop() == candidate("its parent", 2)
-    assert queue.pop() == candidate("new leaf", 9)
+    queue = eviction.Queue([candidate("old leaf", 9), candidate("new leaf", 1)])
+    assert queue.pop() == candidate("old leaf", 9)
+    queue.push(candidate("its parent", 8))
+    queue.push(candidate("empty", 99, num_bytes=0))
+    assert queue.order == candidate("its parent", 8).rank
+    assert queue.pop() == candidate("its parent", 8)
+    assert queue.pop() == candidate("new leaf", 1)
     assert queue.pop() is None
 
 
@@ -183,19 +198,39 @@ def test_a_token_log_is_a_list(steps: list[list[int] | int]) -> None:
 
 class TestSuperseded:
     @staticmethod
-    def points(*kinds: RestorePointKind, branches: tuple[int, ...] = ()) -> list[placement.KeptPoint]:
-        """Returns points at 10, 20, … of these kinds; `branches` are offsets that several conversations share."""
-        offsets = range(10, 10 * len(kinds) + 1, 10)
-        return [placement.KeptPoint(o, kind, o in branches) for o, kind in zip(offsets, kinds, strict=True)]
+    def turns(*offsets: int) -> list[placement.KeptPoint]:
+        return [placement.KeptPoint(offset, RestorePointKind.TURN_END, is_branch=False) for offset in offsets]
 
-    def test_only_the_newest_points_of_turns_stay(self) -> None:
-        turns = self.points(*[RestorePointKind.TURN_END] * 7)
-        assert placement.superseded(turns, keep=4) == [10, 20, 30]
-        assert placement.superseded(turns[:4], keep=4) == []
+    def test_a_lone_end_supersedes_nothing(self) -> None:
+        assert placement.superseded([]) == []
+        assert placement.superseded(self.turns(5)) == []
+        assert placement.superseded(self.turns(5, 400)) == []
+
+    def test_behind_the_last_turn_points_are_sparser_the_further_back(self) -> None:
+        stop = 100_000
+        path = self.turns(*range(500, stop + 1, 500))
+        gone = set(placement.superseded(path))
+        distances = [stop - point.offset for point in path if point.offset not in gone]
+        assert distances[-2:] == [500, 0]
+        assert len(distances) < 8
+        assert all(after <= 9 * max(before, 512) for after, before in pairwise(distances))
+
+    def test_of_two_points_that_are_almost_one_the_later_goes(self) -> None:
+        assert placement.superseded(self.turns(1000, 5000, 5003, 5400)) == [5003]
 
     def test_the_system_prompt_branches_and_what_was_asked_for_stay(self) -> None:
-        kinds = [RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT, *[RestorePointKind.USER_START] * 3]
-        assert placement.superseded(self.points(*kinds, branches=(40,)), keep=1) == [30]
+        path = self.turns(10, 20, 30, 40, 50, 60)
+        path[0] = placement.KeptPoint(10, RestorePointKind.SYSTEM_END, is_branch=False)
+        path[1] = placement.KeptPoint(20, RestorePointKind.EXPLICIT, is_branch=False)
+        path[2] = placement.KeptPoint(30, None, is_branch=True)
+        assert placement.superseded(path) == [50]
+
+
+def test_only_what_is_long_has_points_along_it() -> None:
+    step = placement.INTERVAL_TOKENS
+    assert placement.intervals(5, 5 + 2 * step - 1) == []
+    assert [point.offset for point in placement.intervals(5, 3 * step)] == [step, 2 * step]
+    assert [point.offset for point in placement.intervals(step, 3 * step + 1)] == [2 * step, 3 * step]
 
 
 def test_of_each_turn_one_point_goes_to_disk_and_shared_ones_once() -> None:

@@ -29,7 +29,7 @@ def test_a_share_is_the_budget_among_those_who_hold_something(held: dict[str, in
 
 
 def candidate(key: str, last_used: int, num_bytes: int = 1) -> Candidate:
-    return Candidate(key, num_bytes, last_used, offset=1)
+    return Candidate(key, num_bytes, num_tokens=1, age=100 - last_used)
 
 
 def popped(queue: FairQueue) -> list[str]:
