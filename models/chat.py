@@ -86,6 +86,8 @@ class RenderedPrompt:
     text: str = ""
     """What was tokenized, for a conversation."""
     outline: Outline = NO_OUTLINE
+    namespace: str = ""
+    """Whose it is."""
 
 
 class ChatRenderer:
@@ -114,14 +116,15 @@ class ChatRenderer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        namespace: str = "",
     ) -> RenderedPrompt:
-        """Returns the prompt that asks for the next assistant message.
+        """Returns the prompt that asks for the next assistant message, with replies as `namespace` was given them.
 
         Raises ChatTemplateError where the template refuses the conversation, or the model has none.
         """
         conversation = _Conversation(self._tokenizer, messages, tools, template_kwargs)
         text = conversation.text(generation_prompt=True)
-        tokenized = self._tokenize(text)
+        tokenized = self._tokenize(text, namespace)
         boundaries = list(conversation.boundaries(text))
         points = {RestorePoint(tokenized.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
         # Most first messages part only after the header; some texts would merge with it, so this comes on top.
@@ -131,7 +134,8 @@ class ChatRenderer:
             if kind is RestorePointKind.SYSTEM_END
         }
         outline = conversation.outline(text, tokenized.before, points)
-        return RenderedPrompt(tokenized.ids, tuple(sorted(p for p in points if p.offset > 0)), text, outline)
+        kept = tuple(sorted(point for point in points if point.offset > 0))
+        return RenderedPrompt(tokenized.ids, kept, text, outline, namespace)
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Says that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token.
@@ -140,7 +144,7 @@ class ChatRenderer:
         that the tokenizer would make of the text.
         """
         if self._pieces is not None:
-            self._pieces.remember_reply(prompt.text, prompt.tokens, reply, reply_ids)
+            self._pieces.remember_reply(prompt.text, prompt.tokens, reply, reply_ids, prompt.namespace)
 
     def encode(self, text: str) -> RenderedPrompt:
         """Returns the tokens of a plain prompt, with the model's first token where it has one.
@@ -159,12 +163,12 @@ class ChatRenderer:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def _tokenize(self, text: str) -> "_Tokenized":
+    def _tokenize(self, text: str, namespace: str) -> "_Tokenized":
         if self._backend is None:
             encode = partial(self._encode_plain, add_special_tokens=False)
             return _SlowlyTokenized(encode, text, self._added_ids)
         if self._pieces is not None:
-            tokenized = self._pieces.tokenize(text)
+            tokenized = self._pieces.tokenize(text, namespace)
             return _Tokenized(tokenized.ids, tokenized.ends, self._added_ids)
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)

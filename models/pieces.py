@@ -9,7 +9,8 @@ the reply back, the prompt continues with exactly the tokens whose state is cach
 Not every tokenizer works like this (some treat the first piece of a text differently), so `Pieces.fits` compares
 piecewise with whole tokenization on samples, and a tokenizer that fails is not used piecewise.
 
-Knows no templates and no requests. Any thread; the memory is bounded and locked.
+What is remembered for one namespace is not known in another. Knows no templates and no requests. Any thread; the
+memory is bounded and locked.
 """
 
 import re
@@ -62,7 +63,7 @@ class Pieces:
         self._added = dict(added_tokens)
         longest_first = sorted(self._added, key=len, reverse=True)
         self._border = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._memory: OrderedDict[str, Piece] = OrderedDict()
+        self._memory: OrderedDict[tuple[str, str], Piece] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -74,13 +75,20 @@ class Pieces:
         texts = [f"{a}{mark}{b}{mark}{mark}{c}" for a in _SAMPLES for b, c in pairwise(_SAMPLES)]
         return all(np.array_equal(self.tokenize(text).ids, self._encode(text).ids) for text in texts)
 
-    def tokenize(self, text: str) -> Piece:
+    def tokenize(self, text: str, namespace: str = "") -> Piece:
         """Returns the token ids of `text`, and where each ends, from remembered pieces where it can."""
         cuts = self._cut(text)
-        return _joined([self._piece(text[start:stop]) for start, stop in cuts], [start for start, _ in cuts])
+        return _joined(
+            [self._piece(namespace, text[start:stop]) for start, stop in cuts], [start for start, _ in cuts]
+        )
 
     def remember_reply(
-        self, prompt: str, prompt_ids: NDArray[np.int32], reply: str, reply_ids: Sequence[int]
+        self,
+        prompt: str,
+        prompt_ids: NDArray[np.int32],
+        reply: str,
+        reply_ids: Sequence[int],
+        namespace: str = "",
     ) -> None:
         """Remembers that `reply`, generated after `prompt`, was `reply_ids`, its end-of-turn token not included.
 
@@ -95,17 +103,19 @@ class Pieces:
         opening = prompt[self._last_border(prompt) :]
         for text, run, mark in zip(texts, runs, marks, strict=True):
             if mark is None:
-                self._remember(opening, prompt_ids, text, run)
+                self._remember(namespace, opening, prompt_ids, text, run)
             opening = ""
 
-    def _remember(self, opening: str, prompt_ids: NDArray[np.int32], text: str, ids: Sequence[int]) -> None:
-        before = self._piece(opening) if opening else _joined([], [])
+    def _remember(
+        self, namespace: str, opening: str, prompt_ids: NDArray[np.int32], text: str, ids: Sequence[int]
+    ) -> None:
+        before = self._piece(namespace, opening) if opening else _joined([], [])
         if len(before.ids) and not np.array_equal(prompt_ids[-len(before.ids) :], before.ids):
             return
         # Where a generated token ends in the text is not known, so all are said to end where the piece does.
         ends = np.full(len(ids), len(opening) + len(text), np.int64)
         joined = Piece(np.concatenate([before.ids, np.array(ids, np.int32)]), np.concatenate([before.ends, ends]))
-        self._keep(opening + text, joined)
+        self._keep((namespace, opening + text), joined)
 
     def _cut(self, text: str) -> list[tuple[int, int]]:
         """Returns the ranges of `text` that are tokenized apart: added tokens, and what is between them."""
@@ -128,21 +138,22 @@ class Pieces:
     def _last_border(self, text: str) -> int:
         return max((match.end() for match in self._border.finditer(text)), default=0)
 
-    def _piece(self, text: str) -> Piece:
+    def _piece(self, namespace: str, text: str) -> Piece:
+        key = namespace, text
         with self._lock:
-            known = self._memory.get(text)
+            known = self._memory.get(key)
             if known is not None:
-                self._memory.move_to_end(text)
+                self._memory.move_to_end(key)
                 return known
         piece = self._encode(text)
-        self._keep(text, piece)
+        self._keep(key, piece)
         return piece
 
-    def _keep(self, text: str, piece: Piece) -> None:
+    def _keep(self, key: tuple[str, str], piece: Piece) -> None:
         with self._lock:
-            replaced = self._memory.pop(text, None)
-            self._num_bytes += _cost(text, piece) - (_cost(text, replaced) if replaced else 0)
-            self._memory[text] = piece
+            replaced = self._memory.pop(key, None)
+            self._num_bytes += _cost(key, piece) - (_cost(key, replaced) if replaced else 0)
+            self._memory[key] = piece
             while self._num_bytes > MAX_REMEMBERED_BYTES and self._memory:
                 self._num_bytes -= _cost(*self._memory.popitem(last=False))
 
@@ -171,5 +182,5 @@ def _joined(parts: Sequence[Piece], starts: Sequence[int]) -> Piece:
     return Piece(ids, ends)
 
 
-def _cost(text: str, piece: Piece) -> int:
-    return 2 * len(text) + piece.num_bytes + 200
+def _cost(key: tuple[str, str], piece: Piece) -> int:
+    return 2 * sum(map(len, key)) + piece.num_bytes + 200

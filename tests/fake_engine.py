@@ -145,6 +145,7 @@ class FakeRenderer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        namespace: str = "",
     ) -> RenderedPrompt:
         self.calls.append({"messages": messages, "tools": tools, "template_kwargs": template_kwargs})
         if messages[0]["role"] == "assistant":

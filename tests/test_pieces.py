@@ -69,6 +69,14 @@ def test_a_reply_keeps_the_ids_it_was_generated_with() -> None:
     assert following == [*prompt_ids.tolist(), *spelled, *whole("<|im_end|>\n")]
 
 
+def test_a_reply_is_remembered_for_its_own_namespace() -> None:
+    tokenizer = Pieces(BACKEND, ADDED)
+    spelled = [number for letter in "in the" for number in whole(letter)]
+    tokenizer.remember_reply(TURN, tokenizer.tokenize(TURN).ids, "in the", spelled, "mine")
+    assert tokenizer.tokenize(f"{TURN}in the", "mine").ids.tolist()[-len(spelled) :] == spelled
+    assert tokenizer.tokenize(f"{TURN}in the", "another").ids.tolist() == whole(f"{TURN}in the")
+
+
 def test_a_reply_with_a_marker_is_remembered_on_both_sides_of_it() -> None:
     tokenizer = Pieces(BACKEND, ADDED)
     prompt_ids = tokenizer.tokenize(TURN).ids

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from models.chat import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt
 from server.api.answer import OutputEvent
+from server.api.auth import namespace_of
 from server.api.costs import costs_of, finish_reason, usage_of
 from server.api.endpoint import Payload, Plan, generate
 from server.api.errors import ApiError, Code
@@ -47,7 +48,7 @@ def plan_chat(context: ApiContext, origin: Origin) -> Plan:
     body = parse_body(ChatBody, dict(origin.raw), REFUSED_IN_CHAT)
     model = context.find_model(body.model)
     tools = offered_tools(body, origin, model)
-    prompt = render_messages(body, chat_messages(body, context.config), tools, model)
+    prompt = render_messages(body, chat_messages(body, context.config), tools, model, origin)
     request = build_request(
         body,
         prompt,
@@ -82,10 +83,15 @@ def chat_messages(body: ChatBody, config: ServerConfig) -> list[Message]:
 
 
 def render_messages(
-    body: ChatBody, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], model: ServedModel
+    body: ChatBody,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    model: ServedModel,
+    origin: Origin,
 ) -> RenderedPrompt:
     """Returns the prompt of a conversation, with what the body says to the template; raises the renderer's errors."""
-    return model.renderer.render(messages, tools or None, _template_arguments(body))
+    namespace = namespace_of(origin.headers, body.cache_salt)
+    return model.renderer.render(messages, tools or None, _template_arguments(body), namespace)
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def plan_prime(context: ApiContext, origin: Origin) -> Plan:
 def _chat_prefix(body: ChatBody, context: ApiContext, origin: Origin, model: ServedModel) -> RenderedPrompt:
     tools = offered_tools(body, origin, model)
     return stable_prefix(
-        lambda messages: render_messages(body, messages, tools, model), chat_messages(body, context.config)
+        lambda messages: render_messages(body, messages, tools, model, origin), chat_messages(body, context.config)
     )
 
 

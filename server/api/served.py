@@ -28,6 +28,7 @@ class PromptRenderer(Protocol):
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        namespace: str = "",
     ) -> RenderedPrompt:
         """Returns the prompt of a conversation, or raises ChatTemplateError."""
         ...
