@@ -8,6 +8,9 @@ from cache.placement import RestorePointKind
 from cache.snapshots import Snapshot
 from cache.trie import Node, PrefixTrie
 
+_MANY = -1
+"""Several sessions."""
+
 
 class Survey:
     """A look at all nodes, for one round of giving up. `now` is the reading of the clock of `Node.last_used`."""
@@ -19,28 +22,28 @@ class Survey:
         """When a node, or anything behind it, was used."""
         self._latest: dict[tuple[str, str], int] = {}
         """When a session, by namespace and name, was where it was last."""
-        self._sessions: dict[Node, set[str | int]] = {}
-        """Up to two of the sessions whose ends are behind a node; each end without a session counts as one."""
+        self._owner: dict[Node, str | int] = {}
+        """Whose ends are behind a node: a session's, one without a session's, or `_MANY`."""
+        self._needs_snapshots = layout.needs_snapshots
         self._droppable = list[tuple[PrefixTrie, Node]]()
         for trie in tries:
             self._look_at(trie)
 
     def _look_at(self, trie: PrefixTrie) -> None:
-        nodes = list(trie.nodes())
-        used = self._last_used
+        nodes, used, owners = list(trie.nodes()), self._last_used, self._owner
         for node in reversed(nodes):
-            used[node] = max(used.get(node, 0), node.last_used)
-            ends = self._sessions.setdefault(node, set())
             if not node.children:
-                ends.add(node.session_id or id(node))
-            if node.parent is not None:
-                used[node.parent] = max(used.get(node.parent, 0), used[node])
-                above = self._sessions.setdefault(node.parent, set())
-                if len(above) < 2:
-                    above |= ends
-            if not node.children and node.session_id is not None:
-                session = trie.namespace, node.session_id
-                self._latest[session] = max(self._latest.get(session, 0), node.last_used)
+                owners[node] = node.session_id or id(node)
+                if node.session_id is not None:
+                    session = trie.namespace, node.session_id
+                    self._latest[session] = max(self._latest.get(session, 0), node.last_used)
+            last_used, owner, above = max(node.last_used, used.get(node, 0)), owners[node], node.parent
+            used[node] = last_used
+            if above is not None and above.parent is not None:
+                if last_used > used.get(above, 0):
+                    used[above] = last_used
+                if owners.setdefault(above, owner) != owner:
+                    owners[above] = _MANY
         self._droppable += [(trie, node) for node in nodes if is_droppable(node)]
 
     def candidates(self) -> Iterator[tuple[PrefixTrie, Candidate]]:
@@ -61,7 +64,7 @@ class Survey:
         return Candidate((trie, node), self._tail_bytes(node), num_tokens, age, chance)
 
     def _chance_within(self, node: Node) -> Chance:
-        if len(self._sessions.get(node, ())) > 1 or node.kind is RestorePointKind.SYSTEM_END:
+        if self._owner.get(node) == _MANY or node.kind is RestorePointKind.SYSTEM_END:
             return Chance.SHARED
         return Chance.EARLIER if node.last_used else Chance.SUPERSEDED
 
@@ -73,14 +76,14 @@ class Survey:
 
     def _is_point(self, node: Node) -> bool:
         """Whether sequences can be restored where a node ends."""
-        if not self._layout.needs_snapshots:
+        if not self._needs_snapshots:
             return True
         snapshot = node.snapshot
         return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
 
     def _base(self, node: Node) -> int:
         """Returns the nearest restore point before a node's end that does not go with it."""
-        if not self._layout.needs_snapshots:
+        if not self._needs_snapshots:
             return node.start
         above = node.parent
         while above is not None and above.parent is not None:
@@ -92,7 +95,7 @@ class Survey:
     def _tail_bytes(self, leaf: Node) -> int:
         """Returns the bytes of a leaf, with those above it that would be of no use without it."""
         num_bytes, node = leaf.num_bytes, leaf.parent
-        while node is not None and self._layout.needs_snapshots and not self._is_point(node):
+        while node is not None and self._needs_snapshots and not self._is_point(node):
             if len(node.children) > 1 or node.num_slots:
                 break
             num_bytes, node = num_bytes + node.num_bytes, node.parent
