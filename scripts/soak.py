@@ -1,0 +1,177 @@
+"""A differential soak: random requests on tiny real models, every answer compared with an uncached one.
+
+Usage: python -m scripts.soak [--requests N] [--seed S] [--model NAME]…
+
+Conversations branch, are edited, repeated and cancelled; memory and disk are too small for all of them; now and then
+the process "restarts" on the same folder, with or without time to write. Answers are greedy tokens: one wrong row of
+state shows in them. At the end memory must be back at its floor. Exits with status 1 at the first difference.
+"""
+
+import argparse
+import gc
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from cache import archive
+from cache.disk import DiskTier
+from cache.placement import RestorePoint, RestorePointKind
+from cache.prefix_cache import PrefixCache
+from tests import cache_driver, tiny_models
+
+# isort: split
+from mlx_lm.models.cache import make_prompt_cache
+
+MODELS = ("llama", "gemma3", "qwen3_5", "falcon_h1")
+"""Attention; sliding windows; recurrent layers; both in each layer."""
+NUM_GENERATED = 3
+MAX_PROMPT = 160
+SYSTEM_TOKENS = 30
+MEMORY_BYTES, DISK_BYTES = 2 << 20, 12 << 20
+FLOOR_SLACK_BYTES = 1 << 20
+"""What MLX may hold more at the end than at the start."""
+
+
+class Difference(Exception):
+    """An answer was not what an uncached run gives."""
+
+
+class Soak:
+    """One model, its cache, and what has been said so far."""
+
+    def __init__(self, name: str, seed: int, folder: Path) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rng = random.Random(f"{name}/{seed}")
+        self._model: Any = tiny_models.build(name)
+        self._folder = folder
+        self._known: list[list[int]] = [self._tokens(SYSTEM_TOKENS)]
+        self._logits: Any = None
+        self._open()
+
+    def run(self, num_requests: int) -> None:
+        """Runs so many requests; raises Difference."""
+        for _ in range(num_requests):
+            chance = self._rng.random()
+            if chance < 0.02:
+                self._restart(writes=chance < 0.01)
+            elif chance < 0.05:
+                self._rest()
+            self._request()
+        self.counts["evictions"] += self._cache.room.num_evictions
+        self._cache.end(10)
+
+    def _open(self) -> None:
+        tier = DiskTier.open(self._folder, budget_bytes=DISK_BYTES, fingerprint="soak", max_in_flight_bytes=1 << 20)
+        self._cache = PrefixCache(
+            lambda: list(make_prompt_cache(self._model)), num_slots=2, budget_bytes=MEMORY_BYTES, disk=tier
+        )
+        caches = list(make_prompt_cache(self._model))
+        self._evaluate(caches, np.ones(8, np.int32))
+        self._cache.calibrate(caches)
+        self._tier = tier
+
+    def _restart(self, *, writes: bool) -> None:
+        self.counts["restarts"] += 1
+        self.counts["evictions"] += self._cache.room.num_evictions
+        if writes:
+            self._cache.end(10)
+        else:
+            self._tier.close()
+        self._open()
+
+    def _rest(self) -> None:
+        self.counts["rests"] += 1
+        for _ in self._cache.save():
+            pass
+
+    def _request(self) -> None:
+        base = self._rng.choice(self._known[-40:])
+        cut = len(base) if self._rng.random() < 0.6 else self._rng.randrange(1, len(base) + 1)
+        prompt = [*base[:cut][:MAX_PROMPT], *self._tokens(self._rng.randrange(1, 30))]
+        tokens = np.array(prompt, np.int32)
+        points = [RestorePoint(SYSTEM_TOKENS, RestorePointKind.SYSTEM_END)]
+        lease = self._cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED, session_id=str(cut))
+        assert lease is not None, "nothing else runs, yet there is no slot"
+        self.counts["hit tokens"] += lease.hit_tokens
+        self.counts["prompt tokens"] += len(prompt)
+        self.counts[f"from {lease.tier}"] += 1
+        if self._rng.random() < 0.1:
+            self.counts["cancelled"] += 1
+            cache_driver.prefill(lease, tokens, self._evaluate, stop_at=self._rng.randrange(1, len(prompt) + 1))
+            lease.close()
+            return
+        cache_driver.prefill(lease, tokens, self._evaluate)
+        reply = self._decode(lease.caches, prompt[-1], lease.append)
+        lease.close()
+        self._cache.check()
+        if reply != self._cold(prompt):
+            raise Difference(f"request {self.counts.total()}: {lease.hit_tokens} of {len(prompt)} from {lease.tier}")
+        self._known.append([*prompt, *reply])
+
+    def _cold(self, prompt: list[int]) -> list[int]:
+        caches = make_prompt_cache(self._model)
+        self._evaluate(caches, np.array(prompt[:-1], np.int32))
+        return self._decode(caches, prompt[-1], lambda token: None)
+
+    def _decode(self, caches: Any, token: int, record: Any) -> list[int]:
+        reply: list[int] = []
+        while len(reply) < NUM_GENERATED:
+            self._evaluate(caches, np.array([token], np.int32))
+            record(token)
+            token = int(np.argmax(np.array(self._logits)))
+            reply.append(token)
+        return reply
+
+    def _evaluate(self, caches: Any, tokens: Any) -> None:
+        if len(tokens):
+            self._logits = self._model(mx.array(tokens)[None], cache=list(caches))[0, -1]
+            mx.eval(self._logits, [cache.state for cache in caches])
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(1, tiny_models.VOCAB) for _ in range(count)]
+
+
+def soak(name: str, num_requests: int, seed: int) -> bool:
+    """Soaks one model and prints what happened; whether memory came back to its floor."""
+    began = time.monotonic()
+    tiny_models.build(name)
+    gc.collect()
+    mx.clear_cache()
+    floor = mx.get_active_memory()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        one = Soak(name, seed, Path(folder))
+        one.run(num_requests)
+        counts = one.counts
+    del one
+    gc.collect()
+    mx.clear_cache()
+    growth = mx.get_active_memory() - floor
+    print(f"{name}: {num_requests} requests, {dict(counts)}, {growth} bytes left, {time.monotonic() - began:.0f} s")
+    return growth <= FLOOR_SLACK_BYTES
+
+
+def main() -> int:
+    """Runs the program; returns its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=500, help="for each model")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--model", action="append", choices=tiny_models.NAMES, help="may be repeated")
+    options = parser.parse_args()
+    archive.MIN_RESTORE_TOKENS = 8
+    try:
+        is_level = [soak(name, options.requests, options.seed) for name in options.model or MODELS]
+    except Difference as error:
+        print(f"a wrong answer: {error}", file=sys.stderr)
+        return 1
+    return 0 if all(is_level) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
