@@ -293,7 +293,7 @@ class PrefixCache:
             match = trie.match(tokens)
             restorable = self._restorable(trie.namespace, tokens, match)
             recall = self._find_on_disk(trie.namespace, tokens, match.length, restorable)
-            if recall is None or self.archive is None:
+            if recall is None or self.archive is None or recall.num_bytes > self.ledger.budget_bytes:
                 return False
             if self._evict(self.ledger.excess_bytes(recall.num_bytes), protected=match.path) > 0:
                 return False
