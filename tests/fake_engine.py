@@ -61,6 +61,11 @@ class FakeEngine:
     def submit(self, request: GenerationRequest) -> Generation:
         if not self.is_running:
             raise EngineStopped("stopped")
+        if request.is_idle_work:
+            generation = Generation(request.request_id, self._cancel)
+            self.idle_requests.append(request)
+            generation.post([Failed(EngineStopped("nothing is ever idle here"))])
+            return generation
         num_running = len(self.requests) - len(self.finished)
         if self.max_waiting is not None and num_running >= self.max_waiting:
             raise QueueFull(num_running, 7)
@@ -85,6 +90,7 @@ class FakeEngine:
         return {"requests": len(self.requests), "cancelled": len(self.cancelled)}
 
     def __post_init__(self) -> None:
+        self.idle_requests: list[GenerationRequest] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _cancel(self, request_id: str) -> None:

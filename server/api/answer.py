@@ -76,6 +76,11 @@ class Answer:
         return self._outcome == FinishReason.STOP.value
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the answer was given to its end or limit, neither cancelled nor failed."""
+        return self._outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens of the text so far."""
         return tuple(self._token_ids)

@@ -6,7 +6,7 @@ A dialect gives a `Plan`: its request for the engine, and how events become its 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,11 +14,13 @@ from typing import Any, TypeAlias
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from models.chat import RenderedPrompt
 from server.api.answer import Answer, OnReply, OutputEvent
 from server.api.body import not_finite, parse_object, read_body
 from server.api.prepare import Origin
 from server.api.served import ApiContext, EnginePort, ServedModel
 from server.api.sse import EventStream
+from server.api.stable import next_turn_request
 from server.engine.cache_commands import HoldTurn
 from server.engine.request import GenerationRequest
 
@@ -42,6 +44,8 @@ class Plan:
     on_reply: OnReply | None = None
     made_calls: Callable[[], bool] = lambda: False
     """Asked at the end: whether the client will soon come back with the results of tools."""
+    next_prefix: Callable[[], RenderedPrompt] | None = None
+    """Asked at the end, on another thread: what the next prompt of the conversation will begin with."""
 
 
 Planner: TypeAlias = Callable[[ApiContext, Origin], Plan]
@@ -70,7 +74,7 @@ async def _answer(
     plan = await asyncio.to_thread(_plan, context, request, raw, id_prefix, planner)
     engine = context.running_engine(plan.model)
     answer = Answer(engine, plan.model.id, plan.request, received, plan.on_reply, context.sessions.record)
-    close = partial(_close, answer, plan, engine)
+    close = partial(_close, context, answer, plan, engine)
     if not plan.stream:
         return await _whole(answer, plan, close)
     return EventStream(
@@ -100,13 +104,28 @@ async def _whole(answer: Answer, plan: Plan, close: Callable[[], None]) -> Respo
         close()
 
 
-def _close(answer: Answer, plan: Plan, engine: EnginePort) -> None:
+def _close(context: ApiContext, answer: Answer, plan: Plan, engine: EnginePort) -> None:
     """Ends an answer on every way out; one that asks for tools is held until they have answered."""
     answer.close()
+    if answer.has_ended and plan.next_prefix is not None and plan.request.cache_prompt:
+        context.in_background(_settle(plan, engine, answer.token_ids))
     if answer.is_complete and plan.made_calls():
         request = plan.request
         label = request.session_id or request.request_id
         engine.tell(HoldTurn(request.namespace, label, request.tokens, answer.token_ids))
+
+
+async def _settle(plan: Plan, engine: EnginePort, reply_ids: Sequence[int]) -> None:
+    """Has a turn that is over evaluated as its next prompt will show it, once there is nothing else to do."""
+    assert plan.next_prefix is not None
+    try:
+        prefix = await asyncio.to_thread(plan.next_prefix)
+        request = next_turn_request(plan.request, reply_ids, prefix)
+        if request is not None:
+            async for _ in engine.submit(request):
+                pass
+    except Exception as error:  # nobody waits for it, and the next turn evaluates what is missing
+        logger.debug("%s: not evaluated ahead: %s", plan.request.request_id, error)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:

@@ -20,6 +20,7 @@ from server.api.openai_chat_types import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatMessage,
     ChunkChoice,
     DeltaBody,
     MessageBody,
@@ -28,6 +29,7 @@ from server.api.openai_chat_types import (
 )
 from server.api.prepare import Origin, build_request
 from server.api.served import ApiContext, ServedModel
+from server.api.stable import stable_prefix
 from server.api.tools import PlainOutput, ToolCall, ToolOutput
 from server.api.wire import SYSTEM_FINGERPRINT, parse_body
 from server.config import ServerConfig
@@ -48,7 +50,8 @@ def plan_chat(context: ApiContext, origin: Origin) -> Plan:
     body = parse_body(ChatBody, dict(origin.raw), REFUSED_IN_CHAT)
     model = context.find_model(body.model)
     tools = offered_tools(body, origin, model)
-    prompt = render_messages(body, chat_messages(body, context.config), tools, model, origin)
+    messages = chat_messages(body, context.config)
+    prompt = render_messages(body, messages, tools, model, origin)
     request = build_request(
         body,
         prompt,
@@ -61,7 +64,15 @@ def plan_chat(context: ApiContext, origin: Origin) -> Plan:
     dialect = ChatDialect(request, model, tools, body.wants_usage())
     on_reply = partial(model.renderer.remember_reply, prompt)
     stream = body.stream is True
-    return Plan(model, request, stream, dialect.chunks, dialect.whole, on_reply, lambda: dialect.made_calls)
+
+    def next_prefix() -> RenderedPrompt:
+        reply = template_messages([ChatMessage.model_validate(dialect.message)])
+        history = [*messages, *reply]
+        return stable_prefix(lambda shown: render_messages(body, shown, tools, model, origin), history)
+
+    return Plan(
+        model, request, stream, dialect.chunks, dialect.whole, on_reply, lambda: dialect.made_calls, next_prefix
+    )
 
 
 def offered_tools(body: ChatBody, origin: Origin, model: ServedModel) -> list[Mapping[str, Any]]:
@@ -121,7 +132,8 @@ class ChatDialect:
         self._model_id = model.id
         self._created = int(time.time())
         self._wants_usage = wants_usage
-        self._num_calls = 0
+        self._said = ""
+        self._calls: list[ToolCallBody] = []
         self._output: PlainOutput | ToolOutput = PlainOutput()
         if tools and model.tool_format is not None:
             self._output = ToolOutput(model.tool_format, tools)
@@ -143,15 +155,11 @@ class ChatDialect:
 
     async def whole(self, events: AsyncIterator[OutputEvent]) -> Payload:
         """Returns the body of an answer that is not streamed."""
-        text, calls = "", list[ToolCallBody]()
         async for event in events:
             for piece in self._pieces(event):
-                if isinstance(piece, ToolCall):
-                    calls.append(_call_body(piece))
-                else:
-                    text += piece
+                self._keep(piece)
             if isinstance(event, Finished):
-                return self._completion(text, calls, event)
+                return self._completion(event)
         raise AssertionError("the events of a request end with Finished")
 
     def _pieces(self, event: OutputEvent) -> list[str | ToolCall]:
@@ -159,12 +167,17 @@ class ChatDialect:
             return self._output.feed(event.text)
         return self._output.finish(is_complete=event.reason is FinishReason.STOP)
 
+    def _keep(self, piece: str | ToolCall) -> None:
+        if isinstance(piece, ToolCall):
+            self._calls.append(_call_body(piece))
+        else:
+            self._said += piece
+
     def _delta(self, piece: str | ToolCall) -> DeltaBody:
+        self._keep(piece)
         if isinstance(piece, str):
             return {"content": piece}
-        index = self._num_calls
-        self._num_calls += 1
-        return {"tool_calls": [{"index": index, **_call_body(piece)}]}
+        return {"tool_calls": [{"index": len(self._calls) - 1, **self._calls[-1]}]}
 
     def _last_chunks(self, finished: Finished) -> list[ChatChunk]:
         end = self._chunk({}, finish_reason(finished, made_calls=self._output.made_calls))
@@ -192,16 +205,21 @@ class ChatDialect:
             chunk["usage"] = None
         return chunk
 
-    def _completion(self, text: str, calls: list[ToolCallBody], finished: Finished) -> ChatCompletion:
+    @property
+    def message(self) -> MessageBody:
+        """What the assistant has said so far, as a client sends it back."""
         message: MessageBody = {
             "role": "assistant",
-            "content": text if text or not calls else None,
+            "content": self._said if self._said or not self._calls else None,
             "refusal": None,
         }
-        if calls:
-            message["tool_calls"] = calls
-        reason = finish_reason(finished, made_calls=bool(calls))
-        choice: ChatChoice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    def _completion(self, finished: Finished) -> ChatCompletion:
+        reason = finish_reason(finished, made_calls=bool(self._calls))
+        choice: ChatChoice = {"index": 0, "message": self.message, "logprobs": None, "finish_reason": reason}
         return {
             "id": self._id,
             "object": "chat.completion",

@@ -4,15 +4,14 @@ A conversation is rendered without a generation prompt and only as far as whatev
 behind a user's or tool's message comes an answer, behind any other a user's message.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
-from typing import TypeAlias, TypedDict
+from collections.abc import AsyncIterator
+from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cache.placement import RestorePointKind
-from models.chat import Message, RenderedPrompt
+from models.chat import RenderedPrompt
 from server.api.answer import OutputEvent
 from server.api.endpoint import Payload, Plan, generate
 from server.api.errors import ApiError, Code
@@ -21,6 +20,7 @@ from server.api.openai_chat_types import REFUSED_IN_CHAT, ChatBody
 from server.api.openai_completions import REFUSED_IN_COMPLETIONS, CompletionBody, text_prompt
 from server.api.prepare import Origin, build_request
 from server.api.served import ApiContext, ServedModel
+from server.api.stable import stable_prefix, up_to
 from server.api.wire import Neutral, parse_body
 from server.engine.events import Finished
 from server.engine.request import GenerationRequest
@@ -28,13 +28,6 @@ from server.engine.request import GenerationRequest
 _NEVER: Neutral = {"cache_prompt": (True,), "stream": (False,)}
 REFUSED_IN_PRIME: Neutral = {**REFUSED_IN_COMPLETIONS, **REFUSED_IN_CHAT, **_NEVER}
 """Fields that this endpoint cannot honour, with the values that ask for nothing."""
-
-_ANSWERED = ("user", "tool")
-"""Roles after whose message the assistant speaks."""
-_FOLLOWER: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
-_BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
-
-Render: TypeAlias = Callable[[Sequence[Message]], RenderedPrompt]
 
 
 class PrimedBody(TypedDict):
@@ -68,7 +61,7 @@ def plan_prime(context: ApiContext, origin: Origin) -> Plan:
     else:
         body = parse_body(CompletionBody, dict(origin.raw), REFUSED_IN_PRIME)
         model = context.find_model(body.model)
-        prefix = _cut(text_prompt(body.prompt, model), (RestorePointKind.PROMPT_END,))
+        prefix = up_to(text_prompt(body.prompt, model), (RestorePointKind.PROMPT_END,))
     request = build_request(
         body,
         prefix,
@@ -86,28 +79,6 @@ def _chat_prefix(body: ChatBody, context: ApiContext, origin: Origin, model: Ser
     tools = offered_tools(body, origin, model)
     return stable_prefix(
         lambda messages: render_messages(body, messages, tools, model, origin), chat_messages(body, context.config)
-    )
-
-
-def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt:
-    """Returns the part of a conversation's prompt that stays the same whatever follows its last message."""
-    if messages[-1]["role"] in _ANSWERED:
-        return _cut(render(messages), (RestorePointKind.PROMPT_END,))
-    # The renderer says where the last message of a user parts from any other that might stand there.
-    prefix = _cut(render([*messages, _FOLLOWER]), _BEFORE_USER)
-    outline = prefix.outline
-    own = slice(0, len(messages))
-    return replace(prefix, outline=replace(outline, starts=outline.starts[own], roles=outline.roles[own]))
-
-
-def _cut(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
-    """Returns a prompt up to its last restore point of some kinds; all of it if there is none."""
-    stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
-    return replace(
-        prompt,
-        tokens=prompt.tokens[:stop],
-        restore_points=tuple(point for point in prompt.restore_points if point.offset <= stop),
-        outline=replace(prompt.outline, prompt_end=stop),
     )
 
 

@@ -1,6 +1,7 @@
 """What the HTTP side knows about the models it serves and the engine behind each of them."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -95,6 +96,15 @@ class ApiContext:
     sessions: SessionRecords = field(default_factory=SessionRecords)
     is_draining: bool = False
     """Set when the server is asked to stop: running answers finish, new requests are refused."""
+
+    background: set["asyncio.Task[None]"] = field(default_factory=set)
+    """Work that no client waits for."""
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that answers for its own errors."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     def find_model(self, name: str | None) -> ServedModel:
         """Returns the model of that id; the only one where no name is given. Raises ApiError (404, 400)."""

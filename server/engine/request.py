@@ -45,6 +45,8 @@ class GenerationRequest:
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
     """How the prompt is made up, to explain what of it could not be reused."""
+    is_idle_work: bool = False
+    """Nobody waits for it, and the next request of its session ends it."""
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
 

@@ -125,6 +125,7 @@ class Worker:
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Queues a request."""
+        self._end_idle_work(request)
         self._num_arrivals += 1
         sequence = Sequence(
             request, sink, self._make_decoder(), self._eos, arrival=self._num_arrivals, now=self._clock()
@@ -134,6 +135,17 @@ class Worker:
         if request.cache_prompt:
             sequence.prefetch = self.prefix_cache.prefetch(sequence.tokens, namespace=request.namespace)
         self._share(sequence)
+
+    def _end_idle_work(self, request: GenerationRequest) -> None:
+        """What was evaluated ahead for a session's next turn stays; the rest the turn itself evaluates."""
+        if request.session_id is None:
+            return
+        for other in list(self._sequences.values()):
+            if other.request.is_idle_work and (other.request.namespace, other.request.session_id) == (
+                request.namespace,
+                request.session_id,
+            ):
+                self.cancel(other.request.request_id)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request now; its progress stays cached. Unknown or finished ids are ignored."""
@@ -304,7 +316,8 @@ class Worker:
     def _end_prime(self, sequence: Sequence, lease: Lease) -> None:
         """Ends a request that generates nothing; its prompt stays restorable at its end."""
         try:
-            lease.keep(RestorePointKind.EXPLICIT)
+            is_wish = not sequence.request.is_idle_work
+            lease.keep(RestorePointKind.EXPLICIT if is_wish else RestorePointKind.PROMPT_END)
         except Exception as error:  # as while the prompt was evaluated
             self._fail_step(sequence, error)
             return
@@ -411,6 +424,8 @@ class Worker:
     def _remember(self, sequence: Sequence) -> None:
         """Keeps a turn, for the explanation of the next one of its session."""
         request = sequence.request
+        if request.is_idle_work:
+            return
         if request.session_id is not None and request.cache_prompt and sequence.lease is not None:
             tokens = np.concatenate([request.tokens, np.array(sequence.generated, np.int32)])
             turn = Turn(tokens[: sequence.lease.offset], len(request.tokens), request.outline)

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from cache.errors import PinLimit
 from models.chat import ChatRenderer
-from server.api.prime_api import stable_prefix
+from server.api.stable import stable_prefix
 from server.app import create_app
 from server.compose import open_service
 from server.config import ServerConfig

@@ -80,3 +80,29 @@ def test_two_primes_of_one_prefix_evaluate_it_once() -> None:
     sinks = [harness.submit([*PREFIX, *PREFIX], max_tokens=0) for _ in range(2)]
     harness.run()
     assert sorted(sink.last.timings.cache_tokens for sink in sinks) == [0, 2 * len(PREFIX)]
+
+
+def test_the_next_request_of_a_session_ends_what_is_evaluated_ahead_for_it() -> None:
+    harness = Harness()
+    ahead = harness.submit([*range(1, 200)], max_tokens=0, is_idle_work=True, session_id="s")
+    other = harness.submit([*range(300, 400)], max_tokens=0, is_idle_work=True, session_id="other")
+    harness.step(3)
+    turn = harness.submit([*range(1, 200), 7], session_id="s")
+    assert isinstance(ahead.last, Finished)
+    assert ahead.last.reason is FinishReason.CANCELLED
+    harness.run()
+    assert turn.started.hit_tokens > 0, "what was evaluated ahead stays"
+    assert other.last.reason is not FinishReason.CANCELLED
+
+
+def test_what_is_evaluated_ahead_is_no_turn_of_its_session() -> None:
+    harness = Harness()
+    harness.submit([*range(1, 60)], session_id="s", max_tokens=2)
+    harness.run()
+    before = harness.worker.last_turn("", "s")
+    harness.submit([*range(1, 40), *range(100, 140)], max_tokens=0, is_idle_work=True, session_id="s")
+    harness.run()
+    after = harness.worker.last_turn("", "s")
+    assert before is not None
+    assert after is not None
+    assert after.tolist() == before.tolist()
