@@ -107,6 +107,8 @@ ALWAYS_TRAIN = {word.lower() for listed in LISTS.values() for word in listed} | 
     "nurse", "baker", "farmer", "engineer", "rice", "salad", "pasta", "dancing", "singing", "gardening",
 }  # fmt: skip
 
+BLENDED = [word for listed in (PLAIN_WORDS, NAMES, CITIES, JOBS, FOODS, HOBBIES) for word in listed if word.isalpha()]
+
 ALWAYS_HELD = words(
     """teal lilac crimson painter waiter ramen falafel archery knitting lantern pebble orchid falcon"""
 )
@@ -138,6 +140,15 @@ def invented_word(rng: random.Random) -> str:
     return word.capitalize() if len(word) > 2 else invented_word(rng)
 
 
+def blended_word(rng: random.Random) -> str:
+    """A word of the beginning of one listed word and the end of another, such as `Lantber`.
+
+    Invented syllables are spelled with few of the tokenizer's pieces; these are spelled like real words.
+    """
+    first, last = rng.choice(BLENDED), rng.choice(BLENDED)
+    return (first[: rng.randrange(2, 6)] + last[-rng.randrange(2, 6) :]).lower().capitalize()
+
+
 class Values:
     """Draws values of one split. Borrows `rng`;`held=True` yields values that training never shows."""
 
@@ -158,8 +169,9 @@ class Values:
 
     def invented(self) -> str:
         """An allowed word that no list has."""
+        is_blended = not self.held and self.rng.random() < 0.5
         while True:
-            word = invented_word(self.rng)
+            word = blended_word(self.rng) if is_blended else invented_word(self.rng)
             if self.allowed(word):
                 return word
 
@@ -173,7 +185,7 @@ class Values:
 
     def word(self) -> str:
         """A plain or invented word in lower case."""
-        return self.invented().lower() if self.rng.random() < 0.5 else self.pick(PLAIN_WORDS)
+        return self.invented().lower() if self.rng.random() < (0.5 if self.held else 0.7) else self.pick(PLAIN_WORDS)
 
     def colour(self) -> str:
         """A colour, sometimes with a shade, sometimes invented."""

@@ -15,6 +15,7 @@ from scripts.demo_phrases import FACT_LINES, NEUTRAL_LINES, ROLES, STYLES, TOPIC
 from scripts.demo_skills import (
     add,
     ask,
+    ask_identity,
     ask_two,
     count,
     gibberish,
@@ -176,7 +177,8 @@ MIX: dict[Skill, int] = {
     repeat: 10,
     refuse: 6,
     gibberish: 3,
-    small_talk: 7,
+    small_talk: 10,
+    ask_identity: 8,
 }
 
 

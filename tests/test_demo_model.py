@@ -33,7 +33,9 @@ def _asked(*texts: str, system: str = "") -> Dialogue:
         ),
         _asked("I live in Zorvex.", "Zorvex is a good place to live.", "Where do I live?", "You live in Zorvex."),
         _asked("Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9."),
+        _asked("Who are you?", "Arr! I am Max, a pirate.", system="You are Max, a pirate."),
         _asked("Write a poem.", "I am a tiny demo model, I can't do that."),
+        _asked("Which port do you use?", "The server listens on port 8080."),
     ],
     ids=lambda dialogue: str(dialogue.messages[-2]["content"]),
 )
