@@ -10,9 +10,9 @@ BYTES_PER_TOKEN = 128
 
 
 def cache_of(num_tokens: int) -> PrefixCache:
-    """A cache for a model of attention layers, with a budget of so many tokens."""
+    """A cache for a model of attention layers that holds so many tokens; buffers may be larger than their content."""
     prefix_cache = PrefixCache(
-        lambda: fake_model.make_caches("T"), num_slots=1, budget_bytes=num_tokens * BYTES_PER_TOKEN
+        lambda: fake_model.make_caches("T"), num_slots=1, budget_bytes=int(1.1 * num_tokens) * BYTES_PER_TOKEN
     )
     sample = fake_model.make_caches("T")
     fake_model.evaluate(sample, fake_model.tokens_of(1, 2))

@@ -25,7 +25,7 @@ def budgeted(num_tokens: int) -> Harness:
 def fill(harness: Harness) -> None:
     """Runs other requests until everything that may go is gone."""
     for number in range(11, 41):
-        harness.run(harness.submit([number] * 40, max_tokens=0))
+        harness.run(harness.submit([number] * 40, session_id=str(number), max_tokens=0))
 
 
 def known(harness: Harness, tokens: list[int]) -> int:
