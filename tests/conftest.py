@@ -47,3 +47,14 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+@pytest.fixture
+def exact_buffers() -> Iterator[None]:
+    """Keeps MLX from handing out buffers that were freed and are larger than asked for, so that budgets are exact."""
+    import mlx.core as mx
+
+    mx.clear_cache()
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)

@@ -9,6 +9,8 @@ from cache.prefix_cache import PrefixCache
 from cache.trie import TokenArray
 from tests import cache_driver, fake_model
 
+pytestmark = pytest.mark.usefixtures("exact_buffers")
+
 BYTES_PER_TOKEN = 128
 """Of the fake layout T."""
 SESSION = PinName("", "s")

@@ -1,9 +1,12 @@
 """What is given up first when memory is short, seen from outside: conversations that come back or do not."""
 
 import numpy as np
+import pytest
 
 from cache.prefix_cache import PrefixCache
 from tests import cache_driver, fake_model
+
+pytestmark = pytest.mark.usefixtures("exact_buffers")
 
 BYTES_PER_TOKEN = 128
 """Of the fake layout T."""

@@ -7,6 +7,8 @@ from server.engine.cache_commands import HOLD_SECONDS, ClearCache, DescribeCache
 from tests.engine_driver import Harness
 from tests.fake_runner import reference
 
+pytestmark = pytest.mark.usefixtures("exact_buffers")
+
 STORY = [1, 2, 3, 4, 5] * 8
 
 
