@@ -1,7 +1,8 @@
 """Drives the engine's worker without threads: a manual clock, collected events, steps on demand."""
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,28 @@ class Collected:
         return [int(word) for word in self.text.split()]
 
 
+def make_worker(
+    runner: Any,
+    *,
+    num_slots: int = 2,
+    budget_bytes: int = 1 << 30,
+    chunk_tokens: int = 16,
+    disk: DiskTier | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Worker:
+    """Returns a worker over a runner, with a cache of its own."""
+    return Worker(
+        runner,
+        PrefixCache(runner.make_caches, num_slots=num_slots, budget_bytes=budget_bytes, disk=disk),
+        SpelledOut,
+        eos_token_ids=frozenset({EOS}),
+        chunk_tokens=chunk_tokens,
+        expected_tokens=16,
+        clock=clock,
+        spell=spell,
+    )
+
+
 class Harness:
     """A worker over the fake model, with everything that happened at hand."""
 
@@ -80,19 +103,15 @@ class Harness:
     ) -> None:
         self.now = 0.0
         self.runner = runner or FakeRunner(layout)
-        self.prefix_cache = PrefixCache(
-            self.runner.make_caches, num_slots=num_slots, budget_bytes=budget_bytes, disk=disk
-        )
-        self.worker = Worker(
+        self.worker = make_worker(
             self.runner,
-            self.prefix_cache,
-            SpelledOut,
-            eos_token_ids=frozenset({EOS}),
+            num_slots=num_slots,
+            budget_bytes=budget_bytes,
             chunk_tokens=chunk_tokens,
-            expected_tokens=16,
+            disk=disk,
             clock=lambda: self.now,
-            spell=spell,
         )
+        self.prefix_cache = self.worker.prefix_cache
         self._ids = (f"r{number}" for number in itertools.count())
 
     def submit(

@@ -36,7 +36,7 @@ RETRY_AFTER_SECONDS = 2
 CALIBRATION_TOKENS = 8
 MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
-"""Silence after which the worker does what could wait."""
+"""Time without requests after which the worker does what could wait."""
 BREATH_SECONDS = 0.005
 """Pause between two pieces of such work."""
 MAX_COMMANDS = 64
@@ -109,6 +109,8 @@ class Engine:
         self._idle = threading.Event()
         self._idle.set()
         self._is_accepting = False
+        self._rests_at: float | None = None
+        """When the worker may do what could wait; None if that is done. Worker thread only."""
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._stats: dict[str, Any] = {}
@@ -182,7 +184,10 @@ class Engine:
             raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
         generation = Generation(request.request_id, lambda request_id: self._inbox.put(_Cancel(request_id)))
         sized = replace(request, max_tokens=min(request.max_tokens, room))
-        self._open(_Submit(sized, _CountingSink(generation, self._close)))
+        if request.is_idle_work:
+            self._put_uncounted(_Submit(sized, _CountingSink(generation, lambda: None)))
+        else:
+            self._open(_Submit(sized, _CountingSink(generation, self._close)))
         return generation
 
     def stats(self) -> dict[str, Any]:
@@ -220,6 +225,11 @@ class Engine:
                 raise QueueFull(waiting, RETRY_AFTER_SECONDS)
             self._num_open += 1
             self._idle.clear()
+            self._inbox.put(message)
+
+    def _put_uncounted(self, message: _Submit) -> None:
+        with self._lock:
+            self._check_listening()
             self._inbox.put(message)
 
     def _check_listening(self) -> None:
@@ -275,18 +285,25 @@ class Engine:
         """Returns the next message; None if there is none and requests wait. Silence is used for what could wait."""
         with contextlib.suppress(queue.Empty):
             if worker.has_work:
+                self._rests_at = time.monotonic() + QUIET_SECONDS
                 return self._inbox.get_nowait()
-            return self._inbox.get(timeout=QUIET_SECONDS)
+            if self._rests_at is None:
+                return self._inbox.get()
+            return self._inbox.get(timeout=max(0.0, self._rests_at - time.monotonic()))
         return None if worker.has_work else self._work_idly(worker)
 
     def _work_idly(self, worker: Worker) -> _Message:
-        """Lets the worker do what could wait, until a message comes; then waits for one."""
+        """Lets the worker do what could wait, until a message comes; then waits for one.
+
+        Commands do not count as work: whoever looks at the cache every few seconds must not keep it off the disk.
+        """
         try:
             for _ in worker.idle_work():
                 with contextlib.suppress(queue.Empty):
                     return self._inbox.get(timeout=BREATH_SECONDS)
         except Exception:  # a bug of ours; nobody waits for this work
             logger.exception("the engine failed while it was idle")
+        self._rests_at = None
         self._stats = worker.stats()
         return self._inbox.get()
 

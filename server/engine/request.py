@@ -46,7 +46,7 @@ class GenerationRequest:
     outline: Outline = NO_OUTLINE
     """How the prompt is made up, to explain what of it could not be reused."""
     is_idle_work: bool = False
-    """Nobody waits for it, and the next request of its session ends it."""
+    """Nobody waits for it: it is not counted among the open requests, and any other request ends it."""
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
 

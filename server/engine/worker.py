@@ -125,7 +125,8 @@ class Worker:
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Queues a request."""
-        self._end_idle_work(request)
+        if not request.is_idle_work:
+            self._end_idle_work()
         self._num_arrivals += 1
         sequence = Sequence(
             request, sink, self._make_decoder(), self._eos, arrival=self._num_arrivals, now=self._clock()
@@ -135,17 +136,17 @@ class Worker:
         if request.cache_prompt:
             sequence.prefetch = self.prefix_cache.prefetch(sequence.tokens, namespace=request.namespace)
         self._share(sequence)
+        if request.is_idle_work and any(one.ticket.phase is not Phase.DECODING for one in self._others(sequence)):
+            self.cancel(request.request_id)
 
-    def _end_idle_work(self, request: GenerationRequest) -> None:
-        """What was evaluated ahead for a session's next turn stays; the rest the turn itself evaluates."""
-        if request.session_id is None:
-            return
-        for other in list(self._sequences.values()):
-            if other.request.is_idle_work and (other.request.namespace, other.request.session_id) == (
-                request.namespace,
-                request.session_id,
-            ):
-                self.cancel(other.request.request_id)
+    def _others(self, sequence: Sequence) -> list[Sequence]:
+        return [other for other in self._sequences.values() if other is not sequence]
+
+    def _end_idle_work(self) -> None:
+        """Makes way for a request that somebody waits for; what was evaluated so far stays."""
+        for sequence in list(self._sequences.values()):
+            if sequence.request.is_idle_work:
+                self.cancel(sequence.request.request_id)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request now; its progress stays cached. Unknown or finished ids are ignored."""
@@ -188,9 +189,11 @@ class Worker:
 
     def stop(self) -> None:
         """Ends every request because the engine ends, and what the runner holds of the device."""
-        self.fail_all(EngineStopped("the server is shutting down"))
-        self.prefix_cache.end(SAVE_SECONDS)
-        self._runner.close()
+        try:
+            self.fail_all(EngineStopped("the server is shutting down"))
+            self.prefix_cache.end(SAVE_SECONDS)
+        finally:
+            self._runner.close()
 
     def stats(self) -> dict[str, Any]:
         """Returns counts for reports."""

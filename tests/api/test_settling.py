@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from models.chat import RenderedPrompt
+from server.api import endpoint
 from server.api.stable import MIN_SETTLED_TOKENS, next_turn_request
-from server.engine.generation import Generation
 from server.engine.request import GenerationRequest, Priority
 from tests import tiny_models
 from tests.api.test_live import Live, assistant, serving, until, user
@@ -69,19 +69,18 @@ def thinking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_the_next_turn_evaluates_only_its_new_message(
     thinking: Live, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead: list[str] = []
-    submit = thinking.engine.submit
+    settled: list[bool] = []
+    settle = endpoint._settle
 
-    def watch(request: GenerationRequest) -> Generation:
-        generation = submit(request)
-        ahead.extend([request.request_id] if request.is_idle_work and request.session_id == f"s{stream}" else [])
-        return generation
+    async def watch(*args: Any) -> None:
+        await settle(*args)
+        settled.append(True)
 
-    monkeypatch.setattr(thinking.engine, "submit", watch)
+    monkeypatch.setattr(endpoint, "_settle", watch)
     system = {"role": "system", "content": f"Answers are settled, streamed or not ({stream}). " * 4}
     options = {"extra_body": {"session_id": f"s{stream}", "ignore_eos": True}, "max_tokens": 200}
     ask = thinking.streamed if stream else thinking.text
     first = ask(system, user("one"), **options)
-    until(lambda: bool(ahead) and thinking.engine.stats()["open_requests"] == 0)
+    until(lambda: bool(settled))
     second = thinking.ask(system, user("one"), assistant(first), user("two"), **options)
     assert second.model_extra["timings"]["prompt_n"] < 64 < second.usage.completion_tokens

@@ -11,14 +11,13 @@ import pytest
 from cache import archive
 from cache.disk import DiskTier
 from cache.lease import Tier
-from cache.prefix_cache import PrefixCache
 from server.engine import engine as engine_module
+from server.engine.cache_commands import DescribeCache, Described
 from server.engine.engine import Engine, EngineConfig
 from server.engine.events import Event, Finished, Started
 from server.engine.request import GenerationRequest
-from server.engine.worker import Worker
 from tests.disk_driver import open_tier
-from tests.engine_driver import Harness, SpelledOut, spell
+from tests.engine_driver import Harness, make_worker
 from tests.fake_runner import EOS, FakeRunner, reference
 
 PROMPT = [*range(1, 48)]
@@ -115,6 +114,22 @@ def test_an_idle_engine_writes_what_it_holds(tmp_path: Path, monkeypatch: pytest
     engine.stop()
 
 
+def test_who_looks_at_the_cache_all_the_time_does_not_keep_it_off_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.5)
+    engine = engine_on(tmp_path)
+    answer(engine, 1)
+
+    async def look() -> int:
+        described: Described = await engine.ask(DescribeCache("", 0))
+        await asyncio.sleep(0.02)
+        return described.view.state.disk
+
+    wait_for(lambda: asyncio.run(look()) > 0)
+    engine.stop()
+
+
 def test_a_stopped_engine_has_written_what_it_held(tmp_path: Path) -> None:
     engine = engine_on(tmp_path)
     answer(engine, 1)
@@ -127,22 +142,10 @@ def test_a_stopped_engine_has_written_what_it_held(tmp_path: Path) -> None:
 def engine_on(folder: Path) -> Engine:
     """Returns a started engine that keeps state in a folder."""
 
-    def make_worker() -> Worker:
-        runner = FakeRunner("WR")
-        disk = open_tier(folder)
-        prefix_cache = PrefixCache(runner.make_caches, num_slots=2, budget_bytes=1 << 30, disk=disk)
-        return Worker(
-            runner,
-            prefix_cache,
-            SpelledOut,
-            eos_token_ids=frozenset({EOS}),
-            chunk_tokens=16,
-            expected_tokens=16,
-            clock=time.monotonic,
-            spell=spell,
-        )
-
-    engine = Engine(make_worker, EngineConfig(max_slots=2, context_tokens=200))
+    engine = Engine(
+        lambda: make_worker(FakeRunner("WR"), disk=open_tier(folder)),
+        EngineConfig(max_slots=2, context_tokens=200),
+    )
     engine.start()
     return engine
 

@@ -4,13 +4,12 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cache.prefix_cache import PrefixCache
 from models.sampling import SamplingParams
 from server.engine.engine import Engine, EngineConfig
 from server.engine.errors import EngineStopped, QueueFull
@@ -18,8 +17,8 @@ from server.engine.events import Event, Failed, Finished, FinishReason, Started
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.worker import Worker
-from tests.engine_driver import SpelledOut, spell
-from tests.fake_runner import EOS, FakeRunner
+from tests.engine_driver import make_worker
+from tests.fake_runner import FakeRunner
 
 
 class GatedRunner(FakeRunner):
@@ -48,17 +47,7 @@ class Served:
 
     def _make_worker(self) -> Worker:
         self.threads.add(threading.current_thread().name)
-        prefix_cache = PrefixCache(self.runner.make_caches, num_slots=2, budget_bytes=1 << 30)
-        return Worker(
-            self.runner,
-            prefix_cache,
-            SpelledOut,
-            eos_token_ids=frozenset({EOS}),
-            chunk_tokens=16,
-            expected_tokens=16,
-            clock=time.monotonic,
-            spell=spell,
-        )
+        return make_worker(self.runner)
 
 
 @dataclass(frozen=True)
@@ -122,6 +111,21 @@ def test_a_full_queue_says_so_at_once_and_has_room_again_later(served: Served) -
         served.runner.gate.set()
         await asyncio.wait_for(asyncio.gather(*map(collect, running)), 10)
         await asyncio.wait_for(collect(served.engine.submit(request("now"))), 10)
+
+    asyncio.run(run())
+
+
+def test_what_nobody_waits_for_takes_no_place_in_the_queue_and_holds_up_no_shutdown(served: Served) -> None:
+    async def run() -> None:
+        served.runner.gate.clear()
+        running = [asyncio.ensure_future(collect(served.engine.submit(request(f"r{n}")))) for n in range(2)]
+        idle = [replace(request(f"i{n}", max_tokens=0), is_idle_work=True) for n in range(4)]
+        ahead = [asyncio.ensure_future(collect(served.engine.submit(one))) for one in idle]
+        running.append(asyncio.ensure_future(collect(served.engine.submit(request("r2")))))
+        assert served.engine.stats()["open_requests"] == 3
+        served.runner.gate.set()
+        assert await served.engine.drain(10)
+        assert all(isinstance(events[-1], Finished) for events in await asyncio.gather(*running, *ahead))
 
     asyncio.run(run())
 

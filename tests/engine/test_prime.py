@@ -82,17 +82,27 @@ def test_two_primes_of_one_prefix_evaluate_it_once() -> None:
     assert sorted(sink.last.timings.cache_tokens for sink in sinks) == [0, 2 * len(PREFIX)]
 
 
-def test_the_next_request_of_a_session_ends_what_is_evaluated_ahead_for_it() -> None:
+def test_any_request_that_somebody_waits_for_ends_what_is_evaluated_ahead() -> None:
     harness = Harness()
-    ahead = harness.submit([*range(1, 200)], max_tokens=0, is_idle_work=True, session_id="s")
-    other = harness.submit([*range(300, 400)], max_tokens=0, is_idle_work=True, session_id="other")
+    ahead = [
+        harness.submit([*range(start, start + 199)], max_tokens=0, is_idle_work=True, session_id=session)
+        for start, session in ((1, "s"), (300, "other"))
+    ]
     harness.step(3)
     turn = harness.submit([*range(1, 200), 7], session_id="s")
-    assert isinstance(ahead.last, Finished)
-    assert ahead.last.reason is FinishReason.CANCELLED
+    assert [sink.last.reason for sink in ahead] == [FinishReason.CANCELLED] * 2
     harness.run()
     assert turn.started.hit_tokens > 0, "what was evaluated ahead stays"
-    assert other.last.reason is not FinishReason.CANCELLED
+
+
+def test_nothing_is_evaluated_ahead_while_a_prompt_waits_for_its_first_token() -> None:
+    harness = Harness()
+    turn = harness.submit([*range(1, 200)], max_tokens=4)
+    harness.step(2)
+    ahead = harness.submit([*range(300, 400)], max_tokens=0, is_idle_work=True)
+    assert ahead.last.reason is FinishReason.CANCELLED
+    harness.run()
+    assert turn.last.reason is FinishReason.LENGTH
 
 
 def test_what_is_evaluated_ahead_is_no_turn_of_its_session() -> None:
