@@ -84,9 +84,8 @@ class Archive:
         """Begins to read; `load` then waits for no more than the rest."""
         return self.tier.prefetch(part for part in (recall.span, recall.snapshot) if part is not None)
 
-    def load(self, namespace: str, tokens: TokenArray, recall: Recall) -> tuple[Segment | None, Snapshot | None]:
+    def load(self, recall: Recall) -> tuple[Segment | None, Snapshot | None]:
         """Reads into memory. Raises DiskFault, and then what cannot be read is no longer found."""
-        self.tier.touch(namespace, tokens[: recall.offset])
         segment = recall.span.load() if recall.span is not None else None
         if recall.snapshot is None:
             return segment, None

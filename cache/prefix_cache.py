@@ -35,6 +35,9 @@ from cache.snapshots import Snapshot, cover, deepest, is_restorable, window_rows
 from cache.trie import Match, Node, PrefixTrie, TokenArray, common_prefix_length
 from cache.view import CacheView, StateBytes, num_tokens, stored_bytes, views
 
+READ_TRIES = 8
+"""Files that may prove unreadable before a prompt is evaluated without the disk."""
+
 
 class PrefixCache:
     """State of all conversations with one model. Worker thread only."""
@@ -289,19 +292,22 @@ class PrefixCache:
 
     def _recall(self, trie: PrefixTrie, tokens: TokenArray) -> bool:
         """Reads what disk can add to a prompt into the trie, if memory has room; whether there was something."""
-        while True:
+        for _ in range(READ_TRIES):
             match = trie.match(tokens)
             restorable = self._restorable(trie.namespace, tokens, match)
             recall = self._find_on_disk(trie.namespace, tokens, match.length, restorable)
             if recall is None or self.archive is None or recall.num_bytes > self.ledger.budget_bytes:
                 return False
+            # Making room may write, and what is written may have to replace something: not this.
+            self.archive.tier.touch(trie.namespace, tokens[: recall.offset])
             if self._evict(self.ledger.excess_bytes(recall.num_bytes), protected=match.path) > 0:
                 return False
             try:
-                self._graft(trie, tokens[: recall.offset], *self.archive.load(trie.namespace, tokens, recall))
+                self._graft(trie, tokens[: recall.offset], *self.archive.load(recall))
             except DiskFault:
                 continue  # without the file at fault, disk may still have something
             return True
+        return False
 
     def _graft(
         self, trie: PrefixTrie, tokens: TokenArray, segment: Segment | None, snapshot: Snapshot | None
@@ -328,11 +334,18 @@ class PrefixCache:
             return
         for slot in self.slots:
             if not slot.is_leased and slot.tip.parent is not None:
-                self._keep_tip(slot)
+                self._keep_tip_for_disk(slot)
         leaves = [(trie, node) for trie, node in self.room.nodes() if not node.children]
         for trie, leaf in sorted(leaves, key=lambda pair: pair[1].last_used, reverse=True):
             if leaf.parent is not None:
                 yield from self.archive.save_path(trie.namespace, leaf.path(), self._copy_live)
+
+    def _keep_tip_for_disk(self, slot: Slot) -> None:
+        """Keeps the end of an idle sequence restorable if memory has room for it without giving anything up."""
+        had_snapshot = slot.tip.snapshot is not None
+        self._keep_tip(slot)
+        if not had_snapshot and self.ledger.excess_bytes() > 0:
+            self._trie(slot.namespace).snap(slot.tip, None)
 
     def _copy_live(self, node: Node) -> Segment:
         (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
