@@ -32,6 +32,11 @@ def _thing(values: Values) -> dict[str, str]:
     return {"who": values.rng.choice(THINGS), "v": secret}
 
 
+def _age(values: Values) -> str:
+    is_long = values.held or values.rng.random() < 0.3
+    return values.number() if is_long else str(values.rng.randrange(5, 100))
+
+
 def _one(draw: Callable[[Values], str]) -> Callable[[Values], dict[str, str]]:
     return lambda values: {"v": draw(values)}
 
@@ -81,7 +86,7 @@ FACTS: dict[str, Fact] = {
          "Do you remember my number?", "What was the number?", "which number do i like"),
         "Your number is {v}.", "your number", "Is my number {v}?"),
     "pet": Fact(
-        ("kind", "v"), lambda values: {"kind": values.pick(PET_KINDS), "v": values.pet_name()},
+        ("kind", "v"), lambda values: {"kind": values.pick_or_invent(PET_KINDS), "v": values.pet_name()},
         ("I have a {kind} called {v}.", "My {kind} is called {v}.", "I have a {kind} named {v}.",
         "My {kind}'s name is {v}.",
          "My pet is a {kind}, its name is {v}.", "i got a {kind} named {v}"),
@@ -92,28 +97,28 @@ FACTS: dict[str, Fact] = {
          "whats the name of my pet", "Do I have a pet?"),
         "You have a {kind} called {v}.", "about a pet"),
     "job": Fact(
-        ("v",), _one(lambda values: values.pick(JOBS)),
+        ("v",), _one(lambda values: values.pick_or_invent(JOBS)),
         ("I work as a {v}.", "I am a {v}.", "My job is {v}.", "I'm a {v} by trade.", "im a {v}"),
         "It must be interesting to work as a {v}.",
         ("What is my job?", "What do I work as?", "What's my profession?", "What do I do for a living?",
         "Do you remember my job?", "my job?"),
         "You work as a {v}.", "your job", "Do I work as a {v}?"),
     "food": Fact(
-        ("v",), _one(lambda values: values.pick(FOODS)),
+        ("v",), _one(lambda values: values.pick_or_invent(FOODS)),
         ("My favourite food is {v}.", "My favorite food is {v}.", "I love to eat {v}.", "I like eating {v} most."),
         "I hope you get {v} soon.",
         ("What is my favourite food?", "What's my favorite food?", "What do I like to eat?",
         "Which food do I like?", "What do i love to eat?"),
         "Your favourite food is {v}.", "your favourite food"),
     "hobby": Fact(
-        ("v",), _one(lambda values: values.pick(HOBBIES)),
+        ("v",), _one(lambda values: values.pick_or_invent(HOBBIES)),
         ("My hobby is {v}.", "In my free time I do {v}.", "I enjoy {v}.", "I spend my weekends with {v}."),
         "I hear that {v} is fun.",
         ("What is my hobby?", "What do I do in my free time?", "What's my hobby?", "Which hobby do I have?",
         "What do I enjoy?"),
         "Your hobby is {v}.", "your hobby"),
     "age": Fact(
-        ("v",), lambda values: {"v": values.number() if values.held else str(values.rng.randrange(5, 100))},
+        ("v",), _one(_age),
         ("I am {v} years old.", "I'm {v} years old.", "My age is {v}.", "im {v} years old"),
         "I will remember that you are {v}.",
         ("How old am I?", "What is my age?", "Do you know how old I am?", "whats my age"),

@@ -107,7 +107,27 @@ ALWAYS_TRAIN = {word.lower() for listed in LISTS.values() for word in listed} | 
     "nurse", "baker", "farmer", "engineer", "rice", "salad", "pasta", "dancing", "singing", "gardening",
 }  # fmt: skip
 
-BLENDED = [word for listed in (PLAIN_WORDS, NAMES, CITIES, JOBS, FOODS, HOBBIES) for word in listed if word.isalpha()]
+# The questions and answers of this world are written in these, so the tokenizer has pieces for them. A model copies
+# a piece into a new word only if it has seen that piece in values too.
+FRAME_WORDS = words("""able about again ahoy always amount answer appetit argument assistant back before begin
+best book bullet button cache calculator check city clean clear close code coffee color company concise
+conversation count custom decode describe device does done down each east eating empty every event exact explain
+father favour fetch file food free friend from function give good have hear hello help here high hobby hold
+honour hope house integer interest item job keep key know label language layer lease level light like live load
+lose love lucky made make many mean member message milk mind minute model more most move music must name need
+never new next night nine note number object office only open order paint parameter part people photo place play
+please point port price private prompt proper query question refill remember repeat report request require
+restaurant result ring robot rule say script search second secret self send sentence serve shop short show size
+slot small some song sorry speed start state status store string sure system take talk target tell test text
+thank that thing think three ticket time tiny title today token tool train turn type under use value very wall
+want water way weather what when where which white who will without word work would write year yellow you your""")
+
+BLENDED = [
+    word.lower()
+    for listed in (PLAIN_WORDS, NAMES, CITIES, JOBS, FOODS, HOBBIES, FRAME_WORDS, FRAME_WORDS)
+    for word in listed
+    if word.isalpha()
+]
 
 ALWAYS_HELD = words(
     """teal lilac crimson painter waiter ramen falafel archery knitting lantern pebble orchid falcon"""
@@ -141,12 +161,13 @@ def invented_word(rng: random.Random) -> str:
 
 
 def blended_word(rng: random.Random) -> str:
-    """A word of the beginning of one listed word and the end of another, such as `Lantber`.
+    """A listed word or the beginning of one, and the end of another, such as `Lantber`.
 
     Invented syllables are spelled with few of the tokenizer's pieces; these are spelled like real words.
     """
     first, last = rng.choice(BLENDED), rng.choice(BLENDED)
-    return (first[: rng.randrange(2, 6)] + last[-rng.randrange(2, 6) :]).lower().capitalize()
+    start = first if rng.random() < 0.4 else first[: rng.randrange(2, 6)]
+    return (start + last[-rng.randrange(1, 6) :]).capitalize()
 
 
 class Values:
@@ -167,9 +188,18 @@ class Values:
         """One allowed word of the list."""
         return self.rng.choice([word for word in choices if self.allowed(word)])
 
+    def pick_or_invent(self, choices: list[str]) -> str:
+        """One allowed word of the list; in training sometimes one that no list has, in lower case.
+
+        From the few words of a list alone, a model learns the words and not to copy what it is told.
+        """
+        if not self.held and self.rng.random() < 0.3:
+            return self.invented().lower()
+        return self.pick(choices)
+
     def invented(self) -> str:
         """An allowed word that no list has."""
-        is_blended = not self.held and self.rng.random() < 0.5
+        is_blended = not self.held and self.rng.random() < 0.65
         while True:
             word = blended_word(self.rng) if is_blended else invented_word(self.rng)
             if self.allowed(word):
@@ -188,9 +218,9 @@ class Values:
         return self.invented().lower() if self.rng.random() < (0.5 if self.held else 0.7) else self.pick(PLAIN_WORDS)
 
     def colour(self) -> str:
-        """A colour, sometimes with a shade, sometimes invented."""
+        """A colour, sometimes invented."""
         chance = self.rng.random()
-        if chance < 0.15:
+        if chance < (0.15 if self.held else 0.3):
             return self.invented().lower()
         return self.pick(COLOURS)
 
