@@ -50,7 +50,7 @@ _HEADER_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class DiskEntry:
-    """What survived of one edge `[start, stop)`, to rebuild a trie from."""
+    """What is on disk of one edge `[start, stop)`."""
 
     namespace: str
     parent: "DiskEntry | None"
@@ -171,14 +171,15 @@ class DiskTier:
 
     # ---------------------------------------------------------------------------------------------- what is there
 
-    def entries(self) -> list[DiskEntry]:
-        """Returns every edge that can be restored, parents first. Meant for right after opening."""
+    def entries(self, namespace: str | None = None) -> list[DiskEntry]:
+        """Returns every edge, of one namespace or of all, whose rows are on disk from the root on; parents first."""
+        self._settle()
         made: dict[Node, DiskEntry] = {}
-        for namespace, node, span, snapshot in self._tree.nodes_and_state():
+        for name, node, span, snapshot in self._tree.nodes_and_state(namespace):
             parent = made.get(node.parent) if node.parent is not None else None
             if span.is_written and (node.start == 0 or parent is not None):
                 made[node] = DiskEntry(
-                    *(namespace, parent, node.start, node.stop, node.tokens, span),
+                    *(name, parent, node.start, node.stop, node.tokens, span),
                     snapshot=snapshot_in(snapshot) if snapshot is not None else None,
                     last_used=max(file.last_used for file in (*span.files, snapshot) if file is not None),
                 )
@@ -187,18 +188,6 @@ class DiskTier:
     def bytes_of(self, namespace: str) -> int:
         """Returns the bytes of a namespace's files, those on their way included."""
         return sum(file.num_bytes for file in self._tree.files(namespace))
-
-    def find_span(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan | None:
-        """Returns the state of the tokens `[start, len(tokens))` if all of it is on disk."""
-        self._settle()
-        span = self._tree.covered(namespace, tokens, start)
-        return span if span.is_written else None
-
-    def find_snapshot(self, namespace: str, tokens: TokenArray) -> FileSnapshot | None:
-        """Returns the snapshot right after `tokens` if it is on disk."""
-        self._settle()
-        file = self._tree.snapshot(namespace, tokens)
-        return snapshot_in(file) if file is not None and file.state is FileState.WRITTEN else None
 
     def covered(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan:
         """Returns what is on disk, or on its way there, of the tokens `[start, len(tokens))`; it may have gaps."""

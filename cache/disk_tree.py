@@ -86,25 +86,27 @@ class DiskTree:
         snapshot = _snapshot_at(match, len(tokens))
         return [*files, snapshot] if snapshot is not None else files
 
-    def nodes_and_state(self) -> Iterator[tuple[str, Node, FileSpan, StoredFile | None]]:
-        """Yields every node with its namespace, its span and its snapshot, parents before children."""
-        for namespace, node in self._nodes():
-            yield namespace, node, FileSpan(node.start, node.stop, tuple(_live_parts(node))), _snapshot_file(node)
+    def nodes_and_state(
+        self, namespace: str | None = None
+    ) -> Iterator[tuple[str, Node, FileSpan, StoredFile | None]]:
+        """Yields every node, or those of one namespace: with the namespace, its span and snapshot, parents first."""
+        for name, node in self._nodes(namespace):
+            yield name, node, FileSpan(node.start, node.stop, tuple(_live_parts(node))), _snapshot_file(node)
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
         """Returns all files, or those of one namespace."""
-        nodes = (node for name, node in self._nodes() if namespace is None or name == namespace)
-        return list(dict.fromkeys(file for node in nodes for file in _files(node)))
+        return list(dict.fromkeys(file for _, node in self._nodes(namespace) for file in _files(node)))
 
     def _match(self, namespace: str, tokens: TokenArray) -> Match:
         # Asking for a namespace must not make one: a client may name a new one with each request.
         trie = self._tries.get(namespace)
         return trie.match(tokens) if trie is not None else Match([], 0)
 
-    def _nodes(self) -> Iterator[tuple[str, Node]]:
-        for namespace, trie in self._tries.items():
-            for node in trie.nodes():
-                yield namespace, node
+    def _nodes(self, namespace: str | None = None) -> Iterator[tuple[str, Node]]:
+        for name, trie in self._tries.items():
+            if namespace in (None, name):
+                for node in trie.nodes():
+                    yield name, node
 
     def check(self) -> None:
         """Asserts the module's invariants."""

@@ -33,7 +33,7 @@ from cache.room import Room
 from cache.slots import Slot, SlotView, TokenLog, choose_slot
 from cache.snapshots import Snapshot, cover, deepest, is_restorable, window_rows
 from cache.trie import Match, Node, PrefixTrie, TokenArray, common_prefix_length
-from cache.view import CacheView, StateBytes, num_tokens, stored_bytes, views
+from cache.view import CacheView, StateBytes, disk_views, num_tokens, stored_bytes, views
 
 READ_TRIES = 8
 """Files that may prove unreadable before a prompt is evaluated without the disk."""
@@ -631,10 +631,13 @@ class PrefixCache:
     def view(self, namespace: str, max_nodes: int) -> CacheView:
         """Returns what is held for one namespace, with `max_nodes` edges at most."""
         trie = self.room.find_trie(namespace)
+        entries = self.archive.tier.entries(namespace) if self.archive is not None else []
         return CacheView(
             nodes=views(trie, max_nodes),
+            disk_nodes=disk_views(entries, max_nodes),
             num_nodes=trie.num_nodes,
             num_tokens=num_tokens(trie),
+            num_disk_nodes=len(entries),
             state=self.bytes_of(namespace),
             num_evictions=self.room.evictions[namespace],
             budget_bytes=self.ledger.budget_bytes,

@@ -1,8 +1,10 @@
 """What the cache holds for one namespace, for people to look at: plain values, copied, bounded in number."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from cache.disk import DiskEntry
 from cache.layers import Segment
 from cache.placement import RestorePointKind
 from cache.snapshots import Snapshot
@@ -49,14 +51,33 @@ class NodeView:
 
 
 @dataclass(frozen=True, eq=False)
+class DiskNodeView:
+    """One edge `[start, stop)` of which rows are on disk. `index` counts from 0 in the order of the list."""
+
+    index: int
+    parent: int | None
+    start: int
+    stop: int
+    has_snapshot: bool
+    """What a model needs beside rows to go on from `stop` is there too."""
+    last_used: int
+    """A reading of a logical clock that all namespaces share."""
+    num_bytes: int
+    """Of files, about: a file may hold rows of several edges."""
+    first_tokens: TokenArray
+
+
+@dataclass(frozen=True, eq=False)
 class CacheView:
     """The state of one namespace."""
 
     nodes: list[NodeView]
+    disk_nodes: list[DiskNodeView]
     num_nodes: int
     """More than are listed, if there are too many."""
     num_tokens: int
     """Tokens on the edges of all nodes."""
+    num_disk_nodes: int
     state: StateBytes
     num_evictions: int
     """State given up for want of memory, snapshots and leaves, since the start."""
@@ -75,6 +96,16 @@ def views(trie: PrefixTrie, max_nodes: int) -> list[NodeView]:
             break
         index_of[node] = len(found)
         found.append(_view(node, len(found), index_of.get(node.parent) if node.parent is not None else None))
+    return found
+
+
+def disk_views(entries: Iterable[DiskEntry], max_nodes: int) -> list[DiskNodeView]:
+    """Returns up to `max_nodes` edges on disk, parents before children."""
+    index_of: dict[DiskEntry | None, int] = {}
+    found: list[DiskNodeView] = []
+    for entry in itertools.islice(entries, max_nodes):
+        index_of[entry] = len(found)
+        found.append(_disk_view(entry, len(found), index_of.get(entry.parent)))
     return found
 
 
@@ -118,6 +149,20 @@ def _view(node: Node, index: int, parent: int | None) -> NodeView:
         last_used=node.last_used,
         num_bytes=node.num_bytes,
         first_tokens=node.tokens[:PREVIEW_TOKENS].copy(),
+    )
+
+
+def _disk_view(entry: DiskEntry, index: int, parent: int | None) -> DiskNodeView:
+    snapshot = entry.snapshot
+    return DiskNodeView(
+        index=index,
+        parent=parent,
+        start=entry.start,
+        stop=entry.stop,
+        has_snapshot=snapshot is not None,
+        last_used=entry.last_used,
+        num_bytes=entry.span.file_bytes + (snapshot.file_bytes if snapshot is not None else 0),
+        first_tokens=entry.tokens[:PREVIEW_TOKENS].copy(),
     )
 
 

@@ -107,6 +107,18 @@ def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> FileSnapsho
     return tier.write_snapshot(namespace, tokens, window_of(tokens), points_of(tokens))
 
 
+def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:
+    """Returns the state of the tokens `[start, len(tokens))` if all of it is on disk."""
+    span = tier.covered(namespace, tokens, start)
+    return span if span.is_written else None
+
+
+def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> FileSnapshot | None:
+    """Returns the snapshot right after some tokens if it is on disk."""
+    at_end = (found for found in tier.snapshots(namespace, tokens) if found.offset == len(tokens))
+    return next(at_end, None)
+
+
 def open_tier(folder: Path, **options: Any) -> DiskTier:
     """Opens a tier that does not wait for the disk, which would take most of a test's time."""
     options = {"budget_bytes": BUDGET_BYTES, "fingerprint": "model", "files": CountingFiles(), **options}

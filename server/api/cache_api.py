@@ -4,13 +4,14 @@ Every path sees and changes state of its own namespace only: that of the same ke
 `?cache_salt=`, the same salt. Where several models are served, `?model=` names one.
 """
 
+from collections.abc import Iterable
 from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cache.errors import PinLimit
-from cache.view import NodeView, StateBytes
+from cache.view import DiskNodeView, NodeView, StateBytes
 from server.api.auth import namespace_of
 from server.api.endpoint import context_of
 from server.api.errors import ApiError, Code
@@ -49,6 +50,20 @@ class NodeBody(TypedDict):
     preview: str
 
 
+class DiskNodeBody(TypedDict):
+    """One edge of what is on disk."""
+
+    id: int
+    parent: int | None
+    start: int
+    stop: int
+    tokens: int
+    snapshot: bool
+    last_used: int
+    bytes: int
+    preview: str
+
+
 class CacheStateBody(TypedDict):
     """What is held for one namespace."""
 
@@ -60,8 +75,10 @@ class CacheStateBody(TypedDict):
     pinned_sessions: list[str]
     num_nodes: int
     num_tokens: int
+    num_disk_nodes: int
     truncated: bool
     nodes: list[NodeBody]
+    disk_nodes: list[DiskNodeBody]
 
 
 class ClearedBody(TypedDict):
@@ -146,8 +163,7 @@ def _limit(request: Request) -> int:
 
 def _state_body(model: ServedModel, described: Described) -> CacheStateBody:
     view = described.view
-    # The clock itself would tell how many requests others made.
-    order = {time: rank for rank, time in enumerate(sorted({node.last_used for node in view.nodes}), 1)}
+    order, disk_order = _ranks(view.nodes), _ranks(view.disk_nodes)
     return {
         "object": "cache",
         "model": model.id,
@@ -157,12 +173,22 @@ def _state_body(model: ServedModel, described: Described) -> CacheStateBody:
         "pinned_sessions": list(view.pinned),
         "num_nodes": view.num_nodes,
         "num_tokens": view.num_tokens,
-        "truncated": len(view.nodes) < view.num_nodes,
+        "num_disk_nodes": view.num_disk_nodes,
+        "truncated": len(view.nodes) < view.num_nodes or len(view.disk_nodes) < view.num_disk_nodes,
         "nodes": [
             _node_body(node, order[node.last_used], text)
             for node, text in zip(view.nodes, described.previews, strict=True)
         ],
+        "disk_nodes": [
+            _disk_node_body(node, disk_order[node.last_used], text)
+            for node, text in zip(view.disk_nodes, described.disk_previews, strict=True)
+        ],
     }
+
+
+def _ranks(nodes: Iterable[NodeView | DiskNodeView]) -> dict[int, int]:
+    """Returns the rank of each clock reading: the clock itself would tell how many requests others made."""
+    return {time: rank for rank, time in enumerate(sorted({node.last_used for node in nodes}), 1)}
 
 
 def _bytes_body(state: StateBytes) -> CacheBytesBody:
@@ -186,6 +212,20 @@ def _node_body(node: NodeView, last_used: int, preview: str) -> NodeBody:
         "restore_point": node.kind.value if node.kind is not None else None,
         "explicit": node.is_explicit,
         "pinned": node.is_pinned,
+        "last_used": last_used,
+        "bytes": node.num_bytes,
+        "preview": preview[:MAX_PREVIEW_CHARACTERS],
+    }
+
+
+def _disk_node_body(node: DiskNodeView, last_used: int, preview: str) -> DiskNodeBody:
+    return {
+        "id": node.index,
+        "parent": node.parent,
+        "start": node.start,
+        "stop": node.stop,
+        "tokens": node.stop - node.start,
+        "snapshot": node.has_snapshot,
         "last_used": last_used,
         "bytes": node.num_bytes,
         "preview": preview[:MAX_PREVIEW_CHARACTERS],

@@ -20,6 +20,7 @@ class Described:
 
     view: CacheView
     previews: list[str]
+    disk_previews: list[str]
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class DescribeCache:
     def run(self, worker: Worker) -> Described:
         """Returns it, copied."""
         view = worker.prefix_cache.view(self.namespace, self.max_nodes)
-        return Described(view, [worker.spell(node.first_tokens) for node in view.nodes])
+        in_memory, on_disk = (
+            [worker.spell(node.first_tokens) for node in nodes] for nodes in (view.nodes, view.disk_nodes)
+        )
+        return Described(view, in_memory, on_disk)
 
 
 @dataclass(frozen=True)

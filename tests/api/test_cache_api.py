@@ -1,6 +1,8 @@
 """`/v1/cache`, priming and pins: on a tiny hybrid model behind a real server, and over the fake engine."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +15,10 @@ from server.api.stable import stable_prefix
 from server.app import create_app
 from server.compose import open_service
 from server.config import ServerConfig
+from server.engine import engine as engine_module
 from server.engine.cache_commands import HoldTurn
 from tests import tiny_models
+from tests.api.test_live import until
 from tests.fake_engine import FakeEngine, Script, fake_model
 from tests.live_server import running
 from tests.test_chat import make_tokenizer
@@ -31,7 +35,13 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A client of a running server with a tiny model that has attention and recurrent layers."""
     folder = tiny_models.write("qwen3_5", tmp_path_factory.mktemp("models") / "tiny")
-    config = ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 26)
+    with serving(ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 26)) as client:
+        yield client
+
+
+@contextmanager
+def serving(config: ServerConfig) -> Iterator[httpx.Client]:
+    """Serves, and yields a client."""
     service = open_service(config)
     service.engine.start()
     try:
@@ -117,6 +127,27 @@ def test_the_cache_is_shown_to_its_own_namespace_with_words_and_bytes(server: ht
     other = held(server, "somebody else")
     assert other["nodes"] == [] and not any(other["bytes"].values()) and other["evictions"] == 0
     assert held(server, "show", cache_salt="x")["nodes"] == []
+
+
+def test_what_is_on_disk_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.1)
+    folder = tiny_models.write("llama", tmp_path / "tiny")
+    config = ServerConfig(models=(str(folder),), cache_disk_bytes=1 << 26, cache_dir=str(tmp_path / "cache"))
+    with serving(config) as server:
+        primed = prime(server, "disk", messages=[SYSTEM])
+        until(lambda: held(server, "disk")["disk_nodes"])
+        state = held(server, "disk")
+        (node,) = state["disk_nodes"]
+        assert node == {
+            "id": 0, "parent": None, "start": 0, "stop": primed["tokens"], "tokens": primed["tokens"],
+            "snapshot": False, "last_used": 1, "bytes": state["bytes"]["disk"], "preview": node["preview"],
+        }  # fmt: skip
+        assert "You are a careful" in node["preview"] and state["num_disk_nodes"] == 1
+        assert held(server, "disk", limit=0)["truncated"]
+        assert held(server, "somebody else")["disk_nodes"] == []
+        freed = server.post("/v1/cache/clear", headers=bearer("disk")).json()
+        assert freed["freed_disk_bytes"] == node["bytes"]
+        assert held(server, "disk")["disk_nodes"] == []
 
 
 def test_clearing_forgets_one_namespace(server: httpx.Client) -> None:

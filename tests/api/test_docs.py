@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.api.cache_api import CacheBytesBody, CacheStateBody, ClearedBody, NodeBody, PinnedBody
+from server.api.cache_api import CacheBytesBody, CacheStateBody, ClearedBody, DiskNodeBody, NodeBody, PinnedBody
 from server.api.costs import CacheBody, MissBody, PromptTokensDetails, TimingsBody, Usage
 from server.api.errors import STATUS, Code, ErrorObject
 from server.api.health import HealthBody
@@ -105,7 +105,9 @@ def test_every_field_of_sessions_is_documented() -> None:
     assert f"last {MAX_TURNS} turns" in text and f"{MAX_SESSIONS} sessions" in text
 
 
-@pytest.mark.parametrize("kind", [CacheStateBody, NodeBody, CacheBytesBody, ClearedBody, PrimedBody, PinnedBody])
+@pytest.mark.parametrize(
+    "kind", [CacheStateBody, NodeBody, DiskNodeBody, CacheBytesBody, ClearedBody, PrimedBody, PinnedBody]
+)
 def test_every_field_of_the_cache_is_documented(kind: Any) -> None:
     assert all(f"`{name}`" in section("The cache") for name in get_type_hints(kind))
 

@@ -21,6 +21,8 @@ from tests.disk_driver import (
     assert_rows,
     assert_snapshot,
     conversation,
+    find_snapshot,
+    find_span,
     open_tier,
     points_of,
     segment_of,
@@ -90,7 +92,7 @@ def test_a_span_is_written_behind_the_caller_and_then_stands_for_the_state(tmp_p
     span = write(tier, FIRST)
     assert span is not None
     assert (span.is_written, span.is_gone) == (False, False)
-    assert tier.find_span("", FIRST, 0) is None
+    assert find_span(tier, FIRST) is None
     assert tier.in_flight_bytes == size_of(100)
     with pytest.raises(DiskFault):
         span.load()
@@ -134,7 +136,7 @@ def test_edges_may_come_in_any_order(tier: DiskTier, tmp_path: Path) -> None:
     write(tier, LONGER, 100)
     write(tier, LONGER[:20])
     assert tier.flush(10)
-    assert tier.find_span("", LONGER, 0) is None
+    assert find_span(tier, LONGER) is None
     span = write(tier, LONGER)
     assert tier.flush(10)
     assert span is not None and len(span.parts) == 3
@@ -152,10 +154,10 @@ def test_a_snapshot_is_written_once_and_stays_where_edges_are_cut(tier: DiskTier
     assert tier.flush(10)
     assert first is not None and second is not None
     assert first.files == second.files and first.num_bytes == 0
-    found = tier.find_snapshot("", FIRST)
+    found = find_snapshot(tier, FIRST)
     assert found is not None
     assert_snapshot(found, FIRST)
-    assert tier.find_snapshot("", FIRST[:96]) is None
+    assert find_snapshot(tier, FIRST[:96]) is None
     with reopened(tier, tmp_path) as again:
         assert_all_right(again)
 
@@ -269,7 +271,7 @@ def test_random_histories_match_a_list_of_what_was_written(tmp_path: Path) -> No
             written = [*(t for t in written if len(t)), *([forgotten[:cut]] if cut else [])]
     assert tier.flush(10)
     for tokens in written:
-        held_span = tier.find_span("", tokens, 0)
+        held_span = find_span(tier, tokens)
         assert held_span is not None
         assert_rows(held_span.load(), tokens)
     tier.close()
@@ -298,7 +300,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     assert gone == [False, False, True, False], "the trunk is older than the leaf that was used least"
     assert tier.poll() == 1 and tier.poll() == 0
     assert tier.used_bytes <= tier.budget_bytes
-    assert tier.find_span("", leaves[1], 400) is None
+    assert find_span(tier, leaves[1], 400) is None
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) == 4
 
@@ -313,7 +315,7 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     tier.close()
     tier = open_tier(tmp_path, budget_bytes=2 * size_of(40) + 8000)
     assert write(tier, third) is not None
-    assert tier.find_span("", new, 0) is None and tier.find_span("", old, 0) is not None
+    assert find_span(tier, new) is None and find_span(tier, old) is not None
     tier.close()
 
 
@@ -406,7 +408,7 @@ def test_forgetting_deletes_what_follows_and_keeps_what_is_before(tier: DiskTier
     snap(tier, LONGER)
     branch = write(tier, BRANCH)
     tier.forget("", FIRST, 80)
-    assert tier.find_span("", FIRST[:81], 0) is None
+    assert find_span(tier, FIRST[:81]) is None
     assert branch is not None and not branch.is_gone
     assert tier.flush(10)
     assert len(stored_names(tmp_path)) == 2
@@ -480,9 +482,9 @@ def test_namespaces_share_nothing_not_even_names(tmp_path: Path) -> None:
             assert write(tier, FIRST, namespace=namespace) is not None
             assert tier.flush(10)
         names.append(stored_names(tmp_path / folder))
-        assert tier.find_span("c", FIRST, 0) is None
+        assert find_span(tier, FIRST, namespace="c") is None
         tier.forget("a", FIRST)
-        assert tier.find_span("b", FIRST, 0) is not None
+        assert find_span(tier, FIRST, namespace="b") is not None
         tier.close()
     assert len(names[0] | names[1]) == 4, "a name tells who has the same tokens"
 
@@ -490,12 +492,12 @@ def test_namespaces_share_nothing_not_even_names(tmp_path: Path) -> None:
 def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
     for number in range(10):
         namespace = f"salt {number}"
-        assert tier.find_span(namespace, FIRST, 0) is None and tier.find_snapshot(namespace, FIRST) is None
+        assert find_span(tier, FIRST, namespace=namespace) is None and find_snapshot(tier, FIRST, namespace) is None
         tier.touch(namespace, FIRST)
         tier.forget(namespace, FIRST)
     assert len(tier._tree._tries) == 0
     write(tier, FIRST, namespace="half a pair \ud800")
-    assert tier.flush(10) and tier.find_span("half a pair \ud800", FIRST, 0) is not None
+    assert tier.flush(10) and find_span(tier, FIRST, namespace="half a pair \ud800") is not None
 
 
 # ---------------------------------------------------------------------------------------------------- prefetch
@@ -586,7 +588,7 @@ def test_an_unusable_folder_means_a_tier_without_content(tmp_path: Path, caplog:
     (tmp_path / "file").write_text("not a folder")
     tier = open_tier(tmp_path / "file" / "cache")
     assert write(tier, FIRST) is None and snap(tier, FIRST) is None
-    assert tier.find_span("", FIRST, 0) is None and tier.entries() == []
+    assert find_span(tier, FIRST) is None and tier.entries() == []
     tier.touch("", FIRST)
     tier.forget("", FIRST)
     tier.clear()

@@ -17,7 +17,7 @@ from cache.disk import DiskTier
 from cache.layers import Layout, PointState, Segment
 from cache.trie import TokenArray
 from tests import disk_driver, fake_model
-from tests.disk_driver import assert_rows, open_tier, segment_of, stored_names, tokens_of, write
+from tests.disk_driver import assert_rows, find_span, open_tier, segment_of, stored_names, tokens_of, write
 
 # isort: split
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
@@ -57,7 +57,7 @@ def through_disk(folder: Path, segment: Segment, tokens: TokenArray) -> Segment:
     assert tier.flush(10)
     tier.close()
     tier = open_tier(folder)
-    span = tier.find_span("", tokens, segment.start) if segment.start else tier.entries()[0].span
+    span = find_span(tier, tokens, segment.start) if segment.start else tier.entries()[0].span
     assert span is not None
     loaded = span.load()
     tier.close()
@@ -127,7 +127,7 @@ LONG = tokens_of(np.random.default_rng(1).integers(0, 1000, 1000))
 def test_any_cuts_and_joins_of_a_span_load_the_right_rows(
     long_tier: DiskTier, cuts: list[int], data: st.DataObject
 ) -> None:
-    whole = long_tier.find_span("", LONG, 0)
+    whole = find_span(long_tier, LONG)
     assert whole is not None
     spans, rest = [], whole
     for cut in sorted(cuts):

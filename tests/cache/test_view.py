@@ -1,5 +1,7 @@
 """What is shown of the cache is what is there, of one namespace only, and bounded."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from cache.pins import PinName
 from cache.placement import RestorePointKind
 from cache.prefix_cache import PrefixCache
 from tests import cache_driver, fake_model
+from tests.disk_driver import open_tier
 from tests.fake_model import LAYOUTS
 
 SYSTEM = list(range(1, 41))
@@ -54,6 +57,30 @@ def test_only_so_many_are_listed_and_the_rest_is_counted() -> None:
     view = prefix_cache.view("", 7)
     assert len(view.nodes) == 7 and view.num_nodes == 20 and view.num_tokens == 100
     assert view.nodes[0].first_tokens[0] == 1190, "what was used last comes first"
+
+
+@pytest.mark.parametrize("layout", ["T", "WR"])
+def test_what_is_on_disk_is_listed_apart(layout: str, tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    prefix_cache = PrefixCache(lambda: fake_model.make_caches(layout), num_slots=1, budget_bytes=1 << 30, disk=tier)
+    for end in (100, 200):
+        cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
+    assert prefix_cache.view("", 100).disk_nodes == []
+    for _ in prefix_cache.save():
+        pass
+    assert tier.flush(10)
+    view = prefix_cache.view("", 100)
+    head, *tails = view.disk_nodes
+    assert (head.start, head.stop, head.parent) == (0, len(SYSTEM), None)
+    assert head.first_tokens.tolist() == SYSTEM[:24]
+    assert {int(tail.first_tokens[0]) for tail in tails if tail.parent == head.index} == {100, 200}
+    assert all(view.disk_nodes[tail.parent].stop == tail.start for tail in tails if tail.parent is not None)
+    assert head.has_snapshot == (layout != "T")
+    assert sum(node.num_bytes for node in view.disk_nodes) == pytest.approx(view.state.disk, abs=len(view.disk_nodes))
+    bounded = prefix_cache.view("", 1)
+    assert len(bounded.disk_nodes) == 1 and bounded.num_disk_nodes == len(view.disk_nodes) >= 3
+    assert prefix_cache.view("other", 100).disk_nodes == []
+    tier.close()
 
 
 def test_another_namespace_shows_nothing_of_it() -> None:
