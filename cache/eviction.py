@@ -16,18 +16,32 @@ from typing import Any
 
 
 class Chance(float, Enum):
-    """How likely state is wanted when its conversation goes on, by what it is."""
+    """How likely state is wanted when its conversation goes on, by what it is.
 
+    Of 2 817 recorded requests of coding agents 2 624 went on from their conversation's end, 44 from the end of its
+    last prompt, 86 from where that prompt had gone on itself, 8 from further back, and 55 kept no more than tools and
+    system messages. The weights below are such shares, tried out and rounded; the hit rate of recorded conversations
+    depends little on any of them.
+    """
+
+    REST = 30.0
+    """The beginning of a conversation whose end is gone, all that is left: it would start from its first token."""
+    FIRST = 2.0
+    """The first restore point of a conversation: what is left of it, once all behind has gone."""
     CURRENT = 1.0
-    """The end of a conversation, where 97 of 100 requests go on."""
-    SHARED = 0.1
+    """The end of a conversation."""
+    SHARED = 1 / 10
     """Where conversations part, and the end of tools and system messages."""
-    LEFT = 1 / 32
-    """An end of a conversation that has gone on elsewhere since: 1 in 7 recorded ones was gone back to."""
+    EARLIER = 1 / 12
+    """A restore point well before a conversation's end: hardly gone back to, but left when the end has to go."""
     PROBATION = 1 / 16
     """The end of a prompt without a session that nothing has ever gone on from."""
-    EARLIER = 1 / 50
-    """A restore point before a conversation's last."""
+    LANDING = 1 / 20
+    """Where the newest turn of a conversation went on from."""
+    PROMPT = 1 / 60
+    """The end of the newest prompt."""
+    LEFT = 1 / 100
+    """An end of a conversation that has gone on elsewhere since."""
     SUPERSEDED = 1e-6
     """One with newer ones between it and the last."""
     UNUSABLE = 0.0

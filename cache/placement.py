@@ -52,23 +52,25 @@ class KeptPoint:
     """Several conversations go on from here."""
 
 
-def superseded(points: Sequence[KeptPoint]) -> list[int]:
+def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
     """Returns the offsets of a conversation's points, given in ascending order, that later turns will hardly need.
 
-    A conversation nearly always goes on at its end, else at the end of its last prompt, seldom somewhere further
-    back: of 49 000 recorded requests of coding agents 972 in 1000 extend the one before, 9 go back by up to 1 000
-    tokens, 2 by more. So both ends stay, and of what is behind them a few points, the sparser the further back:
-    a point goes if the ones around it are, seen from the end, less than a ratio apart.
+    `landing` is where its newest turn went on from. A conversation nearly always goes on at its end; of 2 817
+    recorded requests of coding agents 130 did so at the end of the last prompt or within what was new in it, where
+    the landing before that serves, and 8 somewhere further back. So these stay, and of what is behind them a few
+    points, the sparser the further back: a point goes if the ones around it are, seen from the end, less than a
+    ratio apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:
         return []
     stop, gone = points[-1].offset, list[int]()
+    before_turn = next((point for point in behind if point.offset <= landing), None)
     if len(behind) > 1 and behind[0].offset - behind[1].offset < SAME_TOKENS:
-        gone.append(behind.pop(0).offset)
+        gone.append(behind.pop(1 if behind[0] is before_turn else 0).offset)
     nearer = stop - behind[0].offset
     for point, older in pairwise(behind[1:]):
-        if stop - older.offset <= THINNING_RATIO * max(nearer, THINNING_TOKENS):
+        if point is not before_turn and stop - older.offset <= THINNING_RATIO * max(nearer, THINNING_TOKENS):
             gone.append(point.offset)
         else:
             nearer = stop - point.offset

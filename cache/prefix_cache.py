@@ -106,7 +106,7 @@ class PrefixCache:
         slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
         slot.is_on_probation = session_id is None and not _ends_a_turn(slot.tip)
         slot.tip.session_id, slot.tip.is_on_probation = session_id or slot.tip.session_id, False
-        slot.is_volatile = is_volatile
+        slot.is_volatile, slot.landing = is_volatile, offset
         wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
         slot.turn_start = min(
             (p.offset for p in wanted if p.kind is RestorePointKind.PROMPT_END), default=len(tokens) - 1
@@ -240,6 +240,7 @@ class PrefixCache:
         if self.layout.needs_snapshots and not is_restorable(self.layout, node):
             node.kind = kind
             trie.snap(node, self._snapshot(slot))
+            self._age_superseded(slot)
 
     def measure(self, slot: Slot) -> None:
         """Brings the ledger up to date with what a slot holds."""
@@ -292,7 +293,7 @@ class PrefixCache:
 
     def _recall(self, trie: PrefixTrie, tokens: TokenArray) -> bool:
         """Reads what disk can add to a prompt into the trie, if memory has room; whether there was something."""
-        for _ in range(READ_TRIES):
+        for _ in range(READ_TRIES if self.archive is not None else 0):
             match = trie.match(tokens)
             restorable = self._restorable(trie.namespace, tokens, match)
             recall = self._find_on_disk(trie.namespace, tokens, match.length, restorable)
@@ -376,7 +377,7 @@ class PrefixCache:
         arriving = landing.path()
         try:
             # What has just left the slot is stored now, and may be what must go.
-            self._evict(self._excess(slot, arriving, offset, capacity), protected=arriving, busy=slot)
+            self._evict(self._excess(slot, arriving, offset, capacity), protected=arriving[-1:], busy=slot)
             self._page_in(slot, trie, landing, capacity)
         except Exception:
             # Layers may rest at different offsets, and moved state may be half gone.
@@ -505,7 +506,7 @@ class PrefixCache:
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [placement.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
-        for offset in placement.superseded(points):
+        for offset in placement.superseded(points, slot.landing):
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
                 node.last_used = 0
@@ -570,7 +571,7 @@ class PrefixCache:
         """Frees memory for a sequence of `num_tokens` in `slot`; False if it must wait for other leases."""
         excess = self._excess(slot, path, offset, num_tokens)
         # What lies behind `offset` is evaluated again, so it need not wait for that.
-        missing = self._evict(excess, protected=[node for node in path if node.start < offset], busy=slot)
+        missing = self._evict(excess, protected=[node for node in path if node.start < offset][-1:], busy=slot)
         if missing > 0 and any(other.is_leased for other in self.slots):
             return False
         if missing > 0 and not path_nodes(self.pins.explicit()) <= set(path):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
+from cache.eviction import Chance
 from cache.layers import Layout
 from cache.ledger import Ledger
 from cache.quota import FairQueue, over_share
@@ -82,7 +83,10 @@ class Room:
         queue = FairQueue(self._over_share)
         for trie, candidate in survey.candidates():
             queue.push(trie.namespace, candidate)
-        while self.ledger.charged_bytes > target_bytes and (victim := queue.pop()) is not None:
+        while (victim := queue.pop()) is not None:
+            is_needed = self.ledger.charged_bytes > target_bytes
+            if not is_needed and victim.chance > Chance.SUPERSEDED:
+                break
             trie, node = victim.key
             if node in kept or not is_droppable(node):
                 continue

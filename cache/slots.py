@@ -59,6 +59,8 @@ class Slot:
     is_leased: bool = False
     is_on_probation: bool = False
     """Its sequence has no session and goes on from no earlier turn."""
+    landing: int = 0
+    """Where its last turn went on from."""
     turn_start: int = 0
     """Where the part of the last prompt begins that its next turn may render differently."""
     last_used: int = 0

@@ -38,6 +38,9 @@ def deepest(layout: Layout, match: Match) -> int:
     """Returns the deepest offset on a match at which every layer can be restored from the trie."""
     if not layout.needs_snapshots:
         return match.length
+    if not layout.window:
+        ends = ((node, min(node.stop, match.length)) for node in reversed(match.path))
+        return next((offset for node, offset in ends if _can_restore(layout, node, offset, None)), 0)
     deepest, cover = 0, None
     for node in match.path:
         cover = _extended(cover, node.snapshot)

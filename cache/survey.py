@@ -10,6 +10,8 @@ from cache.trie import Node, PrefixTrie
 
 _MANY = -1
 """Several sessions."""
+_HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind.INTERVAL)
+"""Points at which no conversation ends by itself."""
 
 
 class Survey:
@@ -22,6 +24,8 @@ class Survey:
         """When a node, or anything behind it, was used."""
         self._latest: dict[tuple[str, str], int] = {}
         """When a session, by namespace and name, was where it was last."""
+        self._newer: dict[Node, Node] = {}
+        """Where only one conversation goes on behind a node: its next restore point there, or its end."""
         self._owner: dict[Node, str | int] = {}
         """Whose ends are behind a node: a session's, one without a session's, or `_MANY`."""
         self._needs_snapshots = layout.needs_snapshots
@@ -30,9 +34,12 @@ class Survey:
             self._look_at(trie)
 
     def _look_at(self, trie: PrefixTrie) -> None:
-        nodes, used, owners = list(trie.nodes()), self._last_used, self._owner
+        nodes, used, owners, newer = list(trie.nodes()), self._last_used, self._owner, self._newer
         for node in reversed(nodes):
-            if not node.children:
+            if len(node.children) == 1:
+                (child,) = node.children.values()
+                newer[node] = child if child.snapshot is not None else newer.get(child, child)
+            elif not node.children:
                 owners[node] = node.session_id or id(node)
                 if node.session_id is not None:
                     session = trie.namespace, node.session_id
@@ -55,18 +62,32 @@ class Survey:
         """Returns what giving up a node that can be dropped would free and cost."""
         if node.children:
             num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
-            age, chance = self._now - self._last_used[node], self._chance_within(node)
-            return Candidate((trie, node), num_bytes, node.stop - self._base(node), age, chance, node.is_explicit)
+            age, base = self._now - self._last_used[node], self._base(node)
+            chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
+            return Candidate((trie, node), num_bytes, node.stop - base, age, chance, node.is_explicit)
         age = self._now - node.last_used
         if not self._is_point(node):
             return Candidate((trie, node), node.num_bytes, 0, age, Chance.UNUSABLE)
-        num_tokens, chance = node.stop - self._base(node), self._chance_at_end(trie, node)
-        return Candidate((trie, node), self._tail_bytes(node), num_tokens, age, chance)
+        base, chance = self._base(node), self._chance_at_end(trie, node)
+        if chance is Chance.CURRENT and not base and node.kind in _HEADS:
+            chance = Chance.REST
+        return Candidate((trie, node), self._tail_bytes(node), node.stop - base, age, chance)
 
     def _chance_within(self, node: Node) -> Chance:
         if self._owner.get(node) == _MANY or node.kind is RestorePointKind.SYSTEM_END:
             return Chance.SHARED
-        return Chance.EARLIER if node.last_used else Chance.SUPERSEDED
+        return self._chance_behind_end(node) if node.last_used else Chance.SUPERSEDED
+
+    def _chance_behind_end(self, node: Node) -> Chance:
+        prompt_end, newer = RestorePointKind.PROMPT_END, self._newer.get(node)
+        if newer is not None and not newer.children:
+            return Chance.PROMPT if node.kind is prompt_end else Chance.LANDING
+        is_landing = newer is not None and newer.kind is prompt_end and self._is_last_point(newer)
+        return Chance.LANDING if is_landing else Chance.EARLIER
+
+    def _is_last_point(self, node: Node) -> bool:
+        newer = self._newer.get(node)
+        return newer is not None and not newer.children
 
     def _chance_at_end(self, trie: PrefixTrie, node: Node) -> Chance:
         if node.session_id is None:

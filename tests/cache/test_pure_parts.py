@@ -202,28 +202,37 @@ class TestSuperseded:
         return [placement.KeptPoint(offset, RestorePointKind.TURN_END, is_branch=False) for offset in offsets]
 
     def test_a_lone_end_supersedes_nothing(self) -> None:
-        assert placement.superseded([]) == []
-        assert placement.superseded(self.turns(5)) == []
-        assert placement.superseded(self.turns(5, 400)) == []
+        assert placement.superseded([], 0) == []
+        assert placement.superseded(self.turns(5), 0) == []
+        assert placement.superseded(self.turns(5, 400), 5) == []
 
     def test_behind_the_last_turn_points_are_sparser_the_further_back(self) -> None:
         stop = 100_000
         path = self.turns(*range(500, stop + 1, 500))
-        gone = set(placement.superseded(path))
+        gone = set(placement.superseded(path, stop - 500))
         distances = [stop - point.offset for point in path if point.offset not in gone]
         assert distances[-2:] == [500, 0]
         assert len(distances) < 8
         assert all(after <= 9 * max(before, 512) for after, before in pairwise(distances))
 
+    @pytest.mark.parametrize("landing", [9000, 9400])
+    def test_where_the_newest_turn_went_on_from_stays(self, landing: int) -> None:
+        path = self.turns(100, 8600, 9000, 9400, 9900, 10_000)
+        assert {9000, 9400} <= set(placement.superseded(path, 100))
+        assert {9000, 9400} - set(placement.superseded(path, landing)) == {landing}
+
     def test_of_two_points_that_are_almost_one_the_later_goes(self) -> None:
-        assert placement.superseded(self.turns(1000, 5000, 5003, 5400)) == [5003]
+        assert placement.superseded(self.turns(1000, 5000, 5003, 5400), 1000) == [5003]
+
+    def test_but_not_if_the_newest_turn_went_on_from_it(self) -> None:
+        assert placement.superseded(self.turns(1000, 5000, 5003, 5400), 5003) == [5000]
 
     def test_the_system_prompt_branches_and_what_was_asked_for_stay(self) -> None:
         path = self.turns(10, 20, 30, 40, 50, 60)
         path[0] = placement.KeptPoint(10, RestorePointKind.SYSTEM_END, is_branch=False)
         path[1] = placement.KeptPoint(20, RestorePointKind.EXPLICIT, is_branch=False)
         path[2] = placement.KeptPoint(30, None, is_branch=True)
-        assert placement.superseded(path) == [50]
+        assert placement.superseded(path, 35) == [50]
 
 
 def test_only_what_is_long_has_points_along_it() -> None:

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
+from cache import placement
+from cache.eviction import Chance
+from cache.lease import Lease
+from cache.placement import RestorePointKind
 from cache.prefix_cache import PrefixCache
+from cache.survey import Survey
 from tests import cache_driver, fake_model
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
@@ -63,3 +68,76 @@ def test_among_equals_the_oldest_goes() -> None:
     for number in range(1, 5):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
     assert [known(prefix_cache, number) for number in range(1, 5)] == [0, 100, 100, 100]
+
+
+def talk(prefix_cache: PrefixCache, num_turns: int, session_id: str) -> list[int]:
+    """A conversation whose turns go on from each other, 1000 tokens each; returns all its tokens."""
+    tokens: list[int] = []
+    for turn in range(num_turns):
+        tokens += [int(session_id) * 10_000 + 1000 * turn + number for number in range(1000)]
+        cache_driver.run(prefix_cache, tokens, [turn, turn + 1], session_id=session_id)
+        tokens += [turn, turn + 1]
+    return tokens
+
+
+def recurrent() -> PrefixCache:
+    return PrefixCache(lambda: fake_model.make_caches("R"), num_slots=1, budget_bytes=1 << 40)
+
+
+def chances(prefix_cache: PrefixCache) -> dict[int, Chance]:
+    """How likely each restore point that can be given up is wanted, by its offset."""
+    tries = list(prefix_cache.room._tries.values())
+    survey = Survey(prefix_cache.layout, tries, prefix_cache._clock)
+    return {candidate.key[1].stop: Chance(candidate.chance) for _, candidate in survey.candidates()}
+
+
+def without_the_worthless(num_turns: int) -> PrefixCache:
+    """A cache with one stored conversation, after a round of giving up that had to free next to nothing."""
+    prefix_cache = recurrent()
+    talk(prefix_cache, num_turns, "1")
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache._evict(1, protected=())
+    return prefix_cache
+
+
+def test_a_conversation_is_worth_most_at_its_end_and_where_its_last_turn_went_on_from() -> None:
+    by_offset = chances(without_the_worthless(5))
+    assert by_offset == {
+        1002: Chance.FIRST, 4008: Chance.LANDING, 5007: Chance.PROMPT, 5010: Chance.CURRENT
+    }  # fmt: skip
+
+
+def test_what_is_worth_nothing_goes_in_the_first_round_and_nothing_else_does() -> None:
+    prefix_cache = without_the_worthless(5)
+    assert prefix_cache.room.num_evictions == 6
+    assert known_points(prefix_cache) == [1002, 4008, 5007, 5010]
+
+
+def test_points_along_a_new_prompt_are_thinned_while_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took the room of other conversations until the answer was over."""
+    monkeypatch.setattr(placement, "INTERVAL_TOKENS", 500)
+    prefix_cache = recurrent()
+    wanted: list[int] = []
+
+    def inspect(lease: Lease) -> None:
+        wanted.extend(node.stop for _, node in prefix_cache.room.nodes() if node.snapshot and node.last_used)
+
+    cache_driver.run(prefix_cache, list(range(10_001)), inspect=inspect)
+    assert len(known_points(prefix_cache)) > 15
+    assert len(wanted) < 8
+
+
+def test_the_beginning_that_is_left_of_a_conversation_stays_longest() -> None:
+    prefix_cache = without_the_worthless(3)
+    trie = prefix_cache.room.find_trie("")
+    head = next(node for node in trie.nodes() if node.stop == 1002)
+    for child in list(head.children.values()):
+        prefix_cache.room.drop_below(trie, child)
+    for kind, chance in ((RestorePointKind.TURN_END, Chance.CURRENT), (RestorePointKind.SYSTEM_END, Chance.REST)):
+        head.kind = kind
+        assert chances(prefix_cache)[1002] is chance
+
+
+def known_points(prefix_cache: PrefixCache) -> list[int]:
+    """The offsets of all snapshots."""
+    return sorted(node.stop for _, node in prefix_cache.room.nodes() if node.snapshot is not None)
