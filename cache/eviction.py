@@ -62,11 +62,14 @@ class Candidate:
     chance: float = Chance.CURRENT
     is_explicit: bool = False
     """Asked for by name, so it goes after everything else."""
+    is_guarded: bool = False
+    """Who needs the room must not have it as long as anything else is left but what was asked for by name."""
 
     @property
-    def rank(self) -> tuple[bool, float]:
+    def rank(self) -> tuple[bool, bool, float]:
         """Candidates go in this order."""
-        return self.is_explicit, self.chance * self.num_tokens / (self.num_bytes * max(1, self.age))
+        value = self.chance * self.num_tokens / (self.num_bytes * max(1, self.age))
+        return self.is_explicit, self.is_guarded, value
 
 
 class Queue:
@@ -81,7 +84,7 @@ class Queue:
         return len(self._heap)
 
     @property
-    def order(self) -> tuple[bool, float]:
+    def order(self) -> tuple[bool, bool, float]:
         """The rank of the next candidate. Not for an empty queue."""
         return self._heap[0][0]
 
@@ -94,5 +97,5 @@ class Queue:
         """Removes and returns what should go next; None if nothing is left."""
         return heapq.heappop(self._heap)[-1] if self._heap else None
 
-    def _entry(self, candidate: Candidate) -> tuple[tuple[bool, float], int, Candidate]:
+    def _entry(self, candidate: Candidate) -> tuple[tuple[bool, bool, float], int, Candidate]:
         return candidate.rank, next(self._count), candidate

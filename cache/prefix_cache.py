@@ -80,22 +80,25 @@ class PrefixCache:
         expected_tokens: int = 0,
         reuse: bool = True,
         is_volatile: bool = False,
+        is_background: bool = False,
     ) -> Lease | None:
         """Gives a prompt a slot with as much of it restored as can be; None if it must wait for another request.
 
-        `expected_tokens` is the output to make room for; state that `is_volatile` is never written to disk. Raises
-        BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other state is pinned.
+        `expected_tokens` is the output to make room for; state that `is_volatile` is never written to disk; the ends
+        of sessions are the last to go for a prompt that `is_background`. Raises BudgetExceeded if the prompt can
+        never fit, PinnedFull if it cannot while other state is pinned.
         """
         if all(slot.is_leased for slot in self.slots):
             return None
         self._clock += 1
         trie = self._trie(namespace)
-        is_recalled = reuse and self._recall(trie, tokens[:-1])
+        is_recalled = reuse and self._recall(trie, tokens[:-1], is_background)
         match = trie.match(tokens[:-1]) if reuse else Match([], 0)
         stored = deepest(self.layout, match)
         slot = self._choose(tokens[: match.length], namespace, session_id, stored)
         if slot is None:
             return None
+        slot.is_background = is_background
         offset = max(stored, slot.offset if self._continues(slot, namespace, tokens[: match.length]) else 0)
         capacity = self._capacity(len(tokens), expected_tokens)
         if not self._make_room(slot, match.path, offset, capacity):
@@ -105,6 +108,8 @@ class PrefixCache:
         self._switch(slot, trie, namespace, match.path, offset, capacity)
         slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
         slot.is_on_probation = session_id is None and not _ends_a_turn(slot.tip)
+        is_theirs = slot.tip.session_id == session_id and not slot.tip.is_background
+        slot.leaves_background = is_background and not is_theirs
         slot.tip.session_id, slot.tip.is_on_probation = session_id or slot.tip.session_id, False
         slot.is_volatile, slot.landing = is_volatile, offset
         wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
@@ -228,7 +233,7 @@ class PrefixCache:
                 node.is_volatile &= slot.is_volatile
             self._move_tip(slot, tip)
             tip.last_used, tip.session_id = self._clock, slot.session_id
-            tip.is_on_probation = slot.is_on_probation
+            tip.is_on_probation, tip.is_background = slot.is_on_probation, slot.leaves_background
             self._compact(trie, tip)
         self.measure(slot)
 
@@ -249,7 +254,7 @@ class PrefixCache:
     def grow(self, slot: Slot) -> None:
         """Counts what a decoding slot holds, and makes room for what it has outgrown its reservation by."""
         self.measure(slot)
-        self._evict(self.ledger.excess_bytes(), protected=())
+        self._evict(self.ledger.excess_bytes(), protected=(), is_background=slot.is_background)
 
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""
@@ -263,10 +268,10 @@ class PrefixCache:
         self.ledger.reserve(slot.index, 0)
         self._age_superseded(slot)
         self._follow(slot)
-        # What has just been answered is what goes on next: it goes only where nothing else is left.
-        newest = slot.tip
-        self._evict(self.ledger.excess_bytes(), protected=(newest,))
-        self._evict(self.ledger.excess_bytes(), protected=())
+        if not slot.is_background:
+            # What has just been answered is what goes on next: it goes only where nothing else is left.
+            self._evict(self.ledger.excess_bytes(), protected=(slot.tip,))
+        self._evict(self.ledger.excess_bytes(), protected=(), is_background=slot.is_background)
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease without trusting the slot's caches: nodes that live only there are dropped."""
@@ -291,7 +296,7 @@ class PrefixCache:
             return None
         return self.archive.find(namespace, tokens, known=known, restorable=restorable)
 
-    def _recall(self, trie: PrefixTrie, tokens: TokenArray) -> bool:
+    def _recall(self, trie: PrefixTrie, tokens: TokenArray, is_background: bool) -> bool:
         """Reads what disk can add to a prompt into the trie, if memory has room; whether there was something."""
         for _ in range(READ_TRIES if self.archive is not None else 0):
             match = trie.match(tokens)
@@ -301,7 +306,8 @@ class PrefixCache:
                 return False
             # Making room may write, and what is written may have to replace something: not this.
             self.archive.tier.touch(trie.namespace, tokens[: recall.offset])
-            if self._evict(self.ledger.excess_bytes(recall.num_bytes), protected=match.path) > 0:
+            excess = self.ledger.excess_bytes(recall.num_bytes)
+            if self._evict(excess, protected=match.path, is_background=is_background) > 0:
                 return False
             try:
                 self._graft(trie, tokens[: recall.offset], *self.archive.load(recall))
@@ -377,7 +383,8 @@ class PrefixCache:
         arriving = landing.path()
         try:
             # What has just left the slot is stored now, and may be what must go.
-            self._evict(self._excess(slot, arriving, offset, capacity), protected=arriving[-1:], busy=slot)
+            excess = self._excess(slot, arriving, offset, capacity)
+            self._evict(excess, protected=arriving[-1:], busy=slot, is_background=slot.is_background)
             self._page_in(slot, trie, landing, capacity)
         except Exception:
             # Layers may rest at different offsets, and moved state may be half gone.
@@ -571,7 +578,8 @@ class PrefixCache:
         """Frees memory for a sequence of `num_tokens` in `slot`; False if it must wait for other leases."""
         excess = self._excess(slot, path, offset, num_tokens)
         # What lies behind `offset` is evaluated again, so it need not wait for that.
-        missing = self._evict(excess, protected=[node for node in path if node.start < offset][-1:], busy=slot)
+        landing = [node for node in path if node.start < offset][-1:]
+        missing = self._evict(excess, protected=landing, busy=slot, is_background=slot.is_background)
         if missing > 0 and any(other.is_leased for other in self.slots):
             return False
         if missing > 0 and not path_nodes(self.pins.explicit()) <= set(path):
@@ -597,16 +605,21 @@ class PrefixCache:
                 moving += node.span.num_bytes * (min(node.stop, offset) - node.start) / len(node.tokens)
         return int(num_tokens * self._bytes_per_token - moving) - self.ledger.slot_bytes(slot.index)
 
-    def _evict(self, excess_bytes: int, *, protected: Sequence[Node], busy: Slot | None = None) -> int:
-        """Gives up what is worth least until `excess_bytes` are freed; returns what could not be."""
+    def _evict(
+        self, excess_bytes: int, *, protected: Sequence[Node], busy: Slot | None = None, is_background: bool = False
+    ) -> int:
+        """Gives up what is worth least until `excess_bytes` are freed; returns what could not be.
+
+        `busy` is the slot that it is for; for a prompt that `is_background` the ends of sessions go last.
+        """
         if excess_bytes <= 0:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
         self._page_out_idle(target, busy)
         kept = set(protected)
-        self.room.drop_cheapest(target, kept, self._clock)
+        self.room.drop_cheapest(target, kept, self._clock, guards_sessions=is_background)
         if self.ledger.charged_bytes > target and self.pins.release_soft():
-            self.room.drop_cheapest(target, kept, self._clock)
+            self.room.drop_cheapest(target, kept, self._clock, guards_sessions=is_background)
         return self.ledger.charged_bytes - target
 
     def relieve(self) -> None:

@@ -72,14 +72,17 @@ class Room:
         for node in reversed(_subtree(top)):
             trie.remove(node)
 
-    def drop_cheapest(self, target_bytes: int, kept: Collection[Node], now: int) -> None:
+    def drop_cheapest(
+        self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False
+    ) -> None:
         """Drops what is worth least until no more than `target_bytes` are charged, or nothing more can go.
 
-        `now` is the reading of the clock of `Node.last_used`.
+        What is next to worthless goes in any case, so that the next rounds come later. `now` is the reading of the
+        clock of `Node.last_used`; with `guards_sessions` the ends of sessions go last.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
-        survey = Survey(self._layout, self._tries.values(), now)
+        survey = Survey(self._layout, self._tries.values(), now, guards_sessions=guards_sessions)
         queue = FairQueue(self._over_share)
         for trie, candidate in survey.candidates():
             queue.push(trie.namespace, candidate)
@@ -102,14 +105,15 @@ class Room:
         """Drops a leaf, and what above it holds no bytes; returns what may be a leaf then."""
         self._count_eviction(trie)
         self.before_dropping(trie, node)
-        parent, last_used, session_id = node.parent, node.last_used, node.session_id
+        leaf, parent = node, node.parent
         trie.remove(node)
         while parent is not None and is_free_leaf(parent) and not parent.num_bytes:
             node, parent = parent, parent.parent
             trie.remove(node)
-        if parent is not None and parent.last_used < last_used:
+        if parent is not None and parent.last_used < leaf.last_used:
             # The conversation ends here now, and is no older for that.
-            parent.last_used, parent.session_id = last_used, session_id
+            parent.last_used, parent.session_id = leaf.last_used, leaf.session_id
+            parent.is_background = leaf.is_background
         return parent
 
     def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> Node | None:

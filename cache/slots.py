@@ -56,6 +56,10 @@ class Slot:
     session_id: str | None = None
     is_volatile: bool = False
     """The state of this sequence is to stay in memory."""
+    is_background: bool = False
+    """Nobody waits for its last request."""
+    leaves_background: bool = False
+    """Nor for the conversation that this was a turn of."""
     is_leased: bool = False
     is_on_probation: bool = False
     """Its sequence has no session and goes on from no earlier turn."""

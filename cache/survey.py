@@ -17,9 +17,13 @@ _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind
 class Survey:
     """A look at all nodes, for one round of giving up. `now` is the reading of the clock of `Node.last_used`."""
 
-    def __init__(self, layout: Layout, tries: Iterable[PrefixTrie], now: int) -> None:
+    def __init__(
+        self, layout: Layout, tries: Iterable[PrefixTrie], now: int, *, guards_sessions: bool = False
+    ) -> None:
+        """With `guards_sessions` the ends of sessions go last; not of those that nobody waits for."""
         self._layout = layout
         self._now = now
+        self._guards_sessions = guards_sessions
         self._last_used: dict[Node, int] = {}
         """When a node, or anything behind it, was used."""
         self._latest: dict[tuple[str, str], int] = {}
@@ -60,18 +64,30 @@ class Survey:
 
     def candidate(self, trie: PrefixTrie, node: Node) -> Candidate:
         """Returns what giving up a node that can be dropped would free and cost."""
-        if node.children:
-            num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
-            age, base = self._now - self._last_used[node], self._base(node)
-            chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
-            return Candidate((trie, node), num_bytes, node.stop - base, age, chance, node.is_explicit)
+        return self._of_snapshot(trie, node) if node.children else self._of_leaf(trie, node)
+
+    def _of_snapshot(self, trie: PrefixTrie, node: Node) -> Candidate:
+        num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
+        age, base = self._now - self._last_used[node], self._base(node)
+        chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
+        return Candidate((trie, node), num_bytes, node.stop - base, age, chance, node.is_explicit)
+
+    def _of_leaf(self, trie: PrefixTrie, node: Node) -> Candidate:
         age = self._now - node.last_used
         if not self._is_point(node):
             return Candidate((trie, node), node.num_bytes, 0, age, Chance.UNUSABLE)
         base, chance = self._base(node), self._chance_at_end(trie, node)
         if chance is Chance.CURRENT and not base and node.kind in _HEADS:
             chance = Chance.REST
-        return Candidate((trie, node), self._tail_bytes(node), node.stop - base, age, chance)
+        is_session = node.session_id is not None and not node.is_background and chance is not Chance.LEFT
+        return Candidate(
+            (trie, node),
+            self._tail_bytes(node),
+            node.stop - base,
+            age,
+            chance,
+            is_guarded=self._guards_sessions and is_session,
+        )
 
     def _chance_within(self, node: Node) -> Chance:
         if self._owner.get(node) == _MANY or node.kind is RestorePointKind.SYSTEM_END:

@@ -61,6 +61,7 @@ class Node:
     __slots__ = (
         "children",
         "home",
+        "is_background",
         "is_explicit",
         "is_on_probation",
         "is_volatile",
@@ -91,6 +92,8 @@ class Node:
         """Whose sequence was here last."""
         self.is_on_probation = False
         """A sequence without a session ends here, and none has gone on from it."""
+        self.is_background = False
+        """A conversation that nobody waits for ends here."""
         self.num_slots = 0
         """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
         self.num_pins = 0

@@ -34,6 +34,7 @@ def run(
     session_id: str | None = None,
     namespace: str = "",
     reuse: bool = True,
+    is_background: bool = False,
     evaluate: Evaluate = fake_model.evaluate,
     stop_at: int | None = None,
     inspect: Callable[[Lease], None] = lambda lease: None,
@@ -44,7 +45,14 @@ def run(
     """
     points = [RestorePoint(offset, RestorePointKind.EXPLICIT) for offset in explicit]
     tokens = np.array(prompt, np.int32)
-    lease = prefix_cache.begin(tokens, session_id=session_id, namespace=namespace, restore_points=points, reuse=reuse)
+    lease = prefix_cache.begin(
+        tokens,
+        session_id=session_id,
+        namespace=namespace,
+        restore_points=points,
+        reuse=reuse,
+        is_background=is_background,
+    )
     assert lease is not None, "all slots are leased"
     prefix_cache.check()
     outcome = Outcome(len(prompt) - lease.hit_tokens, lease.match_tokens, lease.hit_tokens, lease.slot_index)

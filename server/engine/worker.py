@@ -37,7 +37,7 @@ from models.sampling import SamplingParams
 from server.engine.diagnosis import Miss, MissReason, Reuse, Sessions, Spell, Turn, diagnose
 from server.engine.errors import EngineStopped, OutOfMemory, PromptTooLarge, StepFailed, is_out_of_memory
 from server.engine.events import Event, Failed, Progress, Started
-from server.engine.request import GenerationRequest, TokenArray
+from server.engine.request import GenerationRequest, Priority, TokenArray
 from server.engine.scheduler import Phase, Scheduler, Ticket
 from server.engine.sequence import MakeDecoder, Sequence, Sink
 
@@ -263,6 +263,7 @@ class Worker:
                 expected_tokens=min(request.max_tokens, self._expected_tokens),
                 reuse=request.cache_prompt,
                 is_volatile=request.is_volatile,
+                is_background=request.priority is Priority.BACKGROUND,
             )
         except BudgetExceeded as error:
             self._fail(sequence, PromptTooLarge(str(error)))

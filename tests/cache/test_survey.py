@@ -63,6 +63,30 @@ def test_what_a_session_left_behind_goes_before_an_older_session() -> None:
     assert [known(prefix_cache, number) for number in range(1, 7)] == [100, 0, 100, 100, 100, 100]
 
 
+def test_background_sessions_take_each_others_room_and_not_that_of_one_that_somebody_waits_for() -> None:
+    prefix_cache = cache_of(400)
+    cache_driver.run(prefix_cache, story(1), session_id="chat")
+    for number in range(2, 20):
+        cache_driver.run(prefix_cache, story(number), session_id=f"job {number}", is_background=True)
+    assert known(prefix_cache, 1) == 100
+    assert known(prefix_cache, 2) == 0
+    cache_driver.run(
+        prefix_cache, story(30), story(31) + story(32) + story(33), session_id="long", is_background=True
+    )
+    assert known(prefix_cache, 1) == 100, "an answer that outgrew its room took that of the chat"
+    cache_driver.run(prefix_cache, story(30) + story(31) + story(32) + story(33), is_background=True)
+    assert known(prefix_cache, 1) == 0, "it must not wait for ever either"
+
+
+def test_what_is_evaluated_ahead_for_a_session_belongs_to_it() -> None:
+    prefix_cache = cache_of(500)
+    cache_driver.run(prefix_cache, story(1), session_id="chat")
+    cache_driver.run(prefix_cache, [*story(1), *story(2)], session_id="chat", is_background=True)
+    for number in range(3, 20):
+        cache_driver.run(prefix_cache, story(number), session_id=f"job {number}", is_background=True)
+    assert prefix_cache.peek(np.array([*story(1), *story(2), 1], np.int32)) == 200
+
+
 def test_among_equals_the_oldest_goes() -> None:
     prefix_cache = cache_of(300)
     for number in range(1, 5):

@@ -44,6 +44,20 @@ def test_one_request_tells_its_story_in_order(layout: str) -> None:
     assert sink.last.timings.cache_tokens + sink.last.timings.evaluated_tokens == 40
 
 
+@pytest.mark.parametrize("priority", Priority)
+def test_the_cache_is_told_who_waits(priority: Priority, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, told = Harness(), []
+    begin = harness.prefix_cache.begin
+
+    def watch(*arguments: Any, **options: Any) -> Any:
+        told.append(options["is_background"])
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(harness.prefix_cache, "begin", watch)
+    harness.run(harness.submit(prompt_of(1, 40), priority=priority))
+    assert told == [priority is Priority.BACKGROUND]
+
+
 def test_a_progress_event_follows_each_chunk() -> None:
     harness = Harness(chunk_tokens=16)
     sink = harness.submit(prompt_of(1, 40))
