@@ -119,9 +119,15 @@ class Archive:
         if is_wanted:
             self._save_snapshot(namespace, path)
 
-    def save_path(self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment]) -> Iterator[None]:
-        """Has written what disk lacks of a path, a piece with each step; `live_rows` copies what lives in a slot."""
+    def save_path(
+        self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], tick: int
+    ) -> Iterator[None]:
+        """Has written what disk lacks of a path, a piece with each step.
+
+        `live_rows` copies what lives in a slot; `tick`, one of the tier's, says when the path was used.
+        """
         tokens = tokens_of(path)
+        self.tier.touch(namespace, tokens, tick)
         wanted = self._wanted_snapshots(namespace, path, tokens)
         stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else len(tokens)
         if self._layout.needs_snapshots and not wanted:
@@ -129,10 +135,10 @@ class Archive:
         gaps = list(self.tier.covered(namespace, tokens[:stop], 0).missing())
         for node in path:
             if node.stop <= stop and any(first < node.stop and node.start < last for first, last in gaps):
-                self._save_span(namespace, tokens, node, live_rows)
+                self._save_span(namespace, tokens, node, live_rows, tick)
                 yield
         for node in wanted:
-            self._save_snapshot(namespace, path[: path.index(node) + 1])
+            self._save_snapshot(namespace, path[: path.index(node) + 1], tick)
             yield
 
     def _wanted_snapshots(self, namespace: str, path: list[Node], tokens: TokenArray) -> list[Node]:
@@ -155,15 +161,20 @@ class Archive:
         return isinstance(snapshot, Snapshot) and (snapshot.points is not None) >= self._layout.has_points
 
     def _save_span(
-        self, namespace: str, tokens: TokenArray, node: Node, live_rows: Callable[[Node], Segment] | None = None
+        self,
+        namespace: str,
+        tokens: TokenArray,
+        node: Node,
+        live_rows: Callable[[Node], Segment] | None = None,
+        tick: int | None = None,
     ) -> None:
         if node.is_volatile:
             return
         segment = cast(Segment, node.span) if node.span is not None else live_rows(node) if live_rows else None
         if segment is not None:
-            self.tier.write_span(namespace, tokens[: node.stop], segment)
+            self.tier.write_span(namespace, tokens[: node.stop], segment, tick=tick)
 
-    def _save_snapshot(self, namespace: str, path: list[Node]) -> None:
+    def _save_snapshot(self, namespace: str, path: list[Node], tick: int | None = None) -> None:
         """Has the snapshot at the end of a path written, with all window rows that it needs."""
         snapshot = cast(Snapshot, path[-1].snapshot)
         window = snapshot.window
@@ -171,7 +182,7 @@ class Archive:
             first = max(0, snapshot.offset - self._layout.window)
             rows = window_rows(self._layout, path[:-1], window.start) if window.start > first else []
             window = reduce(Segment.join, [*rows, window]).tail(first)
-        self.tier.write_snapshot(namespace, tokens_of(path), window, snapshot.points)
+        self.tier.write_snapshot(namespace, tokens_of(path), window, snapshot.points, tick=tick)
 
 
 def tokens_of(path: list[Node]) -> TokenArray:

@@ -156,7 +156,7 @@ class DiskTier:
         self.used_bytes = sum(file.num_bytes for file in held)
         self._tick = max((file.last_used for file in held), default=0) + 1
         self._day, self._day_bytes = store.today(), store.written_bytes()
-        self._make_room(0)
+        self._make_room(0, self._tick)
 
     @property
     def is_busy(self) -> bool:
@@ -215,32 +215,41 @@ class DiskTier:
 
     # ------------------------------------------------------------------------------------------------- writing
 
-    def write_span(self, namespace: str, tokens: TokenArray, segment: Segment) -> FileSpan | None:
+    def write_span(
+        self, namespace: str, tokens: TokenArray, segment: Segment, *, tick: int | None = None
+    ) -> FileSpan | None:
         """Has a segment written that ends at `len(tokens)`; `tokens` are all tokens from the sequence's start.
 
         Returns at once: what stands for the segment, to be used once it `is_written`, or None if it cannot be taken
         now, because too much is waiting, the day's or the whole budget is used up, or the disk fails. Tokens whose
-        state is on disk already are not written again. Borrows the segment's arrays.
+        state is on disk already are not written again. Borrows the segment's arrays. `tick` says when the state was
+        used, one of `ticks`; without it, now. It never replaces state that was used later.
         """
         self._settle()
-        self.touch(namespace, tokens)
+        tick = self.touch(namespace, tokens, tick)
         held = self._tree.covered(namespace, tokens, segment.start)
         gaps = list(held.missing())
         if not gaps:
             return held
         image = self._make_image(segment, None)
-        made = [self._file(image, *gap) for gap in gaps]
+        made = [self._file(image, *gap, tick) for gap in gaps]
         return reduce(FileSpan.filled, made, held) if self._take(namespace, tokens, image, made) else None
 
     def write_snapshot(
-        self, namespace: str, tokens: TokenArray, window: Segment | None, points: PointState | None
+        self,
+        namespace: str,
+        tokens: TokenArray,
+        window: Segment | None,
+        points: PointState | None,
+        *,
+        tick: int | None = None,
     ) -> FileSnapshot | None:
         """Has a snapshot written that is valid right after `tokens`, where the window's rows end.
 
         Returns like `write_span`; None also for point state of a class that is not known how to store.
         """
         self._settle()
-        self.touch(namespace, tokens)
+        tick = self.touch(namespace, tokens, tick)
         start = window.start if window is not None else len(tokens)
         held = self._tree.snapshot(namespace, tokens)
         if held is not None and held.start <= start and (points is None or held.has_points):
@@ -250,22 +259,22 @@ class DiskTier:
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
             return None
-        made = self._file(image, start, len(tokens), is_snapshot=True, has_points=points is not None)
+        made = self._file(image, start, len(tokens), tick, is_snapshot=True, has_points=points is not None)
         if not self._take(namespace, tokens, image, [made]):
             return None
         self._drop([held] if held is not None else [])
         return snapshot_in(made)
 
     def _file(
-        self, image: StateImage, start: int, stop: int, is_snapshot: bool = False, has_points: bool = False
+        self, image: StateImage, start: int, stop: int, tick: int, is_snapshot: bool = False, has_points: bool = False
     ) -> StoredFile:
         num_bytes = image.bytes_of(stop - start) + _HEADER_BYTES
-        return StoredFile(self, start, stop, num_bytes, is_snapshot, has_points, last_used=self._tick)
+        return StoredFile(self, start, stop, num_bytes, is_snapshot, has_points, last_used=tick)
 
     def _take(self, namespace: str, tokens: TokenArray, image: StateImage, made: list[StoredFile]) -> bool:
         """Hands files to the writer if there is room for them, in memory and on disk."""
         num_bytes = sum(file.num_bytes for file in made)
-        if not self._may_write(num_bytes, image.num_bytes) or not self._make_room(num_bytes):
+        if not self._may_write(num_bytes, image.num_bytes) or not self._make_room(num_bytes, made[0].last_used):
             return False
         assert self._store is not None
         tokens = tokens.copy()
@@ -314,12 +323,22 @@ class DiskTier:
 
     # -------------------------------------------------------------------------------------------- recency, budget
 
-    def touch(self, namespace: str, tokens: TokenArray) -> None:
-        """Says that the state after `tokens` was used: what its restoring needs is the last to go."""
-        self._tick += 1
+    def touch(self, namespace: str, tokens: TokenArray, tick: int | None = None) -> int:
+        """Says that the state after `tokens` was used now, or at `tick`; returns when.
+
+        What its restoring needs goes after all that was used before.
+        """
+        tick = tick if tick is not None else self.ticks(1)[0]
         for file in self._tree.on_path(namespace, tokens):
-            file.last_used = self._tick
-            self._touched.add(file)
+            if file.last_used < tick:
+                file.last_used = tick
+                self._touched.add(file)
+        return tick
+
+    def ticks(self, count: int) -> list[int]:
+        """Returns readings of the clock of use, later than all before, the latest first."""
+        self._tick += count
+        return list(range(self._tick, self._tick - count, -1))
 
     def forget(self, namespace: str, tokens: TokenArray, start: int = 0) -> None:
         """Deletes the state of the tokens `[start, len(tokens))` and of all that follow them.
@@ -334,8 +353,8 @@ class DiskTier:
         self._settle()
         self._drop(self._tree.files(namespace))
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Deletes what was used longest ago so that `num_bytes` more fit; what was just touched stays.
+    def _make_room(self, num_bytes: int, tick: int) -> bool:
+        """Deletes what was used longest ago so that `num_bytes` more fit; what was used at `tick` or later stays.
 
         Where that is not enough, nothing is deleted, and the answer is False.
         """
@@ -343,7 +362,7 @@ class DiskTier:
         if excess <= 0:
             return True
         spare = int(self.budget_bytes * (1 - _LOW_WATERMARK))
-        victims = self._tree.victims(excess + spare, self._tick)
+        victims = self._tree.victims(excess + spare, tick)
         if sum(file.num_bytes for file in victims) < excess:
             return False
         self._drop(victims)

@@ -335,24 +335,28 @@ class PrefixCache:
     def save(self) -> Iterator[None]:
         """Has everything written that is worth it and that disk lacks, a piece with each step.
 
-        For when there is nothing else to do. Begin anew after any other call.
+        What was used last goes first. For when there is nothing else to do: begin anew after any other call.
         """
         if self.archive is None:
             return
-        for slot in self.slots:
-            if not slot.is_leased and slot.tip.parent is not None:
-                self._keep_tip_for_disk(slot)
         leaves = [(trie, node) for trie, node in self.room.nodes() if not node.children]
-        for trie, leaf in sorted(leaves, key=lambda pair: pair[1].last_used, reverse=True):
+        leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
+        for (trie, leaf), tick in zip(leaves, self.archive.tier.ticks(len(leaves)), strict=True):
             if leaf.parent is not None:
-                yield from self.archive.save_path(trie.namespace, leaf.path(), self._copy_live)
+                yield from self._save_path(self.archive, trie, leaf, tick)
 
-    def _keep_tip_for_disk(self, slot: Slot) -> None:
-        """Keeps the end of an idle sequence restorable if memory has room for it without giving anything up."""
-        had_snapshot = slot.tip.snapshot is not None
-        self._keep_tip(slot)
-        if not had_snapshot and self.ledger.excess_bytes() > 0:
-            self._trie(slot.namespace).snap(slot.tip, None)
+    def _save_path(self, archive: Archive, trie: PrefixTrie, leaf: Node, tick: int) -> Iterator[None]:
+        """Has a conversation written; what its end needs to be restored stays in memory only if there is room."""
+        path = leaf.path()
+        ends = [slot for slot in self.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot]
+        for slot in ends:
+            self._keep_tip(slot)
+        try:
+            yield from archive.save_path(trie.namespace, path, self._copy_live, tick)
+        finally:
+            for slot in ends:
+                if self.ledger.excess_bytes() > 0 and slot.tip.snapshot is not None:
+                    trie.snap(slot.tip, None)
 
     def _copy_live(self, node: Node) -> Segment:
         (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])

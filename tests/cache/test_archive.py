@@ -223,3 +223,19 @@ def test_any_history_with_restarts_restores_what_was_evaluated(layout: str, seed
     tier = open_tier(tmp_path, budget_bytes=tier.budget_bytes)
     assert converse(make(layout, tier), [*last, 7]) == (len(last), Tier.DISK)
     tier.close()
+
+
+def test_where_disk_has_too_little_room_it_holds_what_was_used_last(tmp_path: Path, tiers: list[DiskTier]) -> None:
+    """What was saved first, the newest, used to be replaced by what was saved after it."""
+    tiers.append(open_tier(tmp_path, budget_bytes=200_000))
+    prefix_cache = make("T", tiers[-1], num_slots=3)
+    stories = [[*range(start, start + 1000)] for start in (1000, 3000, 5000)]
+    for story in stories:
+        converse(prefix_cache, story)
+    converse(prefix_cache, [*stories[1], 8, 7])
+    for _ in prefix_cache.save():
+        assert tiers[-1].flush(10)
+    tiers[-1].close()
+    tiers.append(open_tier(tmp_path, budget_bytes=200_000))
+    again = make("T", tiers[-1])
+    assert [again.peek(np.array([*story, 8], np.int32)) for story in stories] == [0, 1001, 0]
