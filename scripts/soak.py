@@ -34,7 +34,8 @@ MODELS = ("llama", "gemma3", "qwen3_5", "falcon_h1")
 NUM_GENERATED = 3
 MAX_PROMPT = 160
 SYSTEM_TOKENS = 30
-MEMORY_BYTES, DISK_BYTES = 2 << 20, 12 << 20
+MEMORY_PROMPTS, DISK_PROMPTS = 4, 24
+"""Room in memory and on disk, in prompts of the longest kind."""
 FLOOR_SLACK_BYTES = 1 << 20
 """What MLX may hold more at the end than at the start."""
 
@@ -68,12 +69,15 @@ class Soak:
         self._cache.end(10)
 
     def _open(self) -> None:
-        tier = DiskTier.open(self._folder, budget_bytes=DISK_BYTES, fingerprint="soak", max_in_flight_bytes=1 << 20)
-        self._cache = PrefixCache(
-            lambda: list(make_prompt_cache(self._model)), num_slots=2, budget_bytes=MEMORY_BYTES, disk=tier
-        )
         caches = list(make_prompt_cache(self._model))
-        self._evaluate(caches, np.ones(8, np.int32))
+        self._evaluate(caches, np.ones(MAX_PROMPT, np.int32))
+        one = sum(cache.nbytes for cache in caches)
+        tier = DiskTier.open(
+            self._folder, budget_bytes=DISK_PROMPTS * one, fingerprint="soak", max_in_flight_bytes=1 << 20
+        )
+        self._cache = PrefixCache(
+            lambda: list(make_prompt_cache(self._model)), num_slots=2, budget_bytes=MEMORY_PROMPTS * one, disk=tier
+        )
         self._cache.calibrate(caches)
         self._tier = tier
 
