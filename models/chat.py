@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.placement import RestorePoint, RestorePointKind
+from models.comparison import shared_length
 from models.errors import ModelError
 from models.outline import NO_OUTLINE, Outline
 from models.pieces import Pieces, token_ends
@@ -215,7 +216,7 @@ class _Conversation:
             except ChatTemplateError:
                 # The template takes this conversation but not its start alone: no point there.
                 continue
-            yield _shared_length(text, variant), kind
+            yield shared_length(text, variant), kind
 
     def outline(self, text: str, tokens_before: Callable[[int], int], points: Iterable[RestorePoint]) -> Outline:
         """Returns where each message begins in `text`, in tokens; a message begins where the one before ended."""
@@ -380,15 +381,3 @@ def _cut_inside(messages: Sequence[Message], index: int, length: int) -> list[Me
 
 def _unlike(text: str) -> str:
     return "b" if text.lstrip().startswith("a") else "a"
-
-
-def _shared_length(left: str, right: str) -> int:
-    """Returns how many characters both start with, comparing whole slices: texts may be megabytes long."""
-    low, high = 0, min(len(left), len(right))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if left[low:middle] == right[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

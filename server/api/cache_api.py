@@ -12,8 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from cache.errors import PinLimit
 from cache.view import DiskNodeView, NodeView, StateBytes
-from server.api.auth import namespace_of
-from server.api.endpoint import context_of
+from server.api.endpoint import context_of, namespace_asked
 from server.api.errors import ApiError, Code
 from server.api.served import EnginePort, ServedModel
 from server.engine.cache_commands import ClearCache, DescribeCache, Described, Freed, PinSession, UnpinSession
@@ -103,14 +102,14 @@ class PinnedBody(TypedDict):
 async def get_cache(request: Request) -> Response:
     """Describes what is held for the request's namespace; `?limit=` bounds the edges that are listed."""
     model, engine = _asked(request)
-    described = await engine.ask(DescribeCache(_namespace(request), _limit(request)))
+    described = await engine.ask(DescribeCache(namespace_asked(request), _limit(request)))
     return JSONResponse(_state_body(model, described))
 
 
 async def clear_cache(request: Request) -> Response:
     """Forgets what is held for the request's namespace, but for what running requests use."""
     model, engine = _asked(request)
-    freed: Freed = await engine.ask(ClearCache(_namespace(request)))
+    freed: Freed = await engine.ask(ClearCache(namespace_asked(request)))
     body: ClearedBody = {
         "object": "cache.cleared",
         "model": model.id,
@@ -126,7 +125,7 @@ async def pin_session(request: Request) -> Response:
     _, engine = _asked(request)
     session_id = request.path_params["session_id"]
     try:
-        num_tokens: int = await engine.ask(PinSession(_namespace(request), session_id))
+        num_tokens: int = await engine.ask(PinSession(namespace_asked(request), session_id))
     except PinLimit as error:
         raise ApiError(Code.PIN_LIMIT, str(error)) from error
     if not num_tokens:
@@ -139,7 +138,7 @@ async def unpin_session(request: Request) -> Response:
     """Ends a session's pin; raises ApiError (404) where there is none."""
     _, engine = _asked(request)
     session_id = request.path_params["session_id"]
-    if not await engine.ask(UnpinSession(_namespace(request), session_id)):
+    if not await engine.ask(UnpinSession(namespace_asked(request), session_id)):
         raise ApiError(Code.SESSION_NOT_FOUND, f"no session {session_id[:256]!r} is pinned", "session_id")
     return _pinned(session_id, 0)
 
@@ -148,10 +147,6 @@ def _asked(request: Request) -> tuple[ServedModel, EnginePort]:
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
     return model, context.engines[model.id]
-
-
-def _namespace(request: Request) -> str:
-    return namespace_of(request.headers, request.query_params.get("cache_salt"))
 
 
 def _limit(request: Request) -> int:

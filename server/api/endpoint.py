@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from models.chat import RenderedPrompt
 from server.api.answer import Answer, OnReply, OutputEvent
+from server.api.auth import namespace_of
 from server.api.body import not_finite, parse_object, read_body
 from server.api.prepare import Origin
 from server.api.served import ApiContext, EnginePort, ServedModel
@@ -57,6 +58,11 @@ def context_of(request: Request) -> ApiContext:
     context = request.app.state.api
     assert isinstance(context, ApiContext)
     return context
+
+
+def namespace_asked(request: Request) -> str:
+    """Returns the namespace that a request without a body is about: of its key, and of `?cache_salt=`."""
+    return namespace_of(request.headers, request.query_params.get("cache_salt"))
 
 
 async def generate(request: Request, id_prefix: str, planner: Planner) -> Response:

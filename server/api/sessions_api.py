@@ -9,9 +9,8 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from server.api.auth import namespace_of
 from server.api.costs import MissBody, miss_of
-from server.api.endpoint import context_of
+from server.api.endpoint import context_of, namespace_asked
 from server.api.errors import ApiError, Code
 from server.engine.diagnosis import Miss
 from server.engine.errors import EngineStopped
@@ -86,7 +85,7 @@ class DeletedBody(TypedDict):
 
 async def list_sessions(request: Request) -> Response:
     """Lists the sessions of the request's namespace."""
-    sessions = context_of(request).sessions.sessions(_namespace(request))
+    sessions = context_of(request).sessions.sessions(namespace_asked(request))
     body: SessionList = {"object": "list", "data": [_session_body(session) for session in sessions]}
     return JSONResponse(body)
 
@@ -94,7 +93,7 @@ async def list_sessions(request: Request) -> Response:
 async def get_session(request: Request) -> Response:
     """Describes one session with its last turns; raises ApiError (404)."""
     session_id = request.path_params["session_id"]
-    session = context_of(request).sessions.find(_namespace(request), session_id)
+    session = context_of(request).sessions.find(namespace_asked(request), session_id)
     if session is None:
         raise _not_found(session_id)
     body: SessionDetail = {**_session_body(session), "turns": [_turn_body(turn) for turn in session.turns]}
@@ -104,7 +103,7 @@ async def get_session(request: Request) -> Response:
 async def delete_session(request: Request) -> Response:
     """Forgets one session; raises ApiError (404)."""
     context, session_id = context_of(request), request.path_params["session_id"]
-    namespace = _namespace(request)
+    namespace = namespace_asked(request)
     if context.sessions.find(namespace, session_id) is None:
         raise _not_found(session_id)
     for engine in context.engines.values():
@@ -116,10 +115,6 @@ async def delete_session(request: Request) -> Response:
     context.sessions.forget(namespace, session_id)
     body: DeletedBody = {"id": session_id, "object": "session.deleted", "deleted": True}
     return JSONResponse(body)
-
-
-def _namespace(request: Request) -> str:
-    return namespace_of(request.headers, request.query_params.get("cache_salt"))
 
 
 def _not_found(session_id: str) -> ApiError:

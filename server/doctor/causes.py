@@ -5,12 +5,13 @@ it stands. What fits no kind is an edit.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
+
+from models.comparison import shared_length
 
 WINDOW_CHARACTERS = 120
 """Looked at on either side of a change."""
@@ -99,18 +100,6 @@ def find_changes(before: str, after: str) -> list[Change]:
         change = _change_at(one, other, classify_text(one, other, is_window=False))
         changes.setdefault(change.cause, Change(change.cause, start + change.offset, change.before, change.after))
     return list(changes.values())
-
-
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns how much two texts or lists begin with alike; compares whole slices, as they may be long."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def classify_text(before: str, after: str, *, is_window: bool = True) -> Cause:

@@ -9,8 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from models.comparison import shared_length
 from server.doctor import compare, turns
-from server.doctor.causes import ADVICE, shared_length
+from server.doctor.causes import ADVICE
 from server.doctor.fetch import Sessions
 from server.doctor.findings import Checkup, Finding, findings_of
 from server.doctor.recorded import read_requests

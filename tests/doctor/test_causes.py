@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.doctor.causes import ADVICE, MAX_WORDS, Cause, classify_text, find_changes, shared_length
+from models.comparison import shared_length
+from server.doctor.causes import ADVICE, MAX_WORDS, Cause, classify_text, find_changes
 
 UUIDS = ("2fec6ce7-1d24-4c3a-8f32-8f887b6b9fee", "28539b52-4569-4afe-802d-84510b521cf2")
 
