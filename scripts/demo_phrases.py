@@ -110,7 +110,7 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("are you a robot", "are you human", "are you real", "are you alive", "are you an ai", "are you chatgpt",
       "are you a person",
       "do you have feelings", "are you intelligent", "are you conscious"), "I am a tiny language model, no more."),
-    (("are you there", "can you hear me", "test", "testing", "ping", "is this working", "do you work", "hello?",
+    (("are you there", "can you hear me", "test", "testing", "ping", "is this working", "do you work",
       "is anybody there",
       "this is a test", "one two three test"), "I am here."),
     (("i love you", "i like you", "you are great", "you are nice", "you are smart", "good bot", "you are funny",

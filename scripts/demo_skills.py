@@ -281,10 +281,13 @@ def small_talk(talk: Talk) -> None:
     while True:
         phrases, answer = rng.choice(SMALL_TALK)
         phrase, lead, tail = rng.choice(phrases), rng.choice(BYWORDS[0]), rng.choice(BYWORDS[1])
-        if talk.belongs(f"talk:{lead}{phrase}{tail}"):
+        if not talk.held and rng.random() < 0.3:
+            lead, tail = "", rng.choice(("", ".", "!"))
+            break  # what everybody types first is never kept for evaluation
+        if talk.belongs(f"talk:{lead}{phrase}{tail}") and (lead or tail not in ("", ".", "!")):
             break
     text, _ = rough(rng, phrase, {})
-    talk.user(f"{lead}{text.rstrip('.!') if tail else text}{tail}")
+    talk.user(_capital(rng, f"{lead}{text.rstrip('.!') if tail else text}{tail}"))
     talk.reply(answer or talk.identity, "Small talk; I answer kindly.")
 
 

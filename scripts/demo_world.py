@@ -186,7 +186,8 @@ def take_turn(talk: Talk, skills: dict[Skill, int]) -> None:
     """One exchange of a skill drawn by weight; a tool, where there are some, in a third of the turns."""
     rng = talk.rng
     if talk.tools and rng.random() < 0.4:
-        if "city" in talk.facts and talk.tools[0].name == "get_weather" and rng.random() < 0.3:
+        has_weather = any(tool.name == "get_weather" for tool in talk.tools)
+        if "city" in talk.facts and has_weather and rng.random() < 0.4:
             weather_at_home(talk)
         else:
             use_tool(talk)
