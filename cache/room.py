@@ -6,15 +6,32 @@ go. What lives in a slot is never dropped here. Which of several candidates goes
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 
-from cache.eviction import Chance
+from cache.eviction import Candidate, Chance
 from cache.layers import Layout
 from cache.ledger import Ledger
 from cache.quota import FairQueue, over_share
 from cache.snapshots import Snapshot, is_leant_on
 from cache.survey import Survey, is_droppable, is_free_leaf
 from cache.trie import Node, PrefixTrie
+
+NODES_PER_TICK = 1024
+"""For so many nodes the order of what to give up may be one reading of the clock old."""
+
+
+MAX_EXTRA = 64
+"""Of what is next to worthless, so much goes beyond the need in one round."""
+
+
+@dataclass
+class _Ranking:
+    """What can be given up, in order, as it was found at a reading of the clock."""
+
+    survey: Survey
+    queue: FairQueue
+    made_at: int
 
 
 class Room:
@@ -32,6 +49,7 @@ class Room:
         self._tries: dict[str, PrefixTrie] = {}
         self._held: Counter[str] = Counter()
         """Stored bytes by namespace."""
+        self._last_ranking: _Ranking | None = None
 
     def trie(self, namespace: str, in_use: set[str]) -> PrefixTrie:
         """Returns the trie of a namespace; forgets empty ones, but for those `in_use`."""
@@ -82,16 +100,44 @@ class Room:
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
+        ranking, is_new = self._ranking(now, guards_sessions)
+        self._drop_by(ranking, target_bytes, kept)
+        if self.ledger.charged_bytes > target_bytes and not is_new:
+            self._last_ranking = None
+            self._drop_by(self._ranking(now, guards_sessions)[0], target_bytes, kept)
+
+    def _ranking(self, now: int, guards_sessions: bool) -> tuple[_Ranking, bool]:
+        """Returns all candidates in order, and whether they were looked up just now.
+
+        To look at every node takes long where there are many, and then it matters little what the newest did since.
+        """
+        last = self._last_ranking
+        may_be_old = last is not None and now - last.made_at < self.num_nodes // NODES_PER_TICK
+        if last is not None and may_be_old and last.survey.guards_sessions == guards_sessions:
+            last.survey.now = now
+            return last, False
         survey = Survey(self._layout, self._tries.values(), now, guards_sessions=guards_sessions)
         queue = FairQueue(self._over_share)
         for trie, candidate in survey.candidates():
             queue.push(trie.namespace, candidate)
+        self._last_ranking = _Ranking(survey, queue, now)
+        return self._last_ranking, True
+
+    def _drop_by(self, ranking: _Ranking, target_bytes: int, kept: Collection[Node]) -> None:
+        """Drops candidates in their order, down to the target; those that cannot go now stay in the ranking."""
+        survey, queue, passed = ranking.survey, ranking.queue, list[tuple[PrefixTrie, Candidate]]()
+        num_extra = 0
         while (victim := queue.pop()) is not None:
-            is_needed = self.ledger.charged_bytes > target_bytes
-            if not is_needed and victim.chance > Chance.SUPERSEDED:
-                break
             trie, node = victim.key
+            if self.ledger.charged_bytes <= target_bytes:
+                num_extra += 1
+                if victim.chance > Chance.SUPERSEDED or num_extra > MAX_EXTRA:
+                    passed.append((trie, victim))
+                    break
             if node in kept or not is_droppable(node):
+                # Pinned, in a slot, or about to be restored; unless it has gone, or all that could go of it.
+                may_go_later = node.parent is not None and (not node.children or node.snapshot is not None)
+                passed += [(trie, victim)] if may_go_later else []
                 continue
             fresh = survey.candidate(trie, node)
             if fresh.rank > victim.rank:
@@ -100,6 +146,8 @@ class Room:
             exposed = self._drop_snapshot(trie, node) if node.children else self._drop_leaf(trie, node)
             if exposed is not None and is_droppable(exposed):
                 queue.push(trie.namespace, survey.candidate(trie, exposed))
+        for trie, victim in passed:
+            queue.push(trie.namespace, victim)
 
     def _drop_leaf(self, trie: PrefixTrie, node: Node) -> Node | None:
         """Drops a leaf, and what above it holds no bytes; returns what may be a leaf then."""

@@ -15,15 +15,18 @@ _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind
 
 
 class Survey:
-    """A look at all nodes, for one round of giving up. `now` is the reading of the clock of `Node.last_used`."""
+    """A look at all nodes, to give some up. `now` is the reading of the clock of `Node.last_used`.
+
+    It may be used again at a later `now`: what it does not know of nodes made since, or used, makes them look older.
+    """
 
     def __init__(
         self, layout: Layout, tries: Iterable[PrefixTrie], now: int, *, guards_sessions: bool = False
     ) -> None:
         """With `guards_sessions` the ends of sessions go last; not of those that nobody waits for."""
         self._layout = layout
-        self._now = now
-        self._guards_sessions = guards_sessions
+        self.now = now
+        self.guards_sessions = guards_sessions
         self._last_used: dict[Node, int] = {}
         """When a node, or anything behind it, was used."""
         self._latest: dict[tuple[str, str], int] = {}
@@ -68,12 +71,12 @@ class Survey:
 
     def _of_snapshot(self, trie: PrefixTrie, node: Node) -> Candidate:
         num_bytes = node.snapshot.num_bytes if node.snapshot is not None else 0
-        age, base = self._now - self._last_used[node], self._base(node)
+        age, base = self.now - self._last_used.get(node, node.last_used), self._base(node)
         chance = self._chance_within(node) if base or not node.last_used else Chance.FIRST
         return Candidate((trie, node), num_bytes, node.stop - base, age, chance, node.is_explicit)
 
     def _of_leaf(self, trie: PrefixTrie, node: Node) -> Candidate:
-        age = self._now - node.last_used
+        age = self.now - node.last_used
         if not self._is_point(node):
             return Candidate((trie, node), node.num_bytes, 0, age, Chance.UNUSABLE)
         base, chance = self._base(node), self._chance_at_end(trie, node)
@@ -86,7 +89,7 @@ class Survey:
             node.stop - base,
             age,
             chance,
-            is_guarded=self._guards_sessions and is_session,
+            is_guarded=self.guards_sessions and is_session,
         )
 
     def _chance_within(self, node: Node) -> Chance:

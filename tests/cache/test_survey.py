@@ -1,14 +1,17 @@
 """What is given up first when memory is short, seen from outside: conversations that come back or do not."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from cache import placement
+from cache import placement, room
 from cache.eviction import Chance
 from cache.lease import Lease
 from cache.placement import RestorePointKind
 from cache.prefix_cache import PrefixCache
 from cache.survey import Survey
+from cache.trie import Node
 from tests import cache_driver, fake_model
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
@@ -165,3 +168,43 @@ def test_the_beginning_that_is_left_of_a_conversation_stays_longest() -> None:
 def known_points(prefix_cache: PrefixCache) -> list[int]:
     """The offsets of all snapshots."""
     return sorted(node.stop for _, node in prefix_cache.room.nodes() if node.snapshot is not None)
+
+
+def test_where_there_is_much_the_order_is_used_again_until_it_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "NODES_PER_TICK", 1)
+    surveys: list[int] = []
+
+    class Counted(Survey):
+        def __init__(self, layout: Any, tries: Any, now: int, **options: Any) -> None:
+            surveys.append(now)
+            super().__init__(layout, tries, now, **options)
+
+    monkeypatch.setattr(room, "Survey", Counted)
+    prefix_cache = cache_of(10_000)
+    for number in range(1, 21):
+        cache_driver.run(prefix_cache, story(number), session_id=str(number))
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    oldest = next(node for _, node in prefix_cache.room.nodes() if node.tokens[0] == 1000)
+    drop_one(prefix_cache, oldest)
+    assert [known(prefix_cache, number) for number in (1, 2, 3)] == [100, 0, 100]
+    for _ in range(2):
+        drop_one(prefix_cache)
+    assert [known(prefix_cache, number) for number in range(1, 6)] == [0, 0, 0, 100, 100]
+    assert len(surveys) == 1
+    cache_driver.run(prefix_cache, story(4), session_id="4")
+    cache_driver.run(prefix_cache, story(30), session_id="30")
+    drop_one(prefix_cache)
+    assert [known(prefix_cache, number) for number in (4, 5, 6)] == [100, 0, 100], "what was used since stays"
+    assert len(surveys) == 1
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock)
+    assert prefix_cache.stats()["nodes"] == 0, "what was made since is found as well"
+    assert len(surveys) == 2
+    prefix_cache.check()
+
+
+def drop_one(prefix_cache: PrefixCache, *kept: Node) -> None:
+    """Gives up the bytes of a story, of none that is `kept`."""
+    target = prefix_cache.ledger.charged_bytes - 100 * BYTES_PER_TOKEN
+    prefix_cache.room.drop_cheapest(target, kept, prefix_cache._clock)
+    prefix_cache.check()
