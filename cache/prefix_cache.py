@@ -349,14 +349,15 @@ class PrefixCache:
         """Has a conversation written; what its end needs to be restored stays in memory only if there is room."""
         path = leaf.path()
         ends = [slot for slot in self.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot]
+        tips = [slot.tip for slot in ends]
         for slot in ends:
             self._keep_tip(slot)
         try:
             yield from archive.save_path(trie.namespace, path, self._copy_live, tick)
         finally:
-            for slot in ends:
-                if self.ledger.excess_bytes() > 0 and slot.tip.snapshot is not None:
-                    trie.snap(slot.tip, None)
+            for node in tips:
+                if self.ledger.excess_bytes() > 0 and node.parent is not None and node.snapshot is not None:
+                    trie.snap(node, None)
 
     def _copy_live(self, node: Node) -> Segment:
         (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
