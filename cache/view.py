@@ -30,41 +30,38 @@ class StateBytes:
 
 
 @dataclass(frozen=True, eq=False)
-class NodeView:
-    """One edge `[start, stop)` of the trie. `index` counts from 0 in the order of the list, parents first."""
+class EdgeView:
+    """One edge `[start, stop)`, in memory or on disk. `index` counts from 0 in the order of its list, parents first."""
 
     index: int
     parent: int | None
     start: int
     stop: int
+    last_used: int
+    """A reading of a logical clock that all namespaces share."""
+    num_bytes: int
+    """Stored bytes: those of a live span are the slot's, and a file may hold rows of several edges."""
+    first_tokens: TokenArray
+
+
+@dataclass(frozen=True, eq=False)
+class NodeView(EdgeView):
+    """One edge of the trie."""
+
     is_live: bool
     """Its span is in a slot; otherwise stored in memory."""
     kind: RestorePointKind | None
     """Why a snapshot was kept at `stop`; None if there is none that can be restored by itself."""
     is_explicit: bool
     is_pinned: bool
-    last_used: int
-    """A reading of a logical clock that all namespaces share."""
-    num_bytes: int
-    """Stored bytes; those of a live span are the slot's."""
-    first_tokens: TokenArray
 
 
 @dataclass(frozen=True, eq=False)
-class DiskNodeView:
-    """One edge `[start, stop)` of which rows are on disk. `index` counts from 0 in the order of the list."""
+class DiskNodeView(EdgeView):
+    """One edge of which rows are on disk."""
 
-    index: int
-    parent: int | None
-    start: int
-    stop: int
     has_snapshot: bool
     """What a model needs beside rows to go on from `stop` is there too."""
-    last_used: int
-    """A reading of a logical clock that all namespaces share."""
-    num_bytes: int
-    """Of files, about: a file may hold rows of several edges."""
-    first_tokens: TokenArray
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cache.errors import PinLimit
-from cache.view import DiskNodeView, NodeView, StateBytes
+from cache.view import DiskNodeView, EdgeView, NodeView, StateBytes
 from server.api.endpoint import context_of, namespace_asked
 from server.api.errors import ApiError, Code
 from server.api.served import EnginePort, ServedModel
@@ -32,35 +32,32 @@ class CacheBytesBody(TypedDict):
     disk: int
 
 
-class NodeBody(TypedDict):
-    """One edge of the tree."""
+class EdgeBody(TypedDict):
+    """What an edge in memory and one on disk have in common."""
 
     id: int
     parent: int | None
     start: int
     stop: int
     tokens: int
+    last_used: int
+    bytes: int
+    preview: str
+
+
+class NodeBody(EdgeBody):
+    """One edge of the tree."""
+
     tier: str
     restore_point: str | None
     explicit: bool
     pinned: bool
-    last_used: int
-    bytes: int
-    preview: str
 
 
-class DiskNodeBody(TypedDict):
+class DiskNodeBody(EdgeBody):
     """One edge of what is on disk."""
 
-    id: int
-    parent: int | None
-    start: int
-    stop: int
-    tokens: int
     snapshot: bool
-    last_used: int
-    bytes: int
-    preview: str
 
 
 class CacheStateBody(TypedDict):
@@ -181,7 +178,7 @@ def _state_body(model: ServedModel, described: Described) -> CacheStateBody:
     }
 
 
-def _ranks(nodes: Iterable[NodeView | DiskNodeView]) -> dict[int, int]:
+def _ranks(nodes: Iterable[EdgeView]) -> dict[int, int]:
     """Returns the rank of each clock reading: the clock itself would tell how many requests others made."""
     return {time: rank for rank, time in enumerate(sorted({node.last_used for node in nodes}), 1)}
 
@@ -196,35 +193,31 @@ def _bytes_body(state: StateBytes) -> CacheBytesBody:
     }
 
 
+def _edge_body(edge: EdgeView, last_used: int, preview: str) -> EdgeBody:
+    return {
+        "id": edge.index,
+        "parent": edge.parent,
+        "start": edge.start,
+        "stop": edge.stop,
+        "tokens": edge.stop - edge.start,
+        "last_used": last_used,
+        "bytes": edge.num_bytes,
+        "preview": preview[:MAX_PREVIEW_CHARACTERS],
+    }
+
+
 def _node_body(node: NodeView, last_used: int, preview: str) -> NodeBody:
     return {
-        "id": node.index,
-        "parent": node.parent,
-        "start": node.start,
-        "stop": node.stop,
-        "tokens": node.stop - node.start,
+        **_edge_body(node, last_used, preview),
         "tier": "live" if node.is_live else "memory",
         "restore_point": node.kind.value if node.kind is not None else None,
         "explicit": node.is_explicit,
         "pinned": node.is_pinned,
-        "last_used": last_used,
-        "bytes": node.num_bytes,
-        "preview": preview[:MAX_PREVIEW_CHARACTERS],
     }
 
 
 def _disk_node_body(node: DiskNodeView, last_used: int, preview: str) -> DiskNodeBody:
-    return {
-        "id": node.index,
-        "parent": node.parent,
-        "start": node.start,
-        "stop": node.stop,
-        "tokens": node.stop - node.start,
-        "snapshot": node.has_snapshot,
-        "last_used": last_used,
-        "bytes": node.num_bytes,
-        "preview": preview[:MAX_PREVIEW_CHARACTERS],
-    }
+    return {**_edge_body(node, last_used, preview), "snapshot": node.has_snapshot}
 
 
 def _pinned(session_id: str, num_tokens: int) -> Response:
