@@ -77,6 +77,7 @@ class Room:
 
     def clear(self, namespace: str | None) -> None:
         """Drops everything of one namespace, or of all, that lives in no slot."""
+        self._last_ranking = None
         tries = [trie for name, trie in self._tries.items() if namespace in (None, name)]
         for trie in tries:
             while leaves := [node for node in trie.nodes() if is_free_leaf(node)]:

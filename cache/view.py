@@ -31,7 +31,7 @@ class StateBytes:
 
 @dataclass(frozen=True, eq=False)
 class EdgeView:
-    """One edge `[start, stop)`, in memory or on disk. `index` counts from 0 in the order of its list, parents first."""
+    """One edge `[start, stop)`, in memory or on disk. `index` is its place in the list, from 0, parents first."""
 
     index: int
     parent: int | None
