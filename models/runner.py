@@ -1,28 +1,30 @@
 """Evaluates tokens: prefill of one sequence, decode of many rows together, sampling.
 
-The engine's loop is double-buffered: it launches the next step before it reads the tokens of the current one, so
+The engine's loop is double-buffered: it prepares the next step before it reads the tokens of the current one, so
 that the device never waits for Python.
 
-    following = runner.launch(rows, current)    # feeds each row the token that `current` samples for it, unread
+    following = runner.prepare(rows, current)   # feeds each row the token that `current` samples for it, unread
+    runner.start(following)                     # before or after the next line: see `overlaps`
     tokens = current.tokens()                   # blocks until `current` is done
 
 Invariants:
 
-- A row's caches contain a token exactly once its launch has happened; the token that the latest step sampled is not
-  in them yet.
-- Rows join and leave at any launch. Span and window state is always in the row's own caches. Point state of rows
-  that decode together lives merged in the runner, from the launch that joined them until `settle` or until the set
+- A row's caches contain a token exactly once a step with it was prepared; the token that the latest step samples is
+  not in them yet.
+- Rows join and leave at any step. Span and window state is always in the row's own caches. Point state of rows
+  that decode together lives merged in the runner, from the step that joined them until `settle` or until the set
   of rows changes; between, the row's own copy of it is out of date.
 - Nothing here keeps a slice of a growing cache, so that its in-place updates stay free.
 
-When `launch` or `DecodeStep.tokens` raises, the live state of every row in that call is lost: span layers may or may
-not hold the new token, layer by layer. The caller discards those rows' caches and rebuilds them; rows that were not
-in the call are unharmed. Nothing here knows requests, text, or the stored state of past tokens.
+When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost: span layers
+may or may not hold the new token, layer by layer. The caller discards those rows' caches and rebuilds them; rows that
+were not in the step are unharmed. Nothing here knows requests, text, or the stored state of past tokens.
 
 Worker thread only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -36,7 +38,7 @@ from models.ragged import LayerCache, RaggedBatch, own_point_state, ragged_atten
 from models.sampling import BatchSampler, RowSampling, SamplingParams
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
-CLEAR_CACHE_LAUNCHES = 256
+CLEAR_CACHE_STEPS = 256
 """How often MLX's pool of freed buffers is emptied: prefill leaves buffers of sizes that decode never asks for."""
 
 
@@ -47,12 +49,12 @@ class DecodeRow:
     caches: list[LayerCache]
     sampling: RowSampling
     next_token: int | None = None
-    """What the next launch feeds the row, if not the token that the step before sampled for it."""
+    """What the next step feeds the row, if not the token that the step before sampled for it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """One launched step: a token for each of its rows, perhaps still being computed."""
+    """One decode step: a token for each of its rows, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
     sampled: mx.array
@@ -68,7 +70,8 @@ class Runner:
     is_ragged: bool
     """False: this model's rows are evaluated one after another in each step, behind the same interface."""
     overlaps: bool
-    """Whether `launch` returns while most of the step is still ahead. MLX's CPU backend works it off first."""
+    """Whether `start` returns while most of the step is still ahead. MLX's CPU backend works off all but the last few
+    operations first, so that what is not read before `start` is read a whole step late."""
 
     def __init__(self, model: Any, *, vocab_size: int) -> None:
         """`vocab_size` is the width of the model's logits. Probes the model: some very short model calls."""
@@ -78,7 +81,7 @@ class Runner:
         self._joined: RaggedBatch | None = None
         self._joined_rows: list[DecodeRow | None] = []
         self._prefilled_tokens = 0
-        self._num_launches = 0
+        self._num_steps = 0
         self.is_ragged = probe.is_ragged(model, vocab_size)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
@@ -108,36 +111,43 @@ class Runner:
         return DecodeRow(caches, RowSampling(sampling, self._vocab_size, emitted=generated), next_token)
 
     def launch(self, rows: Sequence[DecodeRow], previous: DecodeStep | None) -> DecodeStep:
-        """Starts one step that evaluates one token for each row and samples the next; does not wait for it.
+        """Prepares a step and starts it."""
+        step = self.prepare(rows, previous)
+        self.start(step)
+        return step
 
-        A row is fed its `next_token` if that is set, which clears it, and else what `previous` sampled for it.
+    def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None) -> DecodeStep:
+        """Returns a step that evaluates one token for each row and samples the next; nothing is computed yet.
+
+        A row is fed its `next_token` if that is set, which clears it, and else what `previous` samples for it.
         If this raises, see the module's docstring for the state of the rows.
         """
         tokens = _inputs(rows, previous)
-        try:
+        with self._forgetting_what_fails():
             sampled = self._sampler.sample(self._evaluate(rows, tokens), [row.sampling for row in rows])
-            mx.async_eval(sampled)  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._forget_joined()
-            raise
         for row in rows:
             row.next_token = None
-        self._num_launches += 1
-        if self._num_launches % CLEAR_CACHE_LAUNCHES == 0:
-            mx.clear_cache()
         return DecodeStep(tuple(rows), sampled)
+
+    def start(self, step: DecodeStep) -> None:
+        """Has the device compute a step; does not wait for its end."""
+        with self._forgetting_what_fails():
+            mx.async_eval(step.sampled)  # type: ignore[no-untyped-call]
+        self._num_steps += 1
+        if self._num_steps % CLEAR_CACHE_STEPS == 0:
+            mx.clear_cache()
 
     def settle(self, row: DecodeRow) -> None:
         """Afterwards `row.caches` hold the row's whole state, evaluated, in arrays of their own.
 
-        The row may decode on, also from caches that were changed meanwhile: its next launch joins it anew.
+        The row may decode on, also from caches that were changed meanwhile: its next step joins it anew.
         """
         if row in self._joined_rows:
             index = self._joined_rows.index(row)
             self._extract(index)
             self._joined_rows[index] = None
             if not any(self._joined_rows):
-                self._forget_joined()  # or the merged state of the last rows would stay until the next launch
+                self._forget_joined()  # or the merged state of the last rows would stay until the next step
         mx.eval([cache.state for cache in row.caches])
         own_point_state(row.caches)
 
@@ -177,6 +187,15 @@ class Runner:
         row = self._joined_rows[index]
         if self._joined is not None and row is not None:
             self._joined.extract(index, row.caches)
+
+    @contextmanager
+    def _forgetting_what_fails(self) -> Iterator[None]:
+        """Drops the merged state of the rows where the block raises: it cannot be trusted."""
+        try:
+            yield
+        except BaseException:
+            self._forget_joined()
+            raise
 
     def _forget_joined(self) -> None:
         self._joined, self._joined_rows = None, []

@@ -46,14 +46,17 @@ class FakeRow:
 
 @dataclass(eq=False)
 class FakeStep:
-    """One launched step. `error` comes out when it is read, as a device's would."""
+    """One step. `start_error` comes out when it is started, `error` when it is read, as a device's would."""
 
     rows: list[FakeRow]
     sampled: list[int]
+    start_error: Exception | None = None
     error: Exception | None = None
+    is_started: bool = False
 
     def tokens(self) -> list[int]:
         """Returns the sampled tokens, or raises."""
+        assert self.is_started, "a step was read that nobody started"
         if self.error is not None:
             raise self.error
         return self.sampled
@@ -66,7 +69,8 @@ class FakeRunner:
     layout: str = "T"
     overlaps: bool = True
     fault: Callable[[str, list[list[int]]], str | None] = lambda kind, rows: None
-    """Called with "prefill" or "decode" and the tokens of each row; "launch" or "read" makes that part fail."""
+    """Called with "prefill" or "decode" and the tokens of each row; "prepare", "start" or "read" makes that part
+    fail."""
     log: list[tuple[Any, ...]] = field(default_factory=list)
     samplings: list[SamplingParams] = field(default_factory=list)
 
@@ -91,21 +95,27 @@ class FakeRunner:
         self.samplings.append(sampling)
         return FakeRow(caches, next_token)
 
-    def launch(self, rows: Sequence[FakeRow], previous: FakeStep | None) -> FakeStep:
-        """Evaluates one token for each row."""
-        self.log.append(("decode", len(rows)))
+    def prepare(self, rows: Sequence[FakeRow], previous: FakeStep | None) -> FakeStep:
+        """Evaluates one token for each row; what it gives is to be read once the step was started."""
         fed = [self._input(row, previous) for row in rows]
         held = [[*tokens_in(row.caches), token] for row, token in zip(rows, fed, strict=True)]
         failing = self.fault("decode", held)
         for row, token in zip(rows, fed, strict=True):
             fake_model.evaluate(row.caches[:1] if failing else row.caches, np.array([token], np.int32))
-        if failing == "launch":
-            raise RuntimeError("the fake model failed at launch")
-        error = RuntimeError("the fake model failed at read") if failing else None
         if not failing:
             for row, tokens in zip(rows, held, strict=True):
                 fake_model.assert_holds(row.caches, tokens)
-        return FakeStep(list(rows), [next_token(tokens) for tokens in held], error)
+        errors = {failing: RuntimeError(f"the fake model failed at {failing}")} if failing else {}
+        if "prepare" in errors:
+            raise errors["prepare"]
+        return FakeStep(list(rows), [next_token(tokens) for tokens in held], errors.get("start"), errors.get("read"))
+
+    def start(self, step: FakeStep) -> None:
+        """Makes a step readable."""
+        self.log.append(("decode", len(step.rows)))
+        if step.start_error is not None:
+            raise step.start_error
+        step.is_started = True
 
     def settle(self, row: FakeRow) -> None:
         """Rows are always settled here."""

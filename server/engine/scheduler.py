@@ -123,10 +123,11 @@ class Scheduler:
             self._common[pair] = common_prefix_length(one.tokens, other.tokens)
         return self._common[pair]
 
-    def choose_prefill(self, restorable: Callable[[Ticket], int]) -> Ticket | None:
-        """Returns the request that gets the next prefill chunk, None if there is nothing to prefill.
+    def choose_prefill(self, restorable: Callable[[Ticket], int], room: int) -> Ticket | None:
+        """Returns the request that gets the next prefill chunk; None if there is nothing to prefill, or no room.
 
-        `restorable` tells how many tokens of a waiting request could be restored now.
+        `restorable` tells how many tokens of a waiting request could be restored now; `room` is how many may still
+        be evaluated before the next decode step. What does not fit is not passed over: it is first in the next one.
         """
         todo = {ticket: ticket.remaining for ticket in self.in_phase(Phase.PREFILLING)}
         if not self._is_stalled:
@@ -139,6 +140,8 @@ class Scheduler:
         if not todo:
             return None
         chosen = self._choose(todo)
+        if self._next_chunk(len(chosen.tokens) - 1 - todo[chosen], todo[chosen]) > room:
+            return None
         for ticket in todo:
             if ticket is not chosen and ticket.rank[1] < chosen.arrival:
                 ticket.num_passed += 1
@@ -150,6 +153,10 @@ class Scheduler:
             return first
         short = [t for t, left in todo.items() if left <= self._chunk_tokens and t.rank[0] == first.rank[0]]
         return min(short, key=lambda ticket: ticket.rank, default=first)
+
+    def _next_chunk(self, evaluated: int, remaining: int) -> int:
+        """Returns how many tokens a prefill chunk has at most: chunks end at multiples of their size."""
+        return min(remaining, self._chunk_tokens - evaluated % self._chunk_tokens)
 
     def _must_wait(self, ticket: Ticket, restorable: int) -> bool:
         return any(

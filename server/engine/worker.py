@@ -7,9 +7,9 @@ Invariants:
 * a token is recorded before it is emitted, and the caches never run ahead of what is recorded;
 * what happens depends only on the messages, their order and the clock handed in, so a seed is a history.
 
-A step is: one prefill chunk, then one decode step for all live rows. Decode steps are double-buffered: the next
-one starts before the tokens of the last one are read, except where a chunk or a runner that does not overlap would
-delay them.
+A step is: prompt tokens up to one prefill chunk, then one decode step for all live rows. Decode steps are
+double-buffered: the next one is prepared before the tokens of the last one are read, and started before it too,
+except where a chunk or a runner that does not overlap would delay them.
 
 A sequence that ended stays for one more decode step if its last token was not evaluated yet, so that the next turn
 goes on behind it. It leaves at once when that would keep anybody waiting.
@@ -29,7 +29,7 @@ import numpy as np
 
 from cache.errors import BudgetExceeded, PinnedFull
 from cache.layers import LayerCache
-from cache.lease import Lease
+from cache.lease import Lease, Tier
 from cache.pins import PinName
 from cache.placement import RestorePoint, RestorePointKind
 from cache.prefix_cache import PrefixCache
@@ -58,7 +58,7 @@ class Runner(Protocol):
     """What evaluates tokens; `models.runner.Runner` is the real one."""
 
     overlaps: bool
-    """Whether `launch` returns while most of the step is still ahead."""
+    """Whether `start` returns while most of the step is still ahead."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray) -> None:
         """Evaluates tokens of one sequence after what its caches hold."""
@@ -68,8 +68,11 @@ class Runner(Protocol):
     ) -> Any:
         """Returns a row that decodes from `next_token` on, sampling as one that has put out `generated` so far."""
 
-    def launch(self, rows: Rows[Any], previous: Any) -> Step:
-        """Starts one decode step; rows without a next token take the one `previous` sampled for them."""
+    def prepare(self, rows: Rows[Any], previous: Any) -> Step:
+        """Returns one decode step; rows without a next token take the one `previous` samples for them."""
+
+    def start(self, step: Any) -> None:
+        """Has a prepared step computed, without waiting for it."""
 
     def settle(self, row: Any) -> None:
         """Makes a row's own caches hold all of its state."""
@@ -80,7 +83,7 @@ class Runner(Protocol):
 
 @dataclass
 class _Flight:
-    """A launched step, the sequences in it, and whether its tokens were read."""
+    """A decode step under way, the sequences in it, and whether its tokens were read."""
 
     step: Step
     sequences: list[Sequence]
@@ -203,15 +206,9 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """Runs one prefill chunk and one decode step, whichever there is work for."""
+        """Evaluates up to one chunk of prompt tokens and runs one decode step, whichever there is work for."""
         self._watch_prefetches()
-        ticket = self._scheduler.choose_prefill(self._restorable)
-        if ticket is not None:
-            self._read_flight()
-            self._leave_ended()
-            sequence = self._sequences.get(ticket.request_id)
-            if sequence is not None:
-                self._prefill(sequence)
+        self._prefill_chunk()
         self._decode()
 
     def _watch_prefetches(self) -> None:
@@ -229,26 +226,45 @@ class Worker:
 
     # -- prefill
 
-    def _prefill(self, sequence: Sequence) -> None:
-        if sequence.lease is None and not self._admit(sequence):
-            return
+    def _prefill_chunk(self) -> None:
+        """Fills one chunk: with a part of a prompt, or several where restore points cut it short or prompts are."""
+        room = self._chunk_tokens
+        while room > 0 and (ticket := self._scheduler.choose_prefill(self._restorable, room)) is not None:
+            self._read_flight()
+            self._leave_ended()
+            sequence = self._sequences.get(ticket.request_id)
+            if sequence is not None:
+                room -= self._prefill(sequence)
+
+    def _prefill(self, sequence: Sequence) -> int:
+        """Evaluates the next tokens of a prompt; returns how much of the step's room that took, in tokens."""
+        is_newcomer = sequence.lease is None
+        if is_newcomer and not self._admit(sequence):
+            return 0
         lease, limit = sequence.lease, len(sequence.tokens) - 1
         assert lease is not None
+        # Copying state back keeps the others waiting too, so it takes all the room there is.
+        room_taken = self._chunk_tokens if is_newcomer and lease.tier in (Tier.MEMORY, Tier.DISK) else 0
         if lease.offset < limit:
-            chunk = sequence.tokens[lease.offset : lease.chunk_stop(self._chunk_tokens, limit)]
-            try:
-                self._runner.prefill(lease.caches, chunk)
-                lease.advance(chunk)
-            except Exception as error:  # whatever the model raises is this request's failure, not the engine's
-                self._fail_step(sequence, error)
-                return
-            sequence.ticket.offset = lease.offset
-            self._tell(
-                sequence, [Progress(min(lease.offset, len(sequence.request.tokens)), len(sequence.request.tokens))]
-            )
-        if lease.offset >= limit:
+            room_taken += self._evaluate(sequence, lease, lease.chunk_stop(self._chunk_tokens, limit))
+        if lease.is_open and lease.offset >= limit:
             finish = self._end_prime if sequence.request.is_prime else self._start_decoding
             finish(sequence, lease)
+        return room_taken
+
+    def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
+        """Evaluates a prompt up to `stop` and tells how far it is; returns how many tokens that were."""
+        chunk = sequence.tokens[lease.offset : stop]
+        try:
+            self._runner.prefill(lease.caches, chunk)
+            lease.advance(chunk)
+        except Exception as error:  # whatever the model raises is this request's failure, not the engine's
+            self._fail_step(sequence, error)
+            return len(chunk)
+        sequence.ticket.offset = lease.offset
+        num_prompt = len(sequence.request.tokens)
+        self._tell(sequence, [Progress(min(lease.offset, num_prompt), num_prompt)])
+        return len(chunk)
 
     def _admit(self, sequence: Sequence) -> bool:
         """Gets a lease for a waiting sequence; False if it has to go on waiting, or failed."""
@@ -331,21 +347,27 @@ class Worker:
     # -- decode
 
     def _decode(self) -> None:
-        if not self._runner.overlaps:
-            self._read_flight()
-        previous, sequences, failure = self._flight, self._rows_to_launch(), None
+        previous, sequences = self._flight, self._rows_to_launch()
         self._flight = None
-        if sequences:
-            try:
-                self._flight = self._launch(sequences, previous)
-            except Exception as error:  # the model raised: find out which row it was, keep the others
-                failure = error
+        failure = self._failure_of(self._prepare, sequences, previous)
+        if self._runner.overlaps:
+            failure = failure or self._failure_of(self._start)
         if previous is not None and not previous.is_read:
             self._read(previous)
+        if not self._runner.overlaps:
+            failure = failure or self._failure_of(self._start)
         if failure is not None:
             self._recover(sequences, failure)
-        elif sequences:
+        else:
             self._leave_evaluated(sequences)
+
+    def _failure_of(self, act: Callable[..., None], *arguments: Any) -> Exception | None:
+        """Does a part of a decode step; returns what it raised, since the tokens of the last step come first."""
+        try:
+            act(*arguments)
+        except Exception as error:  # the model raised: find out which row it was, keep the others
+            return error
+        return None
 
     def _rows_to_launch(self) -> list[Sequence]:
         decoding = [self._sequences[t.request_id] for t in self._scheduler.in_phase(Phase.DECODING)]
@@ -353,15 +375,23 @@ class Worker:
         suspects = [sequence for sequence in ready if sequence.is_suspect]
         return suspects[:1] or ready
 
-    def _launch(self, sequences: list[Sequence], previous: _Flight | None) -> _Flight:
+    def _prepare(self, sequences: list[Sequence], previous: _Flight | None) -> None:
+        if not sequences:
+            return
         for sequence in sequences:
             if previous is None or sequence not in previous.sequences:
                 sequence.row.next_token = sequence.unrecorded
-        step = self._runner.launch([s.row for s in sequences], previous.step if previous else None)
+        step = self._runner.prepare([s.row for s in sequences], previous.step if previous else None)
         for sequence in sequences:
             sequence.num_launched += 1
             self._record(sequence)
-        return _Flight(step, sequences)
+        self._flight = _Flight(step, sequences)
+
+    def _start(self) -> None:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._runner.start(flight.step)
+            self._flight = flight
 
     def _read_flight(self) -> None:
         if self._flight is not None and not self._flight.is_read:

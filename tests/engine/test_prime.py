@@ -68,7 +68,7 @@ def test_a_prime_that_is_cancelled_keeps_its_progress(layout: str) -> None:
 
 
 def test_a_prime_that_fails_fails_alone() -> None:
-    harness = Harness(runner=FakeRunner(fault=lambda kind, rows: "launch" if kind == "prefill" else None))
+    harness = Harness(runner=FakeRunner(fault=lambda kind, rows: "prepare" if kind == "prefill" else None))
     sink = harness.submit(PREFIX, max_tokens=0)
     harness.run()
     assert not isinstance(sink.last, Finished)

@@ -48,9 +48,9 @@ def scheduler_with(*tickets: Ticket) -> Scheduler:
     return scheduler
 
 
-def chosen(scheduler: Scheduler, **restorable: int) -> str | None:
+def chosen(scheduler: Scheduler, room: int = CHUNK, **restorable: int) -> str | None:
     """Returns the name of the ticket that goes next."""
-    choice = scheduler.choose_prefill(lambda one: restorable.get(one.request_id, 0))
+    choice = scheduler.choose_prefill(lambda one: restorable.get(one.request_id, 0), room)
     return None if choice is None else choice.request_id
 
 
@@ -65,6 +65,19 @@ def test_first_come_first_served() -> None:
 
 def test_a_prefill_under_way_goes_on() -> None:
     assert chosen(scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=16), ticket("b", 2, 100))) == "a"
+
+
+def test_what_is_left_of_a_step_goes_to_whoever_is_next_or_to_nobody() -> None:
+    scheduler = scheduler_with(ticket("a", 1, 10), ticket("b", 2, 3))
+    assert chosen(scheduler, room=9) == "a"
+    assert chosen(scheduler, room=8) is None, "somebody passed who came later"
+    assert chosen(scheduler, room=5, a=4) == "a", "what can be restored needs no room"
+
+
+def test_chunks_end_at_multiples_of_their_size_so_what_fits_is_known_from_where_a_prompt_stands() -> None:
+    scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=CHUNK + 10))
+    assert chosen(scheduler, room=6) == "a"
+    assert chosen(scheduler, room=5) is None
 
 
 def test_a_short_one_passes_a_long_one_a_bounded_number_of_times() -> None:
@@ -156,7 +169,7 @@ class TestOnePrefix:
     def test_nobody_waits_across_namespaces_or_without_sharing(self) -> None:
         for fields in ({"namespace": "other"}, {"shares": False}):
             scheduler = self.pair(offset=0, **fields)
-            scheduler.choose_prefill(lambda one: 0)
+            scheduler.choose_prefill(lambda one: 0, CHUNK)
             waiting = [one.request_id for one in scheduler.in_phase(Phase.WAITING)]
             first = scheduler._tickets["a"]
             first.phase = Phase.DECODING

@@ -118,6 +118,31 @@ def test_a_chunk_runs_between_two_decode_steps_while_a_long_prompt_prefills() ->
     assert [entry[0] for entry in harness.runner.log] == ["prefill", "decode"] * 6
 
 
+def test_short_prompts_and_pieces_of_one_share_a_chunk() -> None:
+    harness = Harness("R", chunk_tokens=16)
+    prompts = prompt_of(1, 8), prompt_of(2, 6), [9] * 9
+    sinks = [harness.submit(prompts[0], user_start=5), *map(harness.submit, prompts[1:])]
+    harness.step()
+    assert harness.runner.log == [("prefill", 5), ("prefill", 2), ("prefill", 5), ("decode", 2)]
+    harness.step()
+    assert harness.runner.log[4:] == [("prefill", 8), ("decode", 3)]
+    harness.run(*sinks)
+    assert [sink.tokens for sink in sinks] == [answer(prompt) for prompt in prompts]
+
+
+def test_state_that_is_copied_back_takes_the_room_of_a_chunk() -> None:
+    harness = Harness(chunk_tokens=16, num_slots=2)
+    prompts = [prompt_of(seed, 5) for seed in range(4)]
+    for prompt in prompts:
+        harness.run(harness.submit(prompt, max_tokens=1))
+    harness.run()
+    returning = [harness.submit([*prompt, 7], max_tokens=9, ignore_eos=True) for prompt in prompts[:2]]
+    harness.runner.log.clear()
+    harness.step(2)
+    assert [sink.started.tier for sink in returning] == ["memory", "memory"]
+    assert [entry for entry in harness.runner.log if entry[0] == "decode"] == [("decode", 1), ("decode", 2)]
+
+
 def test_a_newcomer_gets_its_first_token_within_two_decode_steps() -> None:
     harness = Harness(chunk_tokens=16)
     harness.submit(prompt_of(1, 5), max_tokens=60, ignore_eos=True)
@@ -154,22 +179,39 @@ def test_the_last_token_keeps_no_newcomer_waiting() -> None:
     assert [entry for entry in harness.runner.log if entry[0] == "decode"] == [("decode", 1)]
 
 
-def test_a_runner_that_does_not_overlap_has_its_tokens_told_before_the_next_launch() -> None:
-    harness = Harness(runner=FakeRunner(overlaps=False))
-    sink = harness.submit(prompt_of(1, 10), max_tokens=5, ignore_eos=True)
-    for _ in range(4):
-        said = len(sink.tokens)
-        harness.runner.log.clear()
-        harness.step()
-        assert len([entry for entry in harness.runner.log if entry[0] == "decode"]) == 1
-    assert len(sink.tokens) == said + 1 == 3
+class ToldAtStart(FakeRunner):
+    """Notes for each step how many tokens a client had been told when it was prepared and when it started."""
+
+    def __init__(self, *, overlaps: bool) -> None:
+        super().__init__(overlaps=overlaps)
+        self.sink = Collected()
+        self.told: list[tuple[str, int]] = []
+
+    def prepare(self, rows: Any, previous: Any) -> Any:
+        self.told.append(("prepare", len(self.sink.tokens)))
+        return super().prepare(rows, previous)
+
+    def start(self, step: Any) -> None:
+        self.told.append(("start", len(self.sink.tokens)))
+        super().start(step)
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_step_is_prepared_before_the_last_one_is_told_and_started_when_the_runner_wants_it(overlaps: bool) -> None:
+    runner = ToldAtStart(overlaps=overlaps)
+    harness = Harness(runner=runner)
+    runner.sink = harness.submit(prompt_of(1, 10), max_tokens=3, ignore_eos=True, cache_prompt=False)
+    harness.run()
+    prepared = [("prepare", 0), ("prepare", 0), ("prepare", 1)]
+    started = [("start", told if overlaps else number) for number, (_, told) in enumerate(prepared)]
+    assert runner.told == [event for pair in zip(prepared, started, strict=True) for event in pair]
 
 
 def test_a_sequence_that_ended_hears_nothing_more() -> None:
     for disturb in (
         lambda harness: harness.worker.cancel("r"),
         lambda harness: harness.worker.stop(),
-        lambda harness: setattr(harness.runner, "fault", lambda kind, rows: "launch"),
+        lambda harness: setattr(harness.runner, "fault", lambda kind, rows: "prepare"),
     ):
         harness = Harness()
         sink = harness.submit(prompt_of(1, 20), max_tokens=3, ignore_eos=True, request_id="r")
@@ -299,7 +341,7 @@ def test_max_tokens_is_exact() -> None:
         assert sink.last.timings.predicted_tokens == count
 
 
-@pytest.mark.parametrize("part", ["launch", "read"])
+@pytest.mark.parametrize("part", ["prepare", "start", "read"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_row_that_fails_fails_alone(layout: str, part: str) -> None:
     poison = 77
@@ -356,9 +398,9 @@ class ShortRunner(FakeRunner):
         self._fail("prefill")
         super().prefill(caches, tokens)
 
-    def launch(self, rows: Any, previous: Any) -> Any:
+    def prepare(self, rows: Any, previous: Any) -> Any:
         self._fail("decode")
-        return super().launch(rows, previous)
+        return super().prepare(rows, previous)
 
     def _fail(self, kind: str) -> None:
         if kind in self.failing:
@@ -504,7 +546,7 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
     def fault(kind: str, rows: list[list[int]]) -> str | None:
         if faults["left"] and rng.random() < 0.02:
             faults["left"] -= 1
-            return rng.choice(["launch", "read"])
+            return rng.choice(["prepare", "start", "read"])
         return None
 
     runner = FakeRunner(layout, overlaps=rng.random() < 0.5, fault=fault)
