@@ -25,7 +25,7 @@ from cache.trie import Node, TokenArray
 
 logger = logging.getLogger(__name__)
 
-GAIN_SHARE = 2.0
+GAIN_SHARE = 2.5
 """A snapshot is written once the rows gained since the last one weigh so many times as much."""
 
 MIN_RESTORE_TOKENS = 256

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+LONG_TOKENS = 70_000
+"""Beyond this a conversation goes on the less likely the longer it is."""
+
 
 class Chance(float, Enum):
     """How likely state is wanted when its conversation goes on, by what it is.
@@ -46,6 +49,16 @@ class Chance(float, Enum):
     """One with newer ones between it and the last."""
     UNUSABLE = 0.0
     """State behind the last restore point: no request can be restored with it."""
+
+
+def chance_to_go_on(num_tokens: int) -> float:
+    """Returns the chance that a conversation of so many tokens is wanted at its end.
+
+    Contexts are bounded, and agents begin anew before the bound. Of recorded conversations that had been silent for
+    64 to 256 requests, one that was shorter than 40 000 tokens came back about five times as often, with each request
+    of others, as one longer than 140 000.
+    """
+    return Chance.CURRENT * min(1.0, (LONG_TOKENS / max(1, num_tokens)) ** 2)
 
 
 @dataclass(frozen=True)

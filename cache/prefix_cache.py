@@ -22,6 +22,7 @@ import numpy as np
 
 from cache import placement
 from cache.archive import Archive, Recall
+from cache.clock import RequestClock
 from cache.disk import DiskTier
 from cache.disk_ahead import Prefetch
 from cache.errors import BudgetExceeded, DiskFault, PinLimit, PinnedFull
@@ -65,7 +66,7 @@ class PrefixCache:
         self.slots: list[Slot] = []
         root = self._trie("").root
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
-        self._clock = 0
+        self._clock = RequestClock()
         self._bytes_per_token = 0.0
 
     # ------------------------------------------------------------------------------------------ for requests
@@ -90,7 +91,7 @@ class PrefixCache:
         """
         if all(slot.is_leased for slot in self.slots):
             return None
-        self._clock += 1
+        self._clock.begin(namespace, session_id, is_background=is_background)
         trie = self._trie(namespace)
         is_recalled = reuse and self._recall(trie, tokens[:-1], is_background)
         match = trie.match(tokens[:-1]) if reuse else Match([], 0)
@@ -106,7 +107,7 @@ class PrefixCache:
         common = common_prefix_length(slot.log.view(), tokens[:offset]) if slot.namespace == namespace else 0
         tier = Tier.DISK if is_recalled else Tier.LIVE if common == offset else Tier.MEMORY
         self._switch(slot, trie, namespace, match.path, offset, capacity)
-        slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock
+        slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock.now
         slot.is_on_probation = session_id is None and not _ends_a_turn(slot.tip)
         is_theirs = slot.tip.session_id == session_id and not slot.tip.is_background
         slot.leaves_background = is_background and not is_theirs
@@ -232,7 +233,7 @@ class PrefixCache:
                 # What an ordinary request holds too is no secret of the volatile one that brought it.
                 node.is_volatile &= slot.is_volatile
             self._move_tip(slot, tip)
-            tip.last_used, tip.session_id = self._clock, slot.session_id
+            tip.last_used, tip.session_id = self._clock.now, slot.session_id
             tip.is_on_probation, tip.is_background = slot.is_on_probation, slot.leaves_background
             self._compact(trie, tip)
         self.measure(slot)
@@ -258,13 +259,13 @@ class PrefixCache:
 
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""
-        self._clock += 1
+        self._clock.end()
         try:
             self.commit(slot)
         except Exception:
             self.discard(slot)
             raise
-        slot.is_leased, slot.last_used = False, self._clock
+        slot.is_leased, slot.last_used = False, self._clock.now
         self.ledger.reserve(slot.index, 0)
         self._age_superseded(slot)
         self._follow(slot)
@@ -326,7 +327,7 @@ class PrefixCache:
         if snapshot is not None:
             tip.kind = RestorePointKind.TURN_END
             trie.snap(tip, snapshot)
-        tip.last_used = self._clock
+        tip.last_used = self._clock.now
 
     def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
         if self.archive is not None:
@@ -564,7 +565,7 @@ class PrefixCache:
             trie.absorb_parent(node)
 
     def _refresh(self, slot: Slot) -> None:
-        slot.tip.last_used = self._clock
+        slot.tip.last_used = self._clock.now
 
     def _trie(self, namespace: str) -> PrefixTrie:
         return self.room.trie(namespace, in_use={slot.namespace for slot in self.slots})
@@ -622,9 +623,9 @@ class PrefixCache:
         target = self.ledger.charged_bytes - excess_bytes
         self._page_out_idle(target, busy)
         kept = set(protected)
-        self.room.drop_cheapest(target, kept, self._clock, guards_sessions=is_background)
+        self.room.drop_cheapest(target, kept, self._clock.now, guards_sessions=is_background)
         if self.ledger.charged_bytes > target and self.pins.release_soft():
-            self.room.drop_cheapest(target, kept, self._clock, guards_sessions=is_background)
+            self.room.drop_cheapest(target, kept, self._clock.now, guards_sessions=is_background)
         return self.ledger.charged_bytes - target
 
     def relieve(self) -> None:
@@ -633,7 +634,7 @@ class PrefixCache:
         Nothing is paged out for it, which would take memory before it frees any.
         """
         self.pins.release_soft()
-        self.room.drop_cheapest(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, (), self._clock)
+        self.room.drop_cheapest(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, (), self._clock.now)
 
     def _page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
         """Pages idle slots out until no more than `target_bytes` are charged.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from cache.eviction import Candidate, Chance
+from cache.eviction import Candidate, Chance, chance_to_go_on
 from cache.layers import Layout
 from cache.placement import RestorePointKind
 from cache.snapshots import Snapshot
@@ -88,7 +88,7 @@ class Survey:
             self._tail_bytes(node),
             node.stop - base,
             age,
-            chance,
+            chance_to_go_on(node.stop) if chance is Chance.CURRENT else chance,
             is_guarded=self.guards_sessions and is_session,
         )
 

@@ -57,7 +57,7 @@ def converse(
 def evict_all(prefix_cache: PrefixCache) -> None:
     """Makes memory forget everything, the way a full budget does."""
     prefix_cache._page_out(prefix_cache.slots[0], 0)
-    prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock)
+    prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock.now)
     assert prefix_cache.stats()["nodes"] == 0
     assert prefix_cache.archive is not None
     assert prefix_cache.archive.tier.flush(10)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache import placement, room
+from cache import eviction, placement, room
 from cache.eviction import Chance
 from cache.lease import Lease
 from cache.placement import RestorePointKind
@@ -97,6 +97,23 @@ def test_among_equals_the_oldest_goes() -> None:
     assert [known(prefix_cache, number) for number in range(1, 5)] == [0, 100, 100, 100]
 
 
+@pytest.mark.parametrize(("newest", "gone"), [("known", "short"), ("new", "long")])
+def test_once_a_conversation_has_begun_the_longest_of_the_silent_goes_first(
+    monkeypatch: pytest.MonkeyPatch, newest: str, gone: str
+) -> None:
+    monkeypatch.setattr(eviction, "LONG_TOKENS", 100)
+    prefix_cache = cache_of(10_000)
+    stories = {"known": story(1), "short": story(2), "long": list(range(3000, 3400)), "new": story(4)}
+    for session_id in ("known", "short", "long", newest):
+        cache_driver.run(prefix_cache, stories[session_id], session_id=session_id)
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    drop_one(prefix_cache)
+    lost = [
+        name for name in ("known", "short", "long") if not prefix_cache.peek(np.array([*stories[name], 1], np.int32))
+    ]
+    assert lost == [gone]
+
+
 def talk(prefix_cache: PrefixCache, num_turns: int, session_id: str) -> list[int]:
     """A conversation whose turns go on from each other, 1000 tokens each; returns all its tokens."""
     tokens: list[int] = []
@@ -114,7 +131,7 @@ def recurrent() -> PrefixCache:
 def chances(prefix_cache: PrefixCache) -> dict[int, Chance]:
     """How likely each restore point that can be given up is wanted, by its offset."""
     tries = list(prefix_cache.room._tries.values())
-    survey = Survey(prefix_cache.layout, tries, prefix_cache._clock)
+    survey = Survey(prefix_cache.layout, tries, prefix_cache._clock.now)
     return {candidate.key[1].stop: Chance(candidate.chance) for _, candidate in survey.candidates()}
 
 
@@ -192,12 +209,12 @@ def test_where_there_is_much_the_order_is_used_again_until_it_is_used_up(monkeyp
     assert [known(prefix_cache, number) for number in range(1, 6)] == [0, 0, 0, 100, 100]
     assert len(surveys) == 1
     cache_driver.run(prefix_cache, story(4), session_id="4")
-    cache_driver.run(prefix_cache, story(30), session_id="30")
+    cache_driver.run(prefix_cache, story(30), session_id="4")
     drop_one(prefix_cache)
     assert [known(prefix_cache, number) for number in (4, 5, 6)] == [100, 0, 100], "what was used since stays"
     assert len(surveys) == 1
     prefix_cache._page_out(prefix_cache.slots[0], 0)
-    prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock)
+    prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock.now)
     assert prefix_cache.stats()["nodes"] == 0, "what was made since is found as well"
     assert len(surveys) == 2
     prefix_cache.check()
@@ -206,5 +223,5 @@ def test_where_there_is_much_the_order_is_used_again_until_it_is_used_up(monkeyp
 def drop_one(prefix_cache: PrefixCache, *kept: Node) -> None:
     """Gives up the bytes of a story, of none that is `kept`."""
     target = prefix_cache.ledger.charged_bytes - 100 * BYTES_PER_TOKEN
-    prefix_cache.room.drop_cheapest(target, kept, prefix_cache._clock)
+    prefix_cache.room.drop_cheapest(target, kept, prefix_cache._clock.now)
     prefix_cache.check()

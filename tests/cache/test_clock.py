@@ -1,0 +1,36 @@
+"""What the cache counts as the passing of time."""
+
+import pytest
+
+from cache import clock
+from cache.clock import BEGINNING, RequestClock
+
+
+def passed(requests: RequestClock, session_id: str | None, namespace: str = "", **fields: bool) -> int:
+    """Returns what one more beginning counts."""
+    before = requests.now
+    requests.begin(namespace, session_id, **fields)
+    return requests.now - before
+
+
+def test_a_request_counts_as_it_begins_and_as_it_ends() -> None:
+    requests = RequestClock()
+    assert passed(requests, None) == 1
+    requests.end()
+    assert requests.now == 2
+
+
+def test_a_conversation_counts_more_as_it_begins_once_and_in_each_namespace() -> None:
+    requests = RequestClock()
+    assert [passed(requests, "a"), passed(requests, "a"), passed(requests, "b")] == [1 + BEGINNING, 1, 1 + BEGINNING]
+    assert passed(requests, "a", "other") == 1 + BEGINNING
+    assert passed(requests, "title", is_background=True) == 1
+
+
+def test_the_names_heard_of_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "MAX_SESSIONS", 2)
+    requests = RequestClock()
+    for name in ("a", "b", "a", "c"):
+        requests.begin("", name)
+    assert passed(requests, "a") == 1
+    assert passed(requests, "b") == 1 + BEGINNING
