@@ -13,6 +13,8 @@ class Ledger:
         self.stored_bytes = 0
         self._live: dict[int, int] = {}
         self._reserved: dict[int, int] = {}
+        self._slot_bytes = 0
+        """Bytes charged to all slots."""
 
     @property
     def live_bytes(self) -> int:
@@ -22,7 +24,7 @@ class Ledger:
     @property
     def charged_bytes(self) -> int:
         """Stored bytes, and for each slot the larger of held and reserved."""
-        return self.stored_bytes + sum(self.slot_bytes(slot) for slot in self._live.keys() | self._reserved.keys())
+        return self.stored_bytes + self._slot_bytes
 
     def slot_bytes(self, slot: int) -> int:
         """Bytes charged to one slot."""
@@ -39,8 +41,13 @@ class Ledger:
 
     def set_live(self, slot: int, num_bytes: int) -> None:
         """Records what a slot holds now."""
-        self._live[slot] = num_bytes
+        self._charge(slot, self._live, num_bytes)
 
     def reserve(self, slot: int, num_bytes: int) -> None:
         """Sets aside `num_bytes` in all for a slot; 0 ends the reservation."""
-        self._reserved[slot] = num_bytes
+        self._charge(slot, self._reserved, num_bytes)
+
+    def _charge(self, slot: int, kind: dict[int, int], num_bytes: int) -> None:
+        before = self.slot_bytes(slot)
+        kind[slot] = num_bytes
+        self._slot_bytes += self.slot_bytes(slot) - before

@@ -607,8 +607,9 @@ class PrefixCache:
         """Returns the bytes charged more once `slot` has room for `num_tokens`, `[0, offset)` coming from `path`."""
         moving = 0.0
         for node in path:
-            if node.span is not None and node.start < offset:
-                moving += node.span.num_bytes * (min(node.stop, offset) - node.start) / len(node.tokens)
+            start, stop, span = node.start, node.stop, node.span
+            if span is not None and start < offset:
+                moving += span.num_bytes if stop <= offset else span.num_bytes * (offset - start) / (stop - start)
         return int(num_tokens * self._bytes_per_token - moving) - self.ledger.slot_bytes(slot.index)
 
     def _evict(

@@ -74,6 +74,7 @@ class Node:
         "snapshot",
         "span",
         "start",
+        "stop",
         "tokens",
     )
 
@@ -81,6 +82,7 @@ class Node:
         self.parent = parent
         self.tokens = tokens
         self.start = start
+        self.stop = start + len(tokens)
         self.children: dict[int, Node] = {}
         self.span: Span | None = None
         self.snapshot: Snapshot | None = None
@@ -104,10 +106,6 @@ class Node:
         """A restore point that was asked for by name: never merged away."""
         self.is_volatile = False
         """Known only from requests whose state is to stay in memory."""
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -136,10 +134,17 @@ class Match:
     length: int
 
 
+SHORT_TOKENS = 4096
+"""Up to here two arrays are compared faster as bytes."""
+
+
 def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
     """Returns how many leading tokens two arrays share."""
     num = min(len(left), len(right))
-    differs = left[:num] != right[:num]
+    left, right = left[:num], right[:num]
+    if num <= SHORT_TOKENS and left.dtype == right.dtype and left.tobytes() == right.tobytes():
+        return num
+    differs = left != right
     first = int(differs.argmax()) if num else 0
     return first if num and differs[first] else num
 
@@ -291,6 +296,7 @@ class PrefixTrie:
             parent = node.parent
             assert parent is not None and parent.stop == node.start, f"{node} does not start at its parent's stop"
             assert len(node.tokens) > 0, f"{node} has an empty edge"
+            assert node.stop - node.start == len(node.tokens), f"{node} is not as long as its edge"
             assert parent.children.get(int(node.tokens[0])) is node, f"{node} is not under its first token"
             assert (node.span is None) != (node.home is None), f"{node} must be stored or live, not both"
             if node.span is not None:
