@@ -112,7 +112,7 @@ class Archive:
         """
         path = node.path()
         tokens = tokens_of(path)
-        is_wanted = node in self._wanted_snapshots(namespace, path, tokens)
+        is_wanted = self._has_whole_snapshot(node) and node in self._wanted_snapshots(namespace, path, tokens)
         is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.goes_on(namespace, tokens)
         if node.span is not None and not node.children and is_needed:
             self._save_span(namespace, tokens, node)
