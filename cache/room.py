@@ -19,8 +19,6 @@ from cache.trie import Node, PrefixTrie
 
 NODES_PER_TICK = 1024
 """For so many nodes the order of what to give up may be one reading of the clock old."""
-
-
 MAX_EXTRA = 64
 """Of what is next to worthless, so much goes beyond the need in one round."""
 
