@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cache.trie import common_prefix_length
 from scripts.bench_common import Report, Target, median
 from scripts.bench_serving_client import Answer, Messages, Stream, ask, warm_up
-from scripts.bench_serving_prompts import TextMaker
+from scripts.bench_serving_prompts import TextMaker, tokens_of
+from scripts.bench_serving_raw import RawEngine, raw_engine
 from scripts.bench_serving_servers import OURS, PEER, Server, both, running
 from server.config import ServerConfig
 
@@ -176,23 +178,33 @@ async def _speed_and_gap(server: Server, maker: TextMaker) -> tuple[float, float
 
 # -------------------------------------------------------------------------------------------------- four at once
 
+_ANSWER_TOKENS = 16
+_MODEL_CALLS = "its model calls"
+
 
 async def four_at_once(models: Path, work: Path) -> Report:
-    """Four requests at once on a system prompt that nobody has evaluated yet, against one alone."""
-    alone: dict[str, list[float]] = {OURS: [], PEER: []}
-    together: dict[str, list[float]] = {OURS: [], PEER: []}
+    """Four requests at once on a system prompt that nobody has evaluated yet, against one alone.
+
+    Beside the servers: the model calls that are left when the shared tokens are evaluated once, without a server.
+    """
+    alone: dict[str, list[float]] = {OURS: [], PEER: [], _MODEL_CALLS: []}
+    together: dict[str, list[float]] = {OURS: [], PEER: [], _MODEL_CALLS: []}
     maker = TextMaker(6)
-    with both(models / "tiny", work) as servers:
-        await warm_up(servers)
-        for _ in range(NUM_ROUNDS):
-            for server in servers:
-                alone[server.name].append(await _all_seconds(server, _on_new_system(maker, 1)))
-                together[server.name].append(await _all_seconds(server, _on_new_system(maker, 4)))
+    async with raw_engine("ours", models / "tiny") as raw:
+        with both(models / "tiny", work) as servers:
+            await warm_up(servers)
+            await _raw_seconds(raw, _on_new_system(maker, 4))
+            for _ in range(NUM_ROUNDS):
+                for server in servers:
+                    alone[server.name].append(await _all_seconds(server, _on_new_system(maker, 1)))
+                    together[server.name].append(await _all_seconds(server, _on_new_system(maker, 4)))
+                alone[_MODEL_CALLS].append(await _raw_seconds(raw, _on_new_system(maker, 1)))
+                together[_MODEL_CALLS].append(await _raw_seconds(raw, _on_new_system(maker, 4)))
     report = Report(
         f"Four requests at once on one cold system prompt of {LONG_PROMPT_TOKENS} tokens",
         ("server", "one alone", "four at once", "ratio"),
     )
-    for name in (OURS, PEER):
+    for name in (OURS, _MODEL_CALLS, PEER):
         ratio = median([four / one for four, one in zip(together[name], alone[name], strict=True)])
         report.rows.append((name, _ms(median(alone[name])), _ms(median(together[name])), f"{ratio:.2f}"))
         report.figures[name] = {"alone": alone[name], "together": together[name], "ratio": ratio}
@@ -207,5 +219,11 @@ def _on_new_system(maker: TextMaker, count: int) -> list[Messages]:
 
 
 async def _all_seconds(server: Server, prompts: Sequence[Messages]) -> float:
-    answers = await asyncio.gather(*(ask(server, prompt, max_tokens=16) for prompt in prompts))
+    answers = await asyncio.gather(*(ask(server, prompt, max_tokens=_ANSWER_TOKENS) for prompt in prompts))
     return max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
+
+
+async def _raw_seconds(raw: RawEngine, prompts: Sequence[Messages]) -> float:
+    tokens = [tokens_of(prompt) for prompt in prompts]
+    num_shared = min((common_prefix_length(tokens[0], other) for other in tokens[1:]), default=0)
+    return await raw.seconds([prompt.tolist() for prompt in tokens], _ANSWER_TOKENS, num_shared)

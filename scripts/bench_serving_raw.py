@@ -2,9 +2,10 @@
 
 Usage: python -m scripts.bench_serving_raw {ours,peer} FOLDER
 
-Reads one JSON line per job from standard input, `{"prompts": [[token, …], …], "max_tokens": n}`, and writes one with
-`{"seconds": s}`: from the first prompt token to the last generated one, greedy. Ours is the runner: prefill, then a
-launch per token. The peer is mlx-lm's `BatchGenerator` with the defaults of its server.
+Reads one JSON line per job from standard input, `{"prompts": [[token, …], …], "max_tokens": n, "num_shared": n}`, and
+writes one with `{"seconds": s}`: from the first prompt token to the last generated one, greedy. Ours is the runner:
+prefill in the server's chunks, then a launch per token; leading tokens that all prompts share are evaluated once and
+their state is copied. The peer is mlx-lm's `BatchGenerator` with the defaults of its server, which shares nothing.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from typing import Any
 from scripts.bench_common import ROOT, fast_blas_environment
 
 Prompts = Sequence[Sequence[int]]
-Job = Callable[[Prompts, int], None]
+Job = Callable[[Prompts, int, int], None]
 
 
 class RawEngine:
@@ -29,10 +30,11 @@ class RawEngine:
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    async def seconds(self, prompts: Prompts, max_tokens: int) -> float:
-        """Returns how long the prompts take, each continued by `max_tokens`."""
+    async def seconds(self, prompts: Prompts, max_tokens: int, num_shared: int = 0) -> float:
+        """Returns how long the prompts take, each continued by `max_tokens`; they share `num_shared`."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "max_tokens": max_tokens}).encode() + b"\n")
+        job = {"prompts": prompts, "max_tokens": max_tokens, "num_shared": num_shared}
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
         await self._process.stdin.drain()
         return float(json.loads(await self._process.stdout.readline())["seconds"])
 
@@ -57,20 +59,32 @@ async def raw_engine(kind: str, folder: Path) -> AsyncIterator[RawEngine]:
 
 
 def _our_job(folder: Path) -> Job:
+    import copy
+
     import numpy as np
 
     from models.loader import load
     from models.runner import Runner
     from models.sampling import SamplingParams
+    from server.config import ServerConfig
 
     loaded = load(folder, folder.name)
     runner = Runner(loaded.model, vocab_size=loaded.vocab_size)
+    chunk_tokens = ServerConfig().chunk_tokens
 
-    def run(prompts: Prompts, max_tokens: int) -> None:
+    def prefill(caches: list[Any], prompt: Sequence[int], start: int, stop: int) -> None:
+        while start < stop:
+            end = min((start // chunk_tokens + 1) * chunk_tokens, stop)
+            runner.prefill(caches, np.array(prompt[start:end], np.int32))
+            start = end
+
+    def run(prompts: Prompts, max_tokens: int, num_shared: int) -> None:
         rows = []
+        shared = runner.make_caches()
+        prefill(shared, prompts[0], 0, num_shared)
         for prompt in prompts:
-            caches = runner.make_caches()
-            runner.prefill(caches, np.array(prompt[:-1], np.int32))
+            caches = copy.deepcopy(shared) if num_shared else runner.make_caches()
+            prefill(caches, prompt, num_shared, len(prompt) - 1)
             rows.append(runner.make_row(caches, SamplingParams(temperature=0), prompt[-1]))
         current = runner.launch(rows, None)
         for _ in range(max_tokens - 1):
@@ -89,7 +103,7 @@ def _peer_job(folder: Path) -> Job:
 
     model: Any = load(str(folder))[0]
 
-    def run(prompts: Prompts, max_tokens: int) -> None:
+    def run(prompts: Prompts, max_tokens: int, num_shared: int) -> None:
         generator = BatchGenerator(model)
         generator.insert([list(prompt) for prompt in prompts], [max_tokens] * len(prompts))
         num_open = len(prompts)
@@ -106,7 +120,7 @@ def main(kind: str, folder: Path) -> None:
     for line in sys.stdin:
         job = json.loads(line)
         started = time.perf_counter()
-        run(job["prompts"], job["max_tokens"])
+        run(job["prompts"], job["max_tokens"], job["num_shared"])
         print(json.dumps({"seconds": time.perf_counter() - started}), flush=True)
 
 
