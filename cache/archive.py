@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import cast
 
 import numpy as np
@@ -18,10 +18,11 @@ from cache import placement
 from cache.disk import DiskTier
 from cache.disk_ahead import Prefetch
 from cache.disk_spans import FileSnapshot, FileSpan
+from cache.disk_tree import START
 from cache.layers import Layout, Segment
 from cache.placement import KeptPoint
 from cache.snapshots import Snapshot, window_rows
-from cache.trie import Node, TokenArray
+from cache.trie import Match, Node, Place, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Recall:
     """Rows of the tokens that the trie does not know, up to `offset`; None if it knows them all."""
     snapshot: FileSnapshot | None
     """For a model that needs one."""
+    place: Place
+    """On the tier, of the prompt's tokens."""
 
     @property
     def num_bytes(self) -> int:
@@ -59,26 +62,46 @@ class Archive:
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def find(self, namespace: str, tokens: TokenArray, *, known: int, restorable: int) -> Recall | None:
-        """Returns what disk can add to the first `known` tokens' rows, `restorable` of which memory can restore."""
-        span = self.tier.covered(namespace, tokens, known)
+    def find(self, namespace: str, tokens: TokenArray, match: Match, *, restorable: int) -> Recall | None:
+        """Returns what disk can add to a prompt; memory knows `match` of it and can restore `restorable` tokens."""
+        place = self._place(namespace, [node for node in match.path if node.stop <= match.length])
+        place = self.tier.follow(namespace, place, tokens[place.length :])
+        span = self.tier.covered(place, match.length, len(tokens))
         stop, snapshot = span.written_stop, None
         if self._layout.needs_snapshots:
-            snapshot = self._deepest(namespace, tokens[:stop])
+            snapshot = self._deepest(place, stop)
             stop = snapshot.offset if snapshot is not None else 0
         if stop - restorable < MIN_RESTORE_TOKENS:
             return None
-        return Recall(stop, span.clipped(known, stop) if stop > known else None, snapshot)
+        return Recall(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
 
-    def _deepest(self, namespace: str, tokens: TokenArray) -> FileSnapshot | None:
-        """Returns the last snapshot on the way to the end of `tokens` that restores every layer by itself."""
+    def _place(self, namespace: str, path: list[Node]) -> Place:
+        """Returns where the end of a path is on the tier.
+
+        That is kept on the path's nodes, so that only what is new is compared, here or there.
+        """
+        kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
+        place = next(kept, START)
+        for node in path:
+            if node.stop > place.length:
+                place = node.place = self.tier.follow(namespace, place, node.tokens[place.length - node.start :])
+                if place.length < node.stop:
+                    break
+        return place
+
+    def _deepest(self, place: Place, stop: int) -> FileSnapshot | None:
+        """Returns the last snapshot up to `stop` on the way to a place that restores every layer by itself."""
         layout = self._layout
-        for snapshot in self.tier.snapshots(namespace, tokens):
+        for snapshot in self.tier.snapshots(place):
             first = snapshot.window.start if snapshot.window is not None else snapshot.offset
             has_rows = not layout.window or first <= max(0, snapshot.offset - layout.window)
-            if has_rows and snapshot.has_points >= layout.has_points:
+            if snapshot.offset <= stop and has_rows and snapshot.has_points >= layout.has_points:
                 return snapshot
         return None
+
+    def touch(self, recall: Recall) -> None:
+        """Says that what is to be read is in use."""
+        self.tier.touch(recall.place, recall.offset)
 
     def prefetch(self, recall: Recall) -> Prefetch:
         """Begins to read; `load` then waits for no more than the rest."""
@@ -110,14 +133,13 @@ class Archive:
 
         Rows behind the last snapshot on disk are of no use to a model that needs one, and are not written.
         """
-        path = node.path()
-        tokens = tokens_of(path)
-        is_wanted = self._has_whole_snapshot(node) and node in self._wanted_snapshots(namespace, path, tokens)
-        is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.goes_on(namespace, tokens)
+        way = self._way(namespace, node.path())
+        is_wanted = self._has_whole_snapshot(node) and node in self._wanted_snapshots(way)
+        is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.goes_on(way.place, node.stop)
         if node.span is not None and not node.children and is_needed:
-            self._save_span(namespace, tokens, node)
+            self._save_span(way, node)
         if is_wanted:
-            self._save_snapshot(namespace, path)
+            self._save_snapshot(way, node)
 
     def save_path(
         self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], tick: int
@@ -126,31 +148,34 @@ class Archive:
 
         `live_rows` copies what lives in a slot; `tick`, one of the tier's, says when the path was used.
         """
-        tokens = tokens_of(path)
-        self.tier.touch(namespace, tokens, tick)
-        wanted = self._wanted_snapshots(namespace, path, tokens)
-        stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else len(tokens)
+        way = self._way(namespace, path)
+        self.tier.touch(way.place, way.stop, tick)
+        wanted = self._wanted_snapshots(way)
+        stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else way.stop
         if self._layout.needs_snapshots and not wanted:
             return
-        gaps = list(self.tier.covered(namespace, tokens[:stop], 0).missing())
+        gaps = list(self.tier.covered(way.place, 0, stop).missing())
         for node in path:
             if node.stop <= stop and any(first < node.stop and node.start < last for first, last in gaps):
-                self._save_span(namespace, tokens, node, live_rows, tick)
+                self._save_span(way, node, live_rows, tick)
                 yield
         for node in wanted:
-            self._save_snapshot(namespace, path[: path.index(node) + 1], tick)
+            self._save_snapshot(way, node, tick)
             yield
 
-    def _wanted_snapshots(self, namespace: str, path: list[Node], tokens: TokenArray) -> list[Node]:
+    def _way(self, namespace: str, path: list[Node]) -> "_Way":
+        return _Way(namespace, path, self._place(namespace, path))
+
+    def _wanted_snapshots(self, way: "_Way") -> list[Node]:
         """Returns the nodes of a path whose snapshots are worth writing and are not on disk, in ascending order."""
-        nodes = {node.stop: node for node in path if self._has_whole_snapshot(node) and not node.is_volatile}
+        nodes = {node.stop: node for node in way.path if self._has_whole_snapshot(node) and not node.is_volatile}
         points = [KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
-        if path[-1].children:
+        if way.path[-1].children:
             # The conversation goes on behind the end of this path: no turn of it is the newest.
             points = [point for point in points if placement.outlasts_turns(point)]
         if not points:
             return []
-        on_disk = [snapshot.offset for snapshot in self.tier.snapshots(namespace, tokens)]
+        on_disk = self.tier.snapshot_offsets(way.place)
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
         min_gain = int(GAIN_SHARE * size / self.bytes_per_token) if self.bytes_per_token else 0
         return [nodes[offset] for offset in placement.worth_writing(points, on_disk, min_gain=min_gain)]
@@ -162,29 +187,56 @@ class Archive:
 
     def _save_span(
         self,
-        namespace: str,
-        tokens: TokenArray,
+        way: "_Way",
         node: Node,
         live_rows: Callable[[Node], Segment] | None = None,
         tick: int | None = None,
     ) -> None:
         if node.is_volatile:
             return
+        if not any(self.tier.covered(way.place, node.start, node.stop).missing()):
+            self.tier.touch(way.place, node.stop, tick)
+            return
         segment = cast(Segment, node.span) if node.span is not None else live_rows(node) if live_rows else None
         if segment is not None:
-            self.tier.write_span(namespace, tokens[: node.stop], segment, tick=tick)
+            tokens = way.tokens[: node.stop]
+            self.tier.write_span(way.namespace, tokens, segment, near=way.place, tick=tick)
 
-    def _save_snapshot(self, namespace: str, path: list[Node], tick: int | None = None) -> None:
-        """Has the snapshot at the end of a path written, with all window rows that it needs."""
-        snapshot = cast(Snapshot, path[-1].snapshot)
+    def _save_snapshot(self, way: "_Way", node: Node, tick: int | None = None) -> None:
+        """Has the snapshot on a node of a path written, with all window rows that it needs."""
+        snapshot = cast(Snapshot, node.snapshot)
         window = snapshot.window
         if window is not None:
             first = max(0, snapshot.offset - self._layout.window)
-            rows = window_rows(self._layout, path[:-1], window.start) if window.start > first else []
+            above = way.path[: way.path.index(node)]
+            rows = window_rows(self._layout, above, window.start) if window.start > first else []
             window = reduce(Segment.join, [*rows, window]).tail(first)
-        self.tier.write_snapshot(namespace, tokens_of(path), window, snapshot.points, tick=tick)
+        tokens = way.tokens[: node.stop]
+        self.tier.write_snapshot(way.namespace, tokens, window, snapshot.points, near=way.place, tick=tick)
+
+    def check(self, namespace: str, node: Node) -> None:
+        """Asserts that a place that is kept on a node is where its tokens are."""
+        place = node.place
+        if place is not None and not place.is_gone:
+            tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]
+            found = self.tier.follow(namespace, START, tokens)
+            assert found.length == place.length, f"{node} keeps a place at {place.length}, found {found.length}"
 
 
-def tokens_of(path: list[Node]) -> TokenArray:
-    """Returns all tokens of a path from the root."""
-    return np.concatenate([node.tokens for node in path])
+@dataclass
+class _Way:
+    """A path from below the root, with the place of its end on the tier."""
+
+    namespace: str
+    path: list[Node]
+    place: Place
+
+    @property
+    def stop(self) -> int:
+        """The tokens of the path."""
+        return self.path[-1].stop
+
+    @cached_property
+    def tokens(self) -> TokenArray:
+        """The tokens themselves, copied: only what is written needs them."""
+        return np.concatenate([node.tokens for node in self.path])

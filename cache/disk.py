@@ -31,10 +31,10 @@ from cache.disk_index import FileRow
 from cache.disk_spans import FileSnapshot, FileSpan, FileState, StoredFile
 from cache.disk_state import StateImage, Unstorable
 from cache.disk_store import DiskStore, WriteOrder, is_damage
-from cache.disk_tree import DiskTree, snapshot_in
+from cache.disk_tree import START, DiskTree, snapshot_in
 from cache.errors import DiskFault
 from cache.layers import PointState, Segment
-from cache.trie import Node, TokenArray
+from cache.trie import Node, Place, TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -189,20 +189,32 @@ class DiskTier:
         """Returns the bytes of a namespace's files, those on their way included."""
         return sum(file.num_bytes for file in self._tree.files(namespace))
 
-    def covered(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan:
-        """Returns what is on disk, or on its way there, of the tokens `[start, len(tokens))`; it may have gaps."""
-        self._settle()
-        return self._tree.covered(namespace, tokens, start)
+    def follow(self, namespace: str, place: Place, tokens: TokenArray) -> Place:
+        """Returns where `tokens`, those after a place that is not gone, end in what the tier knows; begin at `START`.
 
-    def snapshots(self, namespace: str, tokens: TokenArray) -> list[FileSnapshot]:
-        """Returns the snapshots on disk on the way to the end of `tokens`, the deepest first."""
-        self._settle()
-        files = self._tree.snapshots(namespace, tokens)
-        return [snapshot_in(file) for file in files if file.state is FileState.WRITTEN]
+        A place answers the questions below, until it is gone. What is written later may lie beyond it.
+        """
+        return self._tree.follow(namespace, place, tokens)
 
-    def goes_on(self, namespace: str, tokens: TokenArray) -> bool:
-        """Whether there is state on disk of tokens that follow `tokens`, which needs theirs to be of use."""
-        return self._tree.goes_on(namespace, tokens)
+    def covered(self, place: Place, start: int, stop: int) -> FileSpan:
+        """Returns what is on disk, or on its way there, of the tokens `[start, stop)`; it may have gaps."""
+        self._settle()
+        return self._tree.covered(place, start, stop)
+
+    def snapshots(self, place: Place) -> Iterator[FileSnapshot]:
+        """Yields the snapshots on disk on the way to a place, the deepest first."""
+        self._settle()
+        files = self._tree.snapshots(place)
+        return (snapshot_in(file) for file in files if file.state is FileState.WRITTEN)
+
+    def snapshot_offsets(self, place: Place) -> list[int]:
+        """Returns where there are snapshots on the way to a place, on disk or on their way there."""
+        self._settle()
+        return [file.stop for file in self._tree.snapshots(place)]
+
+    def goes_on(self, place: Place, num_tokens: int) -> bool:
+        """Whether there is state on disk of what follows `num_tokens` tokens, all those of the place."""
+        return self._tree.goes_on(place, num_tokens)
 
     def poll(self) -> int:
         """Takes notice of what was written; returns how many files are gone since the last call.
@@ -216,24 +228,32 @@ class DiskTier:
     # ------------------------------------------------------------------------------------------------- writing
 
     def write_span(
-        self, namespace: str, tokens: TokenArray, segment: Segment, *, tick: int | None = None
+        self,
+        namespace: str,
+        tokens: TokenArray,
+        segment: Segment,
+        *,
+        near: Place = START,
+        tick: int | None = None,
     ) -> FileSpan | None:
         """Has a segment written that ends at `len(tokens)`; `tokens` are all tokens from the sequence's start.
 
         Returns at once: what stands for the segment, to be used once it `is_written`, or None if it cannot be taken
         now, because too much is waiting, the day's or the whole budget is used up, or the disk fails. Tokens whose
-        state is on disk already are not written again. Borrows the segment's arrays. `tick` says when the state was
-        used, one of `ticks`; without it, now. It never replaces state that was used later.
+        state is on disk already are not written again. Borrows the segment's arrays. `near` is a place on the way of
+        the tokens, to save looking; `tick` says when the state was used, one of `ticks`; without it, now. It never
+        replaces state that was used later.
         """
         self._settle()
-        tick = self.touch(namespace, tokens, tick)
-        held = self._tree.covered(namespace, tokens, segment.start)
+        place = self._place(namespace, tokens, near)
+        tick = self.touch(place, len(tokens), tick)
+        held = self._tree.covered(place, segment.start, len(tokens))
         gaps = list(held.missing())
         if not gaps:
             return held
         image = self._make_image(segment, None)
         made = [self._file(image, *gap, tick) for gap in gaps]
-        return reduce(FileSpan.filled, made, held) if self._take(namespace, tokens, image, made) else None
+        return reduce(FileSpan.filled, made, held) if self._take(namespace, tokens, image, made, place) else None
 
     def write_snapshot(
         self,
@@ -242,6 +262,7 @@ class DiskTier:
         window: Segment | None,
         points: PointState | None,
         *,
+        near: Place = START,
         tick: int | None = None,
     ) -> FileSnapshot | None:
         """Has a snapshot written that is valid right after `tokens`, where the window's rows end.
@@ -249,9 +270,10 @@ class DiskTier:
         Returns like `write_span`; None also for point state of a class that is not known how to store.
         """
         self._settle()
-        tick = self.touch(namespace, tokens, tick)
+        place = self._place(namespace, tokens, near)
+        tick = self.touch(place, len(tokens), tick)
         start = window.start if window is not None else len(tokens)
-        held = self._tree.snapshot(namespace, tokens)
+        held = self._tree.snapshot(place, len(tokens))
         if held is not None and held.start <= start and (points is None or held.has_points):
             return snapshot_in(held)
         try:
@@ -260,7 +282,7 @@ class DiskTier:
             logger.debug("not kept on disk: %s", error)
             return None
         made = self._file(image, start, len(tokens), tick, is_snapshot=True, has_points=points is not None)
-        if not self._take(namespace, tokens, image, [made]):
+        if not self._take(namespace, tokens, image, [made], place):
             return None
         self._drop([held] if held is not None else [])
         return snapshot_in(made)
@@ -271,7 +293,13 @@ class DiskTier:
         num_bytes = image.bytes_of(stop - start) + _HEADER_BYTES
         return StoredFile(self, start, stop, num_bytes, is_snapshot, has_points, last_used=tick)
 
-    def _take(self, namespace: str, tokens: TokenArray, image: StateImage, made: list[StoredFile]) -> bool:
+    def _place(self, namespace: str, tokens: TokenArray, near: Place) -> Place:
+        known = near if not near.is_gone else START
+        return self.follow(namespace, known, tokens[known.length :])
+
+    def _take(
+        self, namespace: str, tokens: TokenArray, image: StateImage, made: list[StoredFile], place: Place
+    ) -> bool:
         """Hands files to the writer if there is room for them, in memory and on disk."""
         num_bytes = sum(file.num_bytes for file in made)
         if not self._may_write(num_bytes, image.num_bytes) or not self._make_room(num_bytes, made[0].last_used):
@@ -279,7 +307,7 @@ class DiskTier:
         assert self._store is not None
         tokens = tokens.copy()
         for file in made:
-            self._tree.hang(namespace, tokens[: file.stop], file)
+            self._tree.hang(namespace, tokens[: file.stop], file, place)
             order = WriteOrder(file, image, namespace, tokens[: file.stop])
             # The arrays stay in memory until the last of the files is written.
             waiting = image.num_bytes if file is made[-1] else 0
@@ -323,13 +351,13 @@ class DiskTier:
 
     # -------------------------------------------------------------------------------------------- recency, budget
 
-    def touch(self, namespace: str, tokens: TokenArray, tick: int | None = None) -> int:
-        """Says that the state after `tokens` was used now, or at `tick`; returns when.
+    def touch(self, place: Place, stop: int, tick: int | None = None) -> int:
+        """Says that the state at `stop`, on the way to a place, was used now, or at `tick`; returns when.
 
         What its restoring needs goes after all that was used before.
         """
         tick = tick if tick is not None else self.ticks(1)[0]
-        for file in self._tree.on_path(namespace, tokens):
+        for file in self._tree.on_path(place, stop):
             if file.last_used < tick:
                 file.last_used = tick
                 self._touched.add(file)

@@ -15,7 +15,10 @@ from typing import Protocol
 
 from cache.disk_index import FileRow
 from cache.disk_spans import FilePart, FileSnapshot, FileSpan, FileState, StoredFile, merged
-from cache.trie import Match, Node, PrefixTrie, TokenArray
+from cache.trie import Node, Place, PrefixTrie, TokenArray
+
+START = Place(PrefixTrie().root, 0)
+"""Where every sequence starts, in any namespace."""
 
 
 class Hasher(Protocol):
@@ -57,33 +60,41 @@ class DiskTree:
 
     # ---------------------------------------------------------------------------------------------- questions
 
-    def covered(self, namespace: str, tokens: TokenArray, start: int) -> FileSpan:
-        """Returns what files hold of the tokens `[start, len(tokens))`; ranges may be missing."""
-        match = self._match(namespace, tokens)
-        parts = [part.clipped(start, match.length) for node in match.path for part in _live_parts(node)]
-        return FileSpan(start, len(tokens), merged(part for part in parts if part is not None))
+    def follow(self, namespace: str, place: Place, tokens: TokenArray) -> Place:
+        """Returns where `tokens`, those after a place that is not gone, end."""
+        trie = self._tries.get(namespace)
+        # Asking for a namespace must not make one: a client may name a new one with each request.
+        return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
 
-    def snapshot(self, namespace: str, tokens: TokenArray) -> StoredFile | None:
-        """Returns the file that holds the snapshot right after `tokens`."""
-        return _snapshot_at(self._match(namespace, tokens), len(tokens))
+    def covered(self, place: Place, start: int, stop: int) -> FileSpan:
+        """Returns what files hold of the tokens `[start, stop)` on the way to a place; ranges may be missing."""
+        known = min(stop, place.length)
+        edges = reversed(list(place.edges(start, stop)))
+        parts = [part.clipped(start, known) for node in edges for part in _live_parts(node)]
+        return FileSpan(start, stop, merged(part for part in parts if part is not None))
 
-    def snapshots(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
-        """Returns the files of the snapshots on the way to the end of `tokens`, the deepest first."""
-        match = self._match(namespace, tokens)
-        found = [_snapshot_file(node) for node in match.path if node.stop <= match.length]
-        return [file for file in reversed(found) if file is not None]
+    def snapshots(self, place: Place) -> Iterator[StoredFile]:
+        """Yields the files of the snapshots on the way to a place, the deepest first."""
+        for node in place.edges(0, place.length):
+            file = _snapshot_file(node) if node.stop <= place.length else None
+            if file is not None:
+                yield file
 
-    def goes_on(self, namespace: str, tokens: TokenArray) -> bool:
-        """Whether there are files of tokens that follow `tokens`."""
-        match = self._match(namespace, tokens)
-        last = match.path[-1] if match.path else None
-        return last is not None and match.length == len(tokens) and (last.stop > match.length or bool(last.children))
+    def snapshot(self, place: Place, offset: int) -> StoredFile | None:
+        """Returns the file of the snapshot right at `offset`."""
+        ends = (node for node in place.edges(offset - 1, offset) if node.stop == offset <= place.length)
+        return next((file for node in ends if (file := _snapshot_file(node)) is not None), None)
 
-    def on_path(self, namespace: str, tokens: TokenArray) -> list[StoredFile]:
-        """Returns the files that restoring at `len(tokens)` needs, as far as they are there."""
-        match = self._match(namespace, tokens)
-        files = [part.file for node in match.path for part in _live_parts(node) if part.start < match.length]
-        snapshot = _snapshot_at(match, len(tokens))
+    def goes_on(self, place: Place, num_tokens: int) -> bool:
+        """Whether there are files of tokens that follow the `num_tokens` tokens whose place it is."""
+        last = next(place.edges(num_tokens - 1, num_tokens), None)
+        return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
+
+    def on_path(self, place: Place, stop: int) -> list[StoredFile]:
+        """Returns the files that restoring at `stop`, on the way to a place, needs, as far as they are there."""
+        known = min(stop, place.length)
+        files = [part.file for node in place.edges(0, stop) for part in _live_parts(node) if part.start < known]
+        snapshot = self.snapshot(place, stop)
         return [*files, snapshot] if snapshot is not None else files
 
     def nodes_and_state(
@@ -96,11 +107,6 @@ class DiskTree:
     def files(self, namespace: str | None = None) -> list[StoredFile]:
         """Returns all files, or those of one namespace."""
         return list(dict.fromkeys(file for _, node in self._nodes(namespace) for file in _files(node)))
-
-    def _match(self, namespace: str, tokens: TokenArray) -> Match:
-        # Asking for a namespace must not make one: a client may name a new one with each request.
-        trie = self._tries.get(namespace)
-        return trie.match(tokens) if trie is not None else Match([], 0)
 
     def _nodes(self, namespace: str | None = None) -> Iterator[tuple[str, Node]]:
         for name, trie in self._tries.items():
@@ -123,21 +129,27 @@ class DiskTree:
 
     # ------------------------------------------------------------------------------------------------ changes
 
-    def hang(self, namespace: str, tokens: TokenArray, file: StoredFile) -> None:
-        """Adds a file that holds rows up to `len(tokens)`, where none are yet, or a snapshot there."""
+    def hang(self, namespace: str, tokens: TokenArray, file: StoredFile, near: Place) -> None:
+        """Adds a file that holds rows up to `len(tokens)`, where none are yet, or a snapshot there.
+
+        `near` is a place on the way of the tokens that is not gone.
+        """
         trie = self._tries[namespace]
-        _hang(trie, trie.root, tokens, file)
+        known = min(near.length, len(tokens))
+        before = (node for node in near.edges(0, known) if node.stop <= known)
+        node = next(before, trie.root)
+        _hang(trie, node, tokens[node.stop :], file)
 
     def cut(self, namespace: str, tokens: TokenArray, start: int) -> list[StoredFile]:
         """Forgets the tokens `[start, len(tokens))` and all that follow; returns the files nobody needs any more.
 
         A file that begins before `start` stays, for what it holds of the tokens before.
         """
-        match = self._match(namespace, tokens)
-        if match.length <= start:
+        place = self.follow(namespace, START, tokens)
+        if place.length <= start:
             return []
         trie = self._tries[namespace]
-        top = next(node for node in match.path if node.stop > start)
+        top = next(node for node in place.node.path() if node.stop > start)
         if top.start < start:
             trie.split(top, start)
         nodes = _below(top)
@@ -267,12 +279,6 @@ def _live_parts(node: Node) -> list[FilePart]:
 def _snapshot_file(node: Node) -> StoredFile | None:
     file = node.snapshot.file if isinstance(node.snapshot, _Hung) else None
     return file if file is not None and file.state is not FileState.GONE else None
-
-
-def _snapshot_at(match: Match, offset: int) -> StoredFile | None:
-    """Returns the snapshot right at `offset`, if that is where a node ends."""
-    ends_here = match.path and match.length == offset == match.path[-1].stop
-    return _snapshot_file(match.path[-1]) if ends_here else None
 
 
 def _files(node: Node) -> list[StoredFile]:

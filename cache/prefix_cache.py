@@ -14,7 +14,7 @@ recency is a counter.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from cache.placement import RestorePoint, RestorePointKind
 from cache.room import Room
 from cache.slots import Slot, SlotView, TokenLog, choose_slot
 from cache.snapshots import Snapshot, cover, deepest, is_restorable, window_rows
-from cache.trie import Match, Node, PrefixTrie, TokenArray, common_prefix_length
+from cache.trie import Match, Node, PrefixTrie, TokenArray
 from cache.view import CacheView, StateBytes, disk_views, num_tokens, stored_bytes, views
 
 READ_TRIES = 8
@@ -93,19 +93,20 @@ class PrefixCache:
             return None
         self._clock.begin(namespace, session_id, is_background=is_background)
         trie = self._trie(namespace)
-        is_recalled = reuse and self._recall(trie, tokens[:-1], is_background)
         match = trie.match(tokens[:-1]) if reuse else Match([], 0)
+        recalled = self._recall(trie, tokens[:-1], match, is_background) if reuse else None
+        match, is_recalled = recalled or match, recalled is not None
         stored = deepest(self.layout, match)
-        slot = self._choose(tokens[: match.length], namespace, session_id, stored)
+        slot = self._choose(match, namespace, session_id, stored)
         if slot is None:
             return None
         slot.is_background = is_background
-        offset = max(stored, slot.offset if self._continues(slot, namespace, tokens[: match.length]) else 0)
+        common = _common(slot, set(match.path), match.length)
+        offset = max(stored, slot.offset if common == slot.offset else 0)
         capacity = self._capacity(len(tokens), expected_tokens)
         if not self._make_room(slot, match.path, offset, capacity):
             return None
-        common = common_prefix_length(slot.log.view(), tokens[:offset]) if slot.namespace == namespace else 0
-        tier = Tier.DISK if is_recalled else Tier.LIVE if common == offset else Tier.MEMORY
+        tier = Tier.DISK if is_recalled else Tier.LIVE if common >= offset else Tier.MEMORY
         self._switch(slot, trie, namespace, match.path, offset, capacity)
         slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock.now
         slot.is_on_probation = session_id is None and not _ends_a_turn(slot.tip)
@@ -125,8 +126,8 @@ class PrefixCache:
     def peek(self, tokens: TokenArray, *, namespace: str = "") -> int:
         """Returns how many prompt tokens could be restored now, without touching anything."""
         match = self.room.find_trie(namespace).match(tokens[:-1])
-        restorable = self._restorable(namespace, tokens, match)
-        recall = self._find_on_disk(namespace, tokens[:-1], match.length, restorable)
+        restorable = self._restorable(match)
+        recall = self._find_on_disk(namespace, tokens[:-1], match, restorable)
         return restorable if recall is None else recall.offset
 
     def prefetch(self, tokens: TokenArray, *, namespace: str = "") -> Prefetch | None:
@@ -134,14 +135,14 @@ class PrefixCache:
         if self.archive is None:
             return None
         match = self.room.find_trie(namespace).match(tokens[:-1])
-        restorable = self._restorable(namespace, tokens, match)
-        recall = self._find_on_disk(namespace, tokens[:-1], match.length, restorable)
+        restorable = self._restorable(match)
+        recall = self._find_on_disk(namespace, tokens[:-1], match, restorable)
         return self.archive.prefetch(recall) if recall is not None else None
 
-    def _restorable(self, namespace: str, tokens: TokenArray, match: Match) -> int:
+    def _restorable(self, match: Match) -> int:
         """Returns how many tokens of a prompt an idle slot or the trie can restore."""
-        known = tokens[: match.length]
-        live = [s.offset for s in self.slots if not s.is_leased and self._continues(s, namespace, known)]
+        path, idle = set(match.path), [slot for slot in self.slots if not slot.is_leased]
+        live = [slot.offset for slot in idle if _common(slot, path, match.length) == slot.offset]
         return max([deepest(self.layout, match), *live])
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
@@ -292,30 +293,34 @@ class PrefixCache:
 
     # -------------------------------------------------------------------------------------------------- disk
 
-    def _find_on_disk(self, namespace: str, tokens: TokenArray, known: int, restorable: int) -> Recall | None:
+    def _find_on_disk(self, namespace: str, tokens: TokenArray, match: Match, restorable: int) -> Recall | None:
         if self.archive is None:
             return None
-        return self.archive.find(namespace, tokens, known=known, restorable=restorable)
+        return self.archive.find(namespace, tokens, match, restorable=restorable)
 
-    def _recall(self, trie: PrefixTrie, tokens: TokenArray, is_background: bool) -> bool:
-        """Reads what disk can add to a prompt into the trie, if memory has room; whether there was something."""
+    def _recall(self, trie: PrefixTrie, tokens: TokenArray, match: Match, is_background: bool) -> Match | None:
+        """Reads what disk can add to `match` into the trie, if memory has room; returns what is known then.
+
+        None if there was nothing.
+        """
         for _ in range(READ_TRIES if self.archive is not None else 0):
-            match = trie.match(tokens)
-            restorable = self._restorable(trie.namespace, tokens, match)
-            recall = self._find_on_disk(trie.namespace, tokens, match.length, restorable)
+            restorable = self._restorable(match)
+            recall = self._find_on_disk(trie.namespace, tokens, match, restorable)
             if recall is None or self.archive is None or recall.num_bytes > self.ledger.budget_bytes:
-                return False
+                return None
             # Making room may write, and what is written may have to replace something: not this.
-            self.archive.tier.touch(trie.namespace, tokens[: recall.offset])
+            self.archive.touch(recall)
             excess = self.ledger.excess_bytes(recall.num_bytes)
             if self._evict(excess, protected=match.path, is_background=is_background) > 0:
-                return False
+                return None
             try:
                 self._graft(trie, tokens[: recall.offset], *self.archive.load(recall))
             except DiskFault:
-                continue  # without the file at fault, disk may still have something
-            return True
-        return False
+                # Without the file at fault, disk may still have something; making room may have cost what was known.
+                match = trie.match(tokens)
+                continue
+            return trie.match(tokens)
+        return None
 
     def _graft(
         self, trie: PrefixTrie, tokens: TokenArray, segment: Segment | None, snapshot: Snapshot | None
@@ -381,7 +386,7 @@ class PrefixCache:
             self._refresh(slot)
             return
         landing = self._land(trie, path, offset)
-        keep = self._shared(slot, landing) if slot.namespace == namespace else 0
+        keep = _common(slot, set(landing.path()), landing.stop)
         self._page_out(slot, keep)
         slot.namespace = namespace
         if slot.tip.parent is None:
@@ -480,16 +485,6 @@ class PrefixCache:
         self.ledger.set_live(slot.index, 0)
         self.ledger.reserve(slot.index, 0)
 
-    def _shared(self, slot: Slot, landing: Node) -> int:
-        """Returns how much of a slot's sequence lies on the path to `landing`."""
-        shared = 0
-        for node in landing.path():
-            length = common_prefix_length(node.tokens, slot.log.view(min(node.start, slot.offset)))
-            shared += length
-            if length < len(node.tokens):
-                break
-        return min(shared, slot.tip.stop)
-
     def _presize(self, slot: Slot, num_tokens: int) -> None:
         self.layout.presize(slot.caches, num_tokens)
         self.ledger.reserve(slot.index, int(num_tokens * self._bytes_per_token))
@@ -526,25 +521,24 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------- slots and the trie
 
-    def _choose(self, known: TokenArray, namespace: str, session_id: str | None, stored: int) -> Slot | None:
-        views = [self._view(slot, known, namespace, session_id) for slot in self.slots]
+    def _choose(self, match: Match, namespace: str, session_id: str | None, stored: int) -> Slot | None:
+        path = set(match.path)
+        views = [self._view(slot, path, match.length, namespace, session_id) for slot in self.slots]
         index = choose_slot(views, stored)
         return None if index is None else self.slots[index]
 
-    def _view(self, slot: Slot, known: TokenArray, namespace: str, session_id: str | None) -> SlotView:
-        is_ours = slot.namespace == namespace
+    def _view(
+        self, slot: Slot, path: Collection[Node], length: int, namespace: str, session_id: str | None
+    ) -> SlotView:
         return SlotView(
             index=slot.index,
             is_leased=slot.is_leased,
             offset=slot.offset,
-            common=common_prefix_length(slot.log.view(), known) if is_ours else 0,
-            is_same_session=is_ours and session_id is not None and slot.session_id == session_id,
+            common=_common(slot, path, length),
+            is_same_session=slot.namespace == namespace and session_id is not None and slot.session_id == session_id,
             turn_start=slot.turn_start,
             last_used=slot.last_used,
         )
-
-    def _continues(self, slot: Slot, namespace: str, known: TokenArray) -> bool:
-        return slot.namespace == namespace and common_prefix_length(slot.log.view(), known) == slot.offset
 
     def _plan(self, wanted: Sequence[RestorePoint], offset: int, num_tokens: int) -> Iterable[RestorePoint]:
         if not self.layout.needs_snapshots:
@@ -687,8 +681,10 @@ class PrefixCache:
         self.room.check()
         for slot in self.slots:
             self._check_slot(slot)
-        for _, node in self.room.nodes():
+        for trie, node in self.room.nodes():
             assert node.home is None or node in node.home.tip.path(), f"{node} lives in a slot that left it"
+            if self.archive is not None:
+                self.archive.check(trie.namespace, node)
 
     def _check_slot(self, slot: Slot) -> None:
         path = slot.tip.path()
@@ -697,6 +693,14 @@ class PrefixCache:
         assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
         assert slot.tip.num_slots >= 1 or slot.tip.parent is None
         assert slot.tip.parent is not None or slot.tip is self._trie(slot.namespace).root
+
+
+def _common(slot: Slot, path: Collection[Node], length: int) -> int:
+    """Returns how many of the first `length` tokens of a path an idle slot's sequence begins with.
+
+    What two sequences share is the same nodes of a trie, so no tokens are compared.
+    """
+    return min(slot.tip.meeting(path).stop, length)
 
 
 def _ends_a_turn(landing: Node) -> bool:

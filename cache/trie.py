@@ -12,7 +12,7 @@ and joined. It knows no arrays, no clock and no budget. Token comparison is by w
 costs microseconds per thousand tokens and no Python object per token.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -70,6 +70,7 @@ class Node:
         "num_pins",
         "num_slots",
         "parent",
+        "place",
         "session_id",
         "snapshot",
         "span",
@@ -106,6 +107,8 @@ class Node:
         """A restore point that was asked for by name: never merged away."""
         self.is_volatile = False
         """Known only from requests whose state is to stay in memory."""
+        self.place: Place | None = None
+        """Where the same tokens end in another trie, as was found last; means nothing here."""
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +125,13 @@ class Node:
         nodes.reverse()
         return nodes
 
+    def meeting(self, others: Collection["Node"]) -> "Node":
+        """Returns the nearest of `others` on the way up from here, this node included; the root if there is none."""
+        node = self
+        while node.parent is not None and node not in others:
+            node = node.parent
+        return node
+
     def __repr__(self) -> str:
         return f"Node[{self.start}, {self.stop}) with {len(self.children)} children"
 
@@ -132,6 +142,30 @@ class Match:
 
     path: list[Node]
     length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where some tokens end in a trie: `length` of them, as many as it knows, the last one on the edge of `node`.
+
+    It stays true however edges are cut and added, until it `is_gone`.
+    """
+
+    node: Node
+    length: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the trie has forgotten those tokens since, or some that followed them: they must be found anew."""
+        return self.length > 0 and self.node.parent is None
+
+    def edges(self, start: int, stop: int) -> Iterator[Node]:
+        """Yields the nodes on the way to the place whose edges have part in `[start, stop)`, the last one first."""
+        node, stop = self.node, min(stop, self.length)
+        while start < stop and node.parent is not None and node.stop > start:
+            if node.start < stop:
+                yield node
+            node = node.parent
 
 
 SHORT_TOKENS = 4096
@@ -164,18 +198,29 @@ class PrefixTrie:
 
     def match(self, tokens: TokenArray) -> Match:
         """Finds the longest stored prefix of `tokens`, comparing every token."""
-        node, length, path = self.root, 0, list[Node]()
-        while length < len(tokens):
-            child = node.children.get(int(tokens[length]))
-            if child is None:
+        place = self.follow(Place(self.root, 0), tokens)
+        return Match(place.node.path(), place.length)
+
+    def follow(self, place: Place, tokens: TokenArray) -> Place:
+        """Returns where `tokens`, those after the place, end that are known there, comparing every one of them."""
+        node, length, done = place.node, place.length, 0
+        while node.parent is not None and length <= node.start:
+            node = node.parent  # the edge was cut since
+        while done < len(tokens):
+            if length == node.stop:
+                child = node.children.get(tokens.item(done))
+                if child is None:
+                    break
+                node = child
+            edge = node.tokens[length - node.start :] if length > node.start else node.tokens
+            size = len(edge)
+            # A path has many short edges, most of them known in full: this is what takes the time of a match.
+            is_known = size <= SHORT_TOKENS and edge.tobytes() == tokens[done : done + size].tobytes()
+            matched = size if is_known else common_prefix_length(edge, tokens[done:])
+            length, done = length + matched, done + matched
+            if matched < size:
                 break
-            path.append(child)
-            matched = common_prefix_length(child.tokens, tokens[length:])
-            length += matched
-            if matched < len(child.tokens):
-                break
-            node = child
-        return Match(path, length)
+        return Place(node, length)
 
     def extend(self, node: Node, tokens: TokenArray, *, may_split: bool = True) -> Node:
         """Returns the node at which `tokens` end below `node`, splitting and adding edges as needed.

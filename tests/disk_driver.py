@@ -18,6 +18,7 @@ import numpy as np
 from cache.disk import DiskTier
 from cache.disk_files import FileSystem
 from cache.disk_spans import FileSnapshot, FileSpan
+from cache.disk_tree import START
 from cache.layers import PointState, Segment
 from cache.trie import TokenArray
 
@@ -109,13 +110,13 @@ def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> FileSnapsho
 
 def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:
     """Returns the state of the tokens `[start, len(tokens))` if all of it is on disk."""
-    span = tier.covered(namespace, tokens, start)
+    span = tier.covered(tier.follow(namespace, START, tokens), start, len(tokens))
     return span if span.is_written else None
 
 
 def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> FileSnapshot | None:
     """Returns the snapshot right after some tokens if it is on disk."""
-    at_end = (found for found in tier.snapshots(namespace, tokens) if found.offset == len(tokens))
+    at_end = (found for found in tier.snapshots(tier.follow(namespace, START, tokens)) if found.offset == len(tokens))
     return next(at_end, None)
 
 
@@ -288,3 +289,8 @@ def conversation(random: np.random.Generator, known: Sequence[TokenArray], max_t
     head = known[int(random.integers(len(known)))] if known and random.random() < 0.8 else tokens_of(())
     head = head[: random.integers(len(head) + 1)]
     return np.concatenate([head, random.integers(0, 3, random.integers(1, max_tokens), dtype=np.int32)])
+
+
+def touch(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> None:
+    """Says that the state after some tokens was used now."""
+    tier.touch(tier.follow(namespace, START, tokens), len(tokens))

@@ -239,3 +239,24 @@ def test_where_disk_has_too_little_room_it_holds_what_was_used_last(tmp_path: Pa
     tiers.append(open_tier(tmp_path, budget_bytes=200_000))
     again = make("T", tiers[-1])
     assert [again.peek(np.array([*story, 8], np.int32)) == 1000 for story in stories] == [False, True, False]
+
+
+def test_what_disk_has_forgotten_and_learnt_again_is_found_beyond_what_memory_knows(
+    tmp_path: Path, tiers: list[DiskTier]
+) -> None:
+    tiers.append(open_tier(tmp_path))
+    prefix_cache = make("T", tiers[-1])
+    prompt = [*SYSTEM, *range(100, 160)]
+    converse(prefix_cache, prompt, [7, 8])
+    converse(prefix_cache, [*SYSTEM, 5, 6])
+    for is_forgotten in (False, False, True):
+        if is_forgotten:
+            tiers[-1].clear()
+        for _ in prefix_cache.save():
+            pass
+    assert tiers[-1].flush(10)
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    ((_, system),) = [pair for pair in prefix_cache.room.nodes() if pair[1].stop == len(SYSTEM)]
+    prefix_cache.room.drop_cheapest(0, {system}, prefix_cache._clock.now)
+    assert prefix_cache.stats()["nodes"] == 1
+    assert converse(prefix_cache, [*prompt, 7, 8, 900]) == (len(prompt) + 2, Tier.DISK)

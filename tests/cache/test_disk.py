@@ -11,6 +11,7 @@ import pytest
 
 from cache.disk import RETRY_SECONDS, DiskTier
 from cache.disk_spans import FileSnapshot, FileSpan
+from cache.disk_tree import START
 from cache.errors import DiskFault, DiskInUse
 from cache.layers import PointState
 from cache.trie import TokenArray, common_prefix_length
@@ -29,6 +30,7 @@ from tests.disk_driver import (
     snap,
     stored_names,
     tokens_of,
+    touch,
     write,
 )
 
@@ -293,7 +295,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     for tokens in (trunk, *leaves[:3]):
         spans.append(write(tier, tokens, len(tokens) - 400))
         assert tier.flush(10)
-    tier.touch("", leaves[0])
+    touch(tier, leaves[0])
     newest = write(tier, leaves[3], 400)
     assert newest is not None and tier.flush(10)
     gone = [span.is_gone for span in spans if span is not None]
@@ -310,7 +312,7 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     old, new, third = (tokens_of([value] * 40) for value in (1, 2, 3))
     write(tier, old)
     write(tier, new)
-    tier.touch("", old)
+    touch(tier, old)
     tier.flush(10)
     tier.close()
     tier = open_tier(tmp_path, budget_bytes=2 * size_of(40) + 8000)
@@ -329,7 +331,7 @@ def test_a_small_budget_is_kept_under_random_use(seed: int, tmp_path: Path) -> N
         write(tier, tokens)
         snap(tier, tokens)
         written.append(tokens)
-        tier.touch("", written[int(random.integers(len(written)))])
+        touch(tier, written[int(random.integers(len(written)))])
         assert tier.used_bytes <= tier.budget_bytes
         tier.check()
     assert tier.poll() > 0
@@ -493,7 +495,7 @@ def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
     for number in range(10):
         namespace = f"salt {number}"
         assert find_span(tier, FIRST, namespace=namespace) is None and find_snapshot(tier, FIRST, namespace) is None
-        tier.touch(namespace, FIRST)
+        touch(tier, FIRST, namespace)
         tier.forget(namespace, FIRST)
     assert len(tier._tree._tries) == 0
     write(tier, FIRST, namespace="half a pair \ud800")
@@ -589,7 +591,7 @@ def test_an_unusable_folder_means_a_tier_without_content(tmp_path: Path, caplog:
     tier = open_tier(tmp_path / "file" / "cache")
     assert write(tier, FIRST) is None and snap(tier, FIRST) is None
     assert find_span(tier, FIRST) is None and tier.entries() == []
-    tier.touch("", FIRST)
+    touch(tier, FIRST)
     tier.forget("", FIRST)
     tier.clear()
     assert tier.prefetch([]).is_done and tier.poll() == 0 and tier.flush(1)
@@ -602,3 +604,18 @@ def test_nothing_to_keep_is_no_snapshot(tier: DiskTier) -> None:
     snapshot = tier.write_snapshot("", FIRST, None, points_of(FIRST))
     assert isinstance(snapshot, FileSnapshot) and snapshot.window is None
     assert isinstance(write(tier, FIRST), FileSpan)
+
+
+def test_a_snapshot_on_its_way_is_known_before_it_can_be_read(tmp_path: Path) -> None:
+    tier, barrier = open_tier(tmp_path), threading.Event()
+    tier._writer.submit(barrier.wait)
+    try:
+        snap(tier, FIRST)
+        place = tier.follow("", START, FIRST)
+        assert tier.snapshot_offsets(place) == [len(FIRST)]
+        assert list(tier.snapshots(place)) == []
+    finally:
+        barrier.set()
+    assert tier.flush(10)
+    assert [snapshot.offset for snapshot in tier.snapshots(place)] == [len(FIRST)]
+    tier.close()

@@ -29,6 +29,7 @@ from tests.disk_driver import (
     snap,
     stored_names,
     tokens_of,
+    touch,
     write,
 )
 
@@ -82,7 +83,7 @@ def use(folder: Path, files: CountingFiles) -> None:
             tier.forget("", LEFT, 25)
         tier.poll()
         tier.check()
-    tier.touch("", TRUNK)
+    touch(tier, TRUNK)
     tier.flush(10)
     tier.close()
 

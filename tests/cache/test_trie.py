@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache.trie import Node, PrefixTrie, TokenArray, common_prefix_length
+from cache.trie import Node, Place, PrefixTrie, TokenArray, common_prefix_length
 
 BYTES_PER_TOKEN = 7
 SPLIT_COST = 3
@@ -126,6 +126,27 @@ def test_without_splitting_tokens_wait_at_the_edge_they_end_in() -> None:
     assert trie.extend(first, ids(3, 4), may_split=False) is node
     assert trie.num_nodes == 2
     assert trie.extend(first, ids(3, 5), may_split=False).parent is not first, "where sequences part is a border"
+
+
+def test_a_place_yields_the_edges_of_a_range_the_last_one_first() -> None:
+    trie = PrefixTrie()
+    insert(trie, 1, 2, 3, 4, 5, 6)
+    insert(trie, 1, 2, 9)
+    insert(trie, 1, 2, 3, 4, 8)
+    place = trie.follow(Place(trie.root, 0), ids(1, 2, 3, 4, 5, 7))
+    assert place.length == 5
+    assert [(node.start, node.stop) for node in place.edges(0, 5)] == [(4, 6), (2, 4), (0, 2)]
+    assert [(node.start, node.stop) for node in place.edges(2, 4)] == [(2, 4)]
+    assert list(place.edges(5, 6)) == []
+
+
+def test_a_place_is_gone_with_its_tokens() -> None:
+    trie = PrefixTrie()
+    start, leaf = Place(trie.root, 0), insert(trie, 1, 2, 3)
+    place = trie.follow(start, ids(1, 2, 4))
+    trie.remove(leaf)
+    assert place.is_gone
+    assert not start.is_gone, "where everything starts is always there"
 
 
 def test_the_edges_of_a_trie_own_their_tokens() -> None:
@@ -277,6 +298,7 @@ class TrieMachine(RuleBasedStateMachine):
         self.num_bytes = 0
         self.trie = PrefixTrie(self._count)
         self.known: set[tuple[int, ...]] = {()}
+        self.places: list[tuple[list[int], Place]] = []
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
@@ -377,6 +399,29 @@ class TrieMachine(RuleBasedStateMachine):
         found = [token for node in match.path for token in node.tokens.tolist()]
         assert found[: match.length] == tokens[: match.length]
         assert not match.path or match.path[-1].start < match.length <= match.path[-1].stop
+
+    @rule(tokens=st.lists(st.integers(1, 3), min_size=1, max_size=10), cut=st.integers(0, 9))
+    def find(self, tokens: list[int], cut: int) -> None:
+        half = self.trie.follow(Place(self.trie.root, 0), ids(*tokens[:cut]))
+        self.places.append((tokens, half))
+
+    @rule(which=st.integers(0, 50))
+    def go_on_from_a_place(self, which: int) -> None:
+        there = [found for found in self.places if not found[1].is_gone]
+        if there:
+            tokens, place = there[which % len(there)]
+            whole, match = self.trie.follow(place, ids(*tokens[place.length :])), self.trie.match(ids(*tokens))
+            assert (whole.node.path(), whole.length) == (match.path, match.length)
+
+    @invariant()
+    def places_stay_true(self) -> None:
+        for tokens, place in self.places:
+            if not place.is_gone:
+                edges = [*reversed(list(place.edges(0, place.length)))]
+                assert [token for node in edges for token in node.tokens.tolist()][: place.length] == (
+                    tokens[: place.length]
+                )
+                assert not edges or edges[-1].start < place.length <= edges[-1].stop
 
     @invariant()
     def holds_exactly_what_is_known(self) -> None:
