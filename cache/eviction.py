@@ -7,11 +7,12 @@ within the next minute. How often something was used says nothing: a conversatio
 often than one that has just begun.
 """
 
+import bisect
 import heapq
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 LONG_TOKENS = 70_000
@@ -70,45 +71,132 @@ class Candidate:
     """Bytes that giving it up may free."""
     num_tokens: int
     """Tokens from the nearest restore point that remains: what would have to be evaluated again."""
-    age: int
-    """Requests since it was used, or something behind it."""
+    last_used: int
+    """When it was used, or something behind it, by a clock that counts requests."""
     chance: float = Chance.CURRENT
     is_explicit: bool = False
     """Asked for by name, so it goes after everything else."""
-    is_guarded: bool = False
-    """Who needs the room must not have it as long as anything else is left but what was asked for by name."""
+    is_session_end: bool = False
+    """Where a session would go on for which somebody waits."""
 
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
+    @cached_property
+    def weight(self) -> tuple[bool, float]:
+        """What it is worth but for its age: of two that were used at the same time, the lower one goes first."""
+        return self.is_explicit, self.chance * self.num_tokens / self.num_bytes
+
+    def rank(self, now: int) -> tuple[bool, float]:
         """Candidates go in this order."""
-        value = self.chance * self.num_tokens / (self.num_bytes * max(1, self.age))
-        return self.is_explicit, self.is_guarded, value
+        is_explicit, value = self.weight
+        return is_explicit, value / max(1, now - self.last_used)
+
+
+AGE_SHARE = 4
+"""Candidates are ranked as if of one age if they were used within one part in so many of it."""
+MAX_HEAPS = 256
+"""So many are made before neighbours are joined though nothing has to go."""
 
 
 class Queue:
-    """Candidates in the order in which to give them up. Nothing that frees no bytes is ever among them."""
+    """Candidates in the order in which to give them up. Nothing that frees no bytes is ever among them.
 
-    def __init__(self, candidates: Iterable[Candidate]) -> None:
+    The order changes with time, but only between candidates of different ages. So those of about one age are kept in
+    a heap of their own, by weight, and only the first of each are compared. As they grow older, differences in age
+    come to matter less, and neighbouring heaps are joined: there are never more than some dozens.
+    """
+
+    def __init__(self) -> None:
         self._count = itertools.count()
-        self._heap = [self._entry(candidate) for candidate in candidates if candidate.num_bytes > 0]
-        heapq.heapify(self._heap)
+        self._num_candidates = 0
+        self._heaps: list[_Heap] = []
+        """In the order of use."""
+        self._now = 0
+        self._firsts: list[tuple[tuple[bool, float], int, _Heap]] = []
+        """A heap of heaps, by what the first of each was worth at `_now` when it was put here."""
 
     def __len__(self) -> int:
-        return len(self._heap)
-
-    @property
-    def order(self) -> tuple[bool, bool, float]:
-        """The rank of the next candidate. Not for an empty queue."""
-        return self._heap[0][0]
+        return self._num_candidates
 
     def push(self, candidate: Candidate) -> None:
         """Adds a candidate, unless it would free nothing."""
         if candidate.num_bytes > 0:
-            heapq.heappush(self._heap, self._entry(candidate))
+            heap = self._heap(candidate.last_used)
+            heapq.heappush(heap.entries, (candidate.weight, candidate.last_used, next(self._count), candidate))
+            self._num_candidates += 1
+            if heap.entries[0][-1] is candidate:
+                self._rank(heap)
 
-    def pop(self) -> Candidate | None:
+    def rank(self, now: int) -> tuple[bool, float]:
+        """The rank of the next candidate. Not for an empty queue."""
+        heap = self._first(now)
+        assert heap is not None, "an empty queue has no next candidate"
+        return heap.rank(now)
+
+    def pop(self, now: int) -> Candidate | None:
         """Removes and returns what should go next; None if nothing is left."""
-        return heapq.heappop(self._heap)[-1] if self._heap else None
+        heap = self._first(now)
+        if heap is None:
+            return None
+        self._num_candidates -= 1
+        return heapq.heappop(heap.entries)[-1]
 
-    def _entry(self, candidate: Candidate) -> tuple[tuple[bool, bool, float], int, Candidate]:
-        return candidate.rank, next(self._count), candidate
+    def _first(self, now: int) -> "_Heap | None":
+        if now != self._now:
+            self._now = now
+            self._join(now)
+        while self._firsts:
+            rank, _, heap = self._firsts[0]
+            if heap.entries and heap.rank(now) == rank:
+                return heap
+            heapq.heappop(self._firsts)
+            if heap.entries:
+                self._rank(heap)
+        return None
+
+    def _rank(self, heap: "_Heap") -> None:
+        heapq.heappush(self._firsts, (heap.rank(self._now), next(self._count), heap))
+
+    def _heap(self, last_used: int) -> "_Heap":
+        """Returns the heap for what was used then, a new one if there is none."""
+        index = bisect.bisect_right(self._heaps, last_used, key=lambda heap: heap.start)
+        if index and last_used < self._heaps[index - 1].stop:
+            return self._heaps[index - 1]
+        if len(self._heaps) >= MAX_HEAPS:
+            self._join(self._heaps[-1].stop)
+            index = bisect.bisect_right(self._heaps, last_used, key=lambda heap: heap.start)
+        heap = _Heap(last_used, last_used + 1)
+        self._heaps.insert(index, heap)
+        return heap
+
+    def _join(self, now: int) -> None:
+        """Joins neighbours that are of about one age at `now`, and ranks all anew."""
+        heaps = list[_Heap]()
+        for heap in self._heaps:
+            if heaps and heap.stop - heaps[-1].start <= (now - heap.stop) // AGE_SHARE:
+                heaps[-1].take(heap)
+            elif heap.entries:
+                heaps.append(heap)
+        self._heaps, self._firsts = heaps, []
+        for heap in heaps:
+            self._rank(heap)
+
+
+@dataclass
+class _Heap:
+    """Candidates that were used within `[start, stop)`, the one of least weight first, and of equals the oldest."""
+
+    start: int
+    stop: int
+    entries: list[tuple[tuple[bool, float], int, int, Candidate]] = field(default_factory=list)
+
+    def rank(self, now: int) -> tuple[bool, float]:
+        """The rank of the first candidate, as `Candidate.rank` has it."""
+        (is_explicit, value), last_used, _, _ = self.entries[0]
+        return is_explicit, value / max(1, now - last_used)
+
+    def take(self, later: "_Heap") -> None:
+        """Adds all of a heap of what was used later."""
+        self.stop = later.stop
+        if len(later.entries) > len(self.entries):
+            self.entries, later.entries = later.entries, self.entries
+        for entry in later.entries:
+            heapq.heappush(self.entries, entry)

@@ -113,6 +113,7 @@ class PrefixCache:
         is_theirs = slot.tip.session_id == session_id and not slot.tip.is_background
         slot.leaves_background = is_background and not is_theirs
         slot.tip.session_id, slot.tip.is_on_probation = session_id or slot.tip.session_id, False
+        self.room.changed(trie, slot.tip)
         slot.is_volatile, slot.landing = is_volatile, offset
         wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
         slot.turn_start = min(
@@ -234,8 +235,10 @@ class PrefixCache:
                 # What an ordinary request holds too is no secret of the volatile one that brought it.
                 node.is_volatile &= slot.is_volatile
             self._move_tip(slot, tip)
-            tip.last_used, tip.session_id = self._clock.now, slot.session_id
-            tip.is_on_probation, tip.is_background = slot.is_on_probation, slot.leaves_background
+            tip.session_id, tip.is_on_probation = slot.session_id, slot.is_on_probation
+            tip.is_background = slot.leaves_background
+            self.room.used(trie, tip, self._clock.now)
+            self.room.ended(trie, tip)
             self._compact(trie, tip)
         self.measure(slot)
 
@@ -244,6 +247,7 @@ class PrefixCache:
         trie, node = self._trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
+        self.room.changed(trie, node)
         if self.layout.needs_snapshots and not is_restorable(self.layout, node):
             node.kind = kind
             trie.snap(node, self._snapshot(slot))
@@ -274,6 +278,7 @@ class PrefixCache:
             # What has just been answered is what goes on next: it goes only where nothing else is left.
             self._evict(self.ledger.excess_bytes(), protected=(slot.tip,))
         self._evict(self.ledger.excess_bytes(), protected=(), is_background=slot.is_background)
+        self.room.keep_up()
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease without trusting the slot's caches: nodes that live only there are dropped."""
@@ -332,7 +337,7 @@ class PrefixCache:
         if snapshot is not None:
             tip.kind = RestorePointKind.TURN_END
             trie.snap(tip, snapshot)
-        tip.last_used = self._clock.now
+        self.room.used(trie, tip, self._clock.now)
 
     def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
         if self.archive is not None:
@@ -517,7 +522,7 @@ class PrefixCache:
         for offset in placement.superseded(points, slot.landing):
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
-                node.last_used = 0
+                self.room.supersede(self._trie(slot.namespace), node)
 
     # ------------------------------------------------------------------------------------- slots and the trie
 
@@ -559,7 +564,7 @@ class PrefixCache:
             trie.absorb_parent(node)
 
     def _refresh(self, slot: Slot) -> None:
-        slot.tip.last_used = self._clock.now
+        self.room.used(self._trie(slot.namespace), slot.tip, self._clock.now)
 
     def _trie(self, namespace: str) -> PrefixTrie:
         return self.room.trie(namespace, in_use={slot.namespace for slot in self.slots})

@@ -31,12 +31,12 @@ class FairQueue:
     def push(self, namespace: str, candidate: Candidate) -> None:
         """Adds a candidate, unless it would free nothing."""
         if namespace not in self._queues:
-            self._queues[namespace] = Queue(())
+            self._queues[namespace] = Queue()
         self._queues[namespace].push(candidate)
 
-    def pop(self) -> Candidate | None:
-        """Removes and returns what should go next; None if nothing is left."""
+    def pop(self, now: int) -> Candidate | None:
+        """Removes and returns what should go next at a reading of the clock of use; None if nothing is left."""
         self._queues = {name: queue for name, queue in self._queues.items() if len(queue)}
         over = self._find_over_share()
         first = [queue for name, queue in self._queues.items() if name in over] or list(self._queues.values())
-        return min(first, key=lambda queue: queue.order).pop() if first else None
+        return min(first, key=lambda queue: queue.rank(now)).pop(now) if first else None

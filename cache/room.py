@@ -6,30 +6,18 @@ go. What lives in a slot is never dropped here. Which of several candidates goes
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from cache.eviction import Candidate, Chance
 from cache.layers import Layout
 from cache.ledger import Ledger
-from cache.quota import FairQueue, over_share
+from cache.order import Order
+from cache.quota import over_share
 from cache.snapshots import Snapshot, is_leant_on
-from cache.survey import Survey, is_droppable, is_free_leaf
 from cache.trie import Node, PrefixTrie
 
-NODES_PER_TICK = 1024
-"""For so many nodes the order of what to give up may be one reading of the clock old."""
 MAX_EXTRA = 64
 """Of what is next to worthless, so much goes beyond the need in one round."""
-
-
-@dataclass
-class _Ranking:
-    """What can be given up, in order, as it was found at a reading of the clock."""
-
-    survey: Survey
-    queue: FairQueue
-    made_at: int
 
 
 class Room:
@@ -47,7 +35,7 @@ class Room:
         self._tries: dict[str, PrefixTrie] = {}
         self._held: Counter[str] = Counter()
         """Stored bytes by namespace."""
-        self._last_ranking: _Ranking | None = None
+        self._order = Order(layout, self._over_share)
 
     def trie(self, namespace: str, in_use: set[str]) -> PrefixTrie:
         """Returns the trie of a namespace; forgets empty ones, but for those `in_use`."""
@@ -55,7 +43,8 @@ class Room:
             self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in in_use}
             self.evictions = Counter({name: count for name, count in self.evictions.items() if name in self._tries})
             self._held = Counter({name: self._held[name] for name in self._tries})
-            self._tries[namespace] = PrefixTrie(partial(self._store, namespace), namespace)
+            changed = partial(self._order.changed, namespace)
+            self._tries[namespace] = PrefixTrie(partial(self._store, namespace), namespace, changed)
         return self._tries[namespace]
 
     def find_trie(self, namespace: str) -> PrefixTrie:
@@ -75,10 +64,9 @@ class Room:
 
     def clear(self, namespace: str | None) -> None:
         """Drops everything of one namespace, or of all, that lives in no slot."""
-        self._last_ranking = None
         tries = [trie for name, trie in self._tries.items() if namespace in (None, name)]
         for trie in tries:
-            while leaves := [node for node in trie.nodes() if is_free_leaf(node)]:
+            while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
                 for node in leaves:
                     trie.remove(node)
             for node in trie.nodes():
@@ -89,90 +77,92 @@ class Room:
         for node in reversed(_subtree(top)):
             trie.remove(node)
 
+    def used(self, trie: PrefixTrie, node: Node, now: int) -> None:
+        """Notes that a sequence was restored at a node, or written up to there."""
+        self._order.used(trie.namespace, node, now)
+
+    def ended(self, trie: PrefixTrie, node: Node) -> None:
+        """Notes that the session of a node has come to end there."""
+        self._order.ended(trie.namespace, node)
+
+    def changed(self, trie: PrefixTrie, node: Node) -> None:
+        """Notes that something is known of a node that was not before."""
+        self._order.changed(trie.namespace, node)
+
+    def supersede(self, trie: PrefixTrie, node: Node) -> None:
+        """Notes that no conversation will need a node's snapshot, as far as anybody can tell."""
+        node.last_used = 0
+        self._order.changed(trie.namespace, node)
+
+    def keep_up(self) -> None:
+        """Spends a little on the order of what to give up, so that less is left to do when something has to go."""
+        self._order.keep_up()
+
     def drop_cheapest(
         self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False
     ) -> None:
         """Drops what is worth least until no more than `target_bytes` are charged, or nothing more can go.
 
         What is next to worthless goes in any case, so that the next rounds come later. `now` is the reading of the
-        clock of `Node.last_used`; with `guards_sessions` the ends of sessions go last.
+        clock of `Node.last_used`; with `guards_sessions` the ends of sessions go last, but for what is explicit.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
-        ranking, is_new = self._ranking(now, guards_sessions)
-        self._drop_by(ranking, target_bytes, kept)
-        if self.ledger.charged_bytes > target_bytes and not is_new:
-            self._last_ranking = None
-            self._drop_by(self._ranking(now, guards_sessions)[0], target_bytes, kept)
-
-    def _ranking(self, now: int, guards_sessions: bool) -> tuple[_Ranking, bool]:
-        """Returns all candidates in order, and whether they were looked up just now.
-
-        To look at every node takes long where there are many, and then it matters little what the newest did since.
-        """
-        last = self._last_ranking
-        may_be_old = last is not None and now - last.made_at < self.num_nodes // NODES_PER_TICK
-        if last is not None and may_be_old and last.survey.guards_sessions == guards_sessions:
-            last.survey.now = now
-            return last, False
-        survey = Survey(self._layout, self._tries.values(), now, guards_sessions=guards_sessions)
-        queue = FairQueue(self._over_share)
-        for trie, candidate in survey.candidates():
-            queue.push(trie.namespace, candidate)
-        self._last_ranking = _Ranking(survey, queue, now)
-        return self._last_ranking, True
-
-    def _drop_by(self, ranking: _Ranking, target_bytes: int, kept: Collection[Node]) -> None:
-        """Drops candidates in their order, down to the target; those that cannot go now stay in the ranking."""
-        survey, queue, passed = ranking.survey, ranking.queue, list[tuple[PrefixTrie, Candidate]]()
-        num_extra = 0
-        while (victim := queue.pop()) is not None:
-            trie, node = victim.key
+        passed, guarded, num_extra = list[Candidate](), list[Candidate](), 0
+        while (victim := self._order.pop(now)) is not None:
+            node = victim.key[1]
             if self.ledger.charged_bytes <= target_bytes:
                 num_extra += 1
                 if victim.chance > Chance.SUPERSEDED or num_extra > MAX_EXTRA:
-                    passed.append((trie, victim))
+                    passed.append(victim)
                     break
-            if node in kept or not is_droppable(node):
-                # Pinned, in a slot, or about to be restored; unless it has gone, or all that could go of it.
-                may_go_later = node.parent is not None and (not node.children or node.snapshot is not None)
-                passed += [(trie, victim)] if may_go_later else []
-                continue
-            fresh = survey.candidate(trie, node)
-            if fresh.rank > victim.rank:
-                queue.push(trie.namespace, fresh)  # what it would be evaluated from has gone meanwhile
-                continue
-            exposed = self._drop_snapshot(trie, node) if node.children else self._drop_leaf(trie, node)
-            if exposed is not None and is_droppable(exposed):
-                queue.push(trie.namespace, survey.candidate(trie, exposed))
-        for trie, victim in passed:
-            queue.push(trie.namespace, victim)
+            if node in kept or not _is_droppable(node):
+                passed.append(victim)
+            elif (fresh := self._order.refreshed(victim)).rank(now) > victim.rank(now):
+                self._order.push(fresh)  # it was used, or what it would be evaluated from has gone
+            elif guards_sessions and (victim.is_session_end or victim.is_explicit):
+                guarded.append(victim)
+            elif not self._drop(victim):
+                passed.append(victim)
+        for victim in sorted(guarded, key=lambda victim: victim.rank(now)):
+            if self.ledger.charged_bytes <= target_bytes or not self._drop(victim):
+                passed.append(victim)
+        for victim in passed:
+            self._order.push(victim)
 
-    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> Node | None:
-        """Drops a leaf, and what above it holds no bytes; returns what may be a leaf then."""
+    def _drop(self, victim: Candidate) -> bool:
+        """Drops what can go of a leaf, or of the snapshot of any other node; whether there was anything."""
+        namespace, node = victim.key
+        drop = self._drop_snapshot if node.children else self._drop_leaf
+        return drop(self._tries[namespace], node)
+
+    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> bool:
+        """Drops a leaf, and what above it holds no bytes."""
         self._count_eviction(trie)
         self.before_dropping(trie, node)
         leaf, parent = node, node.parent
         trie.remove(node)
-        while parent is not None and is_free_leaf(parent) and not parent.num_bytes:
+        while parent is not None and _is_free_leaf(parent) and not parent.num_bytes:
             node, parent = parent, parent.parent
             trie.remove(node)
         if parent is not None and parent.last_used < leaf.last_used:
             # The conversation ends here now, and is no older for that.
-            parent.last_used, parent.session_id = leaf.last_used, leaf.session_id
-            parent.is_background = leaf.is_background
-        return parent
+            parent.session_id, parent.is_background = leaf.session_id, leaf.is_background
+            self._order.used(trie.namespace, parent, leaf.last_used)
+            self._order.ended(trie.namespace, parent)
+        return True
 
-    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> Node | None:
-        """Drops what of a snapshot no other leans on; returns what may no longer be leant on then."""
+    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> bool:
+        """Drops what of a snapshot no other leans on; whether there was any."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if is_leant_on(self._layout, node) else None
-        if rest is None or rest.num_bytes < snapshot.num_bytes:
-            self._count_eviction(trie)
-            self.before_dropping(trie, node)
-            trie.snap(node, rest)
-        return node.parent if rest is None else None
+        if rest is not None and rest.num_bytes == snapshot.num_bytes:
+            return False
+        self._count_eviction(trie)
+        self.before_dropping(trie, node)
+        trie.snap(node, rest)
+        return True
 
     def _store(self, namespace: str, num_bytes: int) -> None:
         self.ledger.store(num_bytes)
@@ -189,6 +179,8 @@ class Room:
         """Asserts the invariants."""
         for trie in self._tries.values():
             trie.check()
+        for trie, node in self.nodes():
+            self._order.check(trie.namespace, node)
         stored = sum(node.num_bytes for _, node in self.nodes())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
         held = Counter(
@@ -203,3 +195,15 @@ def _subtree(node: Node) -> list[Node]:
     for parent in found:
         found.extend(parent.children.values())
     return found
+
+
+def _is_droppable(node: Node) -> bool:
+    """Whether a node's snapshot, or all of a leaf, can be given up now."""
+    if node.num_pins:
+        return False
+    return node.snapshot is not None if node.children else _is_free_leaf(node)
+
+
+def _is_free_leaf(node: Node) -> bool:
+    """Whether a node is a leaf that no slot needs."""
+    return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None

@@ -67,6 +67,7 @@ class Node:
         "is_volatile",
         "kind",
         "last_used",
+        "last_used_behind",
         "num_pins",
         "num_slots",
         "parent",
@@ -91,6 +92,8 @@ class Node:
         """The slot that holds this edge's span live, when no stored span does."""
         self.last_used = 0
         """The reading of a logical clock when a request last restored or wrote this node."""
+        self.last_used_behind = 0
+        """The same, of this node or anything behind it."""
         self.session_id: str | None = None
         """Whose sequence was here last."""
         self.is_on_probation = False
@@ -186,15 +189,22 @@ def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
 class PrefixTrie:
     """Edges and nodes for one namespace. Single-threaded, like everything in `cache`.
 
-    `count_bytes` is told how many bytes of stored state each change adds, negative when it frees some.
+    `count_bytes` is told how many bytes of stored state each change adds, negative when it frees some; `changed`, of
+    every node whose snapshot or children are no longer the same, of leaves whose span has moved, and of what is gone.
     """
 
-    def __init__(self, count_bytes: Callable[[int], None] = lambda num_bytes: None, namespace: str = "") -> None:
+    def __init__(
+        self,
+        count_bytes: Callable[[int], None] = lambda num_bytes: None,
+        namespace: str = "",
+        changed: Callable[[Node], None] = lambda node: None,
+    ) -> None:
         self.namespace = namespace
         """Means nothing here."""
         self.root = Node(None, np.empty(0, np.int32), 0)
         self.num_nodes = 0
         self._count_bytes = count_bytes
+        self._changed = changed
 
     def match(self, tokens: TokenArray) -> Match:
         """Finds the longest stored prefix of `tokens`, comparing every token."""
@@ -255,12 +265,15 @@ class PrefixTrie:
         snapshots = node.snapshot.split(offset) if node.snapshot is not None else (None, None)
         upper = Node(node.parent, node.tokens[:cut].copy(), node.start)
         upper.home, upper.last_used, upper.is_volatile = node.home, node.last_used, node.is_volatile
+        upper.last_used_behind = node.last_used_behind
         (upper.span, node.span), (upper.snapshot, node.snapshot) = spans, snapshots
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
         upper.parent.children[int(upper.tokens[0])] = upper  # type: ignore[union-attr]
         node.parent, node.tokens, node.start = upper, node.tokens[cut:].copy(), offset
         upper.children[int(node.tokens[0])] = node
         self.num_nodes += 1
+        self._changed(upper)
+        self._changed(node)
         return upper
 
     def can_absorb_parent(self, node: Node) -> bool:
@@ -295,12 +308,16 @@ class PrefixTrie:
         node.parent.children[int(node.tokens[0])] = node
         parent.parent = None
         self.num_nodes -= 1
+        self._changed(parent)
+        self._changed(node)
 
     def remove(self, leaf: Node) -> None:
         """Forgets a leaf and whatever state it holds."""
         if leaf.children or leaf.parent is None or leaf.num_slots:
             raise ValueError(f"{leaf} is not a removable leaf")
         del leaf.parent.children[int(leaf.tokens[0])]
+        self._changed(leaf.parent)
+        self._changed(leaf)
         self._count_bytes(-leaf.num_bytes)
         leaf.parent = leaf.span = leaf.snapshot = leaf.home = None
         leaf.tokens = leaf.tokens[:0].copy()  # whoever still points here keeps no tokens alive
@@ -311,6 +328,8 @@ class PrefixTrie:
         node.home = None
         node.span = span
         self._count_bytes(span.num_bytes)
+        if not node.children:
+            self._changed(node)
 
     def settle(self, node: Node, home: Any) -> None:
         """Says that `home` now holds the node's span live; a stored copy is dropped."""
@@ -318,12 +337,15 @@ class PrefixTrie:
             self._count_bytes(-node.span.num_bytes)
             node.span = None
         node.home = home
+        if not node.children:
+            self._changed(node)
 
     def snap(self, node: Node, snapshot: Snapshot | None) -> None:
         """Replaces the node's snapshot."""
         before = node.num_bytes
         node.snapshot = snapshot
         self._count_bytes(node.num_bytes - before)
+        self._changed(node)
 
     def nodes(self) -> Iterator[Node]:
         """Yields every node below the root, parents before children."""
@@ -353,4 +375,6 @@ class PrefixTrie:
         node = Node(parent, tokens.copy(), parent.stop)
         parent.children[int(node.tokens[0])] = node
         self.num_nodes += 1
+        self._changed(parent)
+        self._changed(node)
         return node

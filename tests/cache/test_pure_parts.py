@@ -36,15 +36,25 @@ def test_an_explicit_point_wins_an_offset_and_else_the_first(kinds: list[Restore
 # ------------------------------------------------------------------------------------------------------ eviction
 
 
+NOW = 1000
+
+
 def candidate(
     key: str, age: int, *, num_tokens: int = 10, num_bytes: int = 1, chance: float = 1.0, is_explicit: bool = False
 ) -> eviction.Candidate:
-    return eviction.Candidate(key, num_bytes, num_tokens, age, chance, is_explicit)
+    return eviction.Candidate(key, num_bytes, num_tokens, NOW - age, chance, is_explicit)
+
+
+def queue_of(candidates: Sequence[eviction.Candidate]) -> eviction.Queue:
+    queue = eviction.Queue()
+    for one in candidates:
+        queue.push(one)
+    return queue
 
 
 def order(candidates: Sequence[eviction.Candidate]) -> str:
-    queue, found = eviction.Queue(candidates), ""
-    while (victim := queue.pop()) is not None:
+    queue, found = queue_of(candidates), ""
+    while (victim := queue.pop(NOW)) is not None:
         found += victim.key
     return found
 
@@ -79,14 +89,51 @@ def test_eviction_order(candidates: list[eviction.Candidate], expected: str) -> 
 
 
 def test_what_is_exposed_takes_its_place_in_the_order() -> None:
-    queue = eviction.Queue([candidate("old leaf", 9), candidate("new leaf", 1)])
-    assert queue.pop() == candidate("old leaf", 9)
+    queue = queue_of([candidate("old leaf", 9), candidate("new leaf", 1)])
+    assert queue.pop(NOW) == candidate("old leaf", 9)
     queue.push(candidate("its parent", 8))
     queue.push(candidate("empty", 99, num_bytes=0))
-    assert queue.order == candidate("its parent", 8).rank
-    assert queue.pop() == candidate("its parent", 8)
-    assert queue.pop() == candidate("new leaf", 1)
-    assert queue.pop() is None
+    assert len(queue) == 2
+    assert queue.rank(NOW) == candidate("its parent", 8).rank(NOW)
+    assert queue.pop(NOW) == candidate("its parent", 8)
+    assert queue.pop(NOW) == candidate("new leaf", 1)
+    assert queue.pop(NOW) is None and len(queue) == 0
+
+
+def test_what_is_worth_more_when_young_goes_first_once_age_matters_less() -> None:
+    few, many = candidate("few", 100, num_tokens=10), candidate("many", 400, num_tokens=30)
+    assert queue_of([few, many]).pop(NOW) == many
+    assert queue_of([few, many]).pop(NOW + 100) == few
+
+
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 50), st.booleans()), min_size=1, max_size=60),
+    pauses=st.lists(st.integers(0, 400), max_size=60),
+)
+def test_nobody_goes_who_is_worth_much_more_than_another(
+    uses: list[tuple[int, int, bool]], pauses: list[int]
+) -> None:
+    queue, now, left = eviction.Queue(), 3001, dict[int, eviction.Candidate]()
+    for key, (last_used, num_tokens, is_explicit) in enumerate(uses):
+        left[key] = eviction.Candidate(key, 1, num_tokens, last_used, is_explicit=is_explicit)
+        queue.push(left[key])
+    for pause in [*pauses, *[0] * len(uses)][: len(uses)]:
+        now += pause
+        victim = queue.pop(now)
+        assert victim is not None and left.pop(victim.key) is victim
+        is_explicit, value = victim.rank(now)
+        # What counts as of one age differs by two parts of it at most: two neighbours of a heap that has just grown.
+        assert all((is_explicit, value / (1 + 2 / eviction.AGE_SHARE)) <= other.rank(now) for other in left.values())
+        assert len(queue) == len(left)
+    assert queue.pop(now) is None
+
+
+def test_what_was_used_at_many_times_is_kept_in_few_heaps() -> None:
+    queue = queue_of([eviction.Candidate(time, 1, 1, time) for time in range(20_000)])
+    assert len(queue._heaps) <= eviction.MAX_HEAPS
+    found = [queue.pop(20_000) for _ in range(3)]
+    assert [one.key for one in found if one is not None] == [0, 1, 2]
+    assert len(queue._heaps) < 100
 
 
 # -------------------------------------------------------------------------------------------------------- ledger

@@ -31,13 +31,13 @@ def test_a_share_is_the_budget_among_those_who_hold_something(held: dict[str, in
 
 
 def candidate(key: str, last_used: int, num_bytes: int = 1) -> Candidate:
-    return Candidate(key, num_bytes, num_tokens=1, age=100 - last_used)
+    return Candidate(key, num_bytes, num_tokens=1, last_used=last_used)
 
 
 def popped(queue: FairQueue) -> list[str]:
     """Everything in the order in which it goes."""
     keys = []
-    while (victim := queue.pop()) is not None:
+    while (victim := queue.pop(100)) is not None:
         keys.append(victim.key)
     return keys
 
@@ -48,7 +48,7 @@ def test_without_anyone_over_its_share_the_oldest_goes_whoever_holds_it() -> Non
         queue.push(name, candidate(f"{name}{time}", time))
     assert len(queue) == 4
     assert popped(queue) == ["b1", "a2", "a3", "b4"]
-    assert len(queue) == 0 and queue.pop() is None
+    assert len(queue) == 0 and queue.pop(100) is None
 
 
 def test_those_over_their_share_go_first_for_as_long_as_they_are() -> None:
@@ -59,7 +59,7 @@ def test_those_over_their_share_go_first_for_as_long_as_they_are() -> None:
     for time in (7, 8, 9):
         queue.push("greedy", candidate(f"greedy{time}", time))
     order = []
-    while (victim := queue.pop()) is not None:
+    while (victim := queue.pop(100)) is not None:
         order.append(victim.key)
         held[victim.key[:6]] -= 1
     assert order == ["greedy7", "modest1", "modest2", "greedy8", "greedy9"]

@@ -290,6 +290,37 @@ def test_check_sees_damage(damage: str) -> None:
 # ------------------------------------------------------------------------------------------------------ at random
 
 
+def test_it_tells_of_every_node_that_is_not_as_it_was() -> None:
+    told: list[Node] = []
+    trie = PrefixTrie(changed=told.append)
+
+    def news() -> set[Node]:
+        found = set(told)
+        told.clear()
+        return found
+
+    end = trie.extend(trie.root, ids(1, 2, 3, 4))
+    assert news() == {trie.root, end}
+    trie.settle(end, "a")
+    assert news() == {end}
+    trie.store(end, Text(0, (1, 2, 3, 4)))
+    assert news() == {end}
+    upper = trie.split(end, 2)
+    assert news() == {upper, end}
+    trie.store(upper, Text(0, (1, 2)))
+    assert news() == set(), "what it would free is told by its snapshot alone"
+    trie.snap(upper, Mark(5))
+    assert news() == {upper}
+    trie.snap(upper, None)
+    assert news() == {upper}
+    branch = trie.extend(upper, ids(9))
+    assert news() == {upper, branch}
+    trie.remove(branch)
+    assert news() == {upper, branch}
+    trie.absorb_parent(end)
+    assert news() == {upper, end}
+
+
 class TrieMachine(RuleBasedStateMachine):
     """The model: the set of all prefixes that can be found, and the bytes of everything stored."""
 

@@ -1,17 +1,15 @@
 """What is given up first when memory is short, seen from outside: conversations that come back or do not."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from cache import eviction, placement, room
-from cache.eviction import Chance
+from cache import eviction, order, placement
+from cache.eviction import Candidate, Chance
 from cache.lease import Lease
 from cache.placement import RestorePointKind
 from cache.prefix_cache import PrefixCache
-from cache.survey import Survey
 from cache.trie import Node
+from cache.worth import Worth
 from tests import cache_driver, fake_model
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
@@ -130,9 +128,12 @@ def recurrent() -> PrefixCache:
 
 def chances(prefix_cache: PrefixCache) -> dict[int, Chance]:
     """How likely each restore point that can be given up is wanted, by its offset."""
-    tries = list(prefix_cache.room._tries.values())
-    survey = Survey(prefix_cache.layout, tries, prefix_cache._clock.now)
-    return {candidate.key[1].stop: Chance(candidate.chance) for _, candidate in survey.candidates()}
+    queue, now, found = prefix_cache.room._order, prefix_cache._clock.now, list[Candidate]()
+    while (candidate := queue.pop(now)) is not None:
+        found.append(queue.refreshed(candidate))
+    for candidate in found:
+        queue.push(candidate)
+    return {candidate.key[1].stop: Chance(candidate.chance) for candidate in found}
 
 
 def without_the_worthless(num_turns: int) -> PrefixCache:
@@ -179,6 +180,7 @@ def test_the_beginning_that_is_left_of_a_conversation_stays_longest() -> None:
         prefix_cache.room.drop_below(trie, child)
     for kind, chance in ((RestorePointKind.TURN_END, Chance.CURRENT), (RestorePointKind.SYSTEM_END, Chance.REST)):
         head.kind = kind
+        prefix_cache.room.changed(trie, head)
         assert chances(prefix_cache)[1002] is chance
 
 
@@ -187,37 +189,89 @@ def known_points(prefix_cache: PrefixCache) -> list[int]:
     return sorted(node.stop for _, node in prefix_cache.room.nodes() if node.snapshot is not None)
 
 
-def test_where_there_is_much_the_order_is_used_again_until_it_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "NODES_PER_TICK", 1)
-    surveys: list[int] = []
+def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Node] = []
+    look = Worth.of
 
-    class Counted(Survey):
-        def __init__(self, layout: Any, tries: Any, now: int, **options: Any) -> None:
-            surveys.append(now)
-            super().__init__(layout, tries, now, **options)
+    def counted(worth: Worth, namespace: str, node: Node) -> Candidate:
+        looks.append(node)
+        return look(worth, namespace, node)
 
-    monkeypatch.setattr(room, "Survey", Counted)
+    monkeypatch.setattr(Worth, "of", counted)
     prefix_cache = cache_of(10_000)
-    for number in range(1, 21):
+    for number in range(1, 61):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
     prefix_cache._page_out(prefix_cache.slots[0], 0)
     oldest = next(node for _, node in prefix_cache.room.nodes() if node.tokens[0] == 1000)
     drop_one(prefix_cache, oldest)
     assert [known(prefix_cache, number) for number in (1, 2, 3)] == [100, 0, 100]
+    looks.clear()
     for _ in range(2):
         drop_one(prefix_cache)
     assert [known(prefix_cache, number) for number in range(1, 6)] == [0, 0, 0, 100, 100]
-    assert len(surveys) == 1
     cache_driver.run(prefix_cache, story(4), session_id="4")
-    cache_driver.run(prefix_cache, story(30), session_id="4")
+    cache_driver.run(prefix_cache, story(70), session_id="4")
+    looks.clear()
     drop_one(prefix_cache)
     assert [known(prefix_cache, number) for number in (4, 5, 6)] == [100, 0, 100], "what was used since stays"
-    assert len(surveys) == 1
+    assert len(looks) <= 6
     prefix_cache._page_out(prefix_cache.slots[0], 0)
     prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock.now)
     assert prefix_cache.stats()["nodes"] == 0, "what was made since is found as well"
-    assert len(surveys) == 2
     prefix_cache.check()
+
+
+def test_what_a_session_leaves_behind_is_worth_less_from_then_on() -> None:
+    prefix_cache = cache_of(10_000)
+    for number, session_id in ((1, "a"), (2, "b"), (3, "c")):
+        cache_driver.run(prefix_cache, story(number), session_id=session_id)
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    drop_one(prefix_cache)
+    for number, session_id in ((2, "b"), (3, "c")):
+        cache_driver.run(prefix_cache, story(number), session_id=session_id)
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    chances(prefix_cache)  # both have been looked at
+    cache_driver.run(prefix_cache, story(4), session_id="c")
+    drop_one(prefix_cache)
+    assert [known(prefix_cache, number) for number in (1, 2, 3, 4)] == [0, 100, 0, 100]
+
+
+def test_no_restore_point_is_overrated_once_a_conversation_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "MANY_CHANGED", 0)
+    prefix_cache, tokens = recurrent(), list[int]()
+    held = prefix_cache.room._order
+    for turn in range(6):
+        tokens += range(1000 * turn, 1000 * turn + 1000)
+        cache_driver.run(prefix_cache, tokens, [turn], session_id="a")
+        tokens.append(turn)
+        assert held._latest
+        for candidate in held._latest.values():
+            assert candidate.chance <= held.refreshed(candidate).chance
+
+
+def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "MIN_GARBAGE", 10)
+    prefix_cache = cache_of(500)
+    for number in range(1, 101):
+        cache_driver.run(prefix_cache, story(number), session_id=str(number))
+    assert len(prefix_cache.room._order._worth._ends) < 40
+
+
+def test_nothing_is_kept_of_what_is_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "MIN_GARBAGE", 10)
+    monkeypatch.setattr(order, "MANY_CHANGED", 0)
+    prefix_cache = cache_of(10_000)
+    for number in range(100):
+        cache_driver.run(prefix_cache, story(number % 3), session_id=str(number % 3))
+    assert len(prefix_cache.room._order._queue) < 40
+
+
+def test_much_that_has_changed_is_looked_at_before_something_must_go() -> None:
+    prefix_cache = cache_of(10**6)
+    for number in range(1, 100):
+        cache_driver.run(prefix_cache, story(number), session_id=str(number))
+    assert len(prefix_cache.room._order._changed) <= order.MANY_CHANGED
+    assert len(prefix_cache.room._order._latest) > 50
 
 
 def drop_one(prefix_cache: PrefixCache, *kept: Node) -> None:
