@@ -36,6 +36,9 @@ class FairQueue:
 
     def pop(self, now: int) -> Candidate | None:
         """Removes and returns what should go next at a reading of the clock of use; None if nothing is left."""
+        if len(self._queues) == 1:
+            (only,) = self._queues.values()
+            return only.pop(now)
         self._queues = {name: queue for name, queue in self._queues.items() if len(queue)}
         over = self._find_over_share()
         first = [queue for name, queue in self._queues.items() if name in over] or list(self._queues.values())
