@@ -73,8 +73,14 @@ class Order:
                 return candidate
         return None
 
+    def put_back(self, candidate: Candidate) -> None:
+        """Puts back what was popped, unless it has gone or has been looked at since."""
+        node = candidate.key[1]
+        if _could_go(node) and node not in self._latest:
+            self.push(candidate)
+
     def push(self, candidate: Candidate) -> None:
-        """Puts back what was popped, or what it is now."""
+        """Gives a candidate its place, as it is now."""
         namespace, node = candidate.key
         self._latest[node] = candidate
         self._queue.push(namespace, candidate)

@@ -108,35 +108,50 @@ class Room:
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
-        passed, guarded, num_extra = list[Candidate](), list[Candidate](), 0
+        tried, guarded = list[Candidate](), list[Candidate]()
+        try:
+            self._drop_in_order(target_bytes, kept, now, tried, guarded if guards_sessions else None)
+            for victim in sorted(guarded, key=lambda victim: victim.rank(now)):
+                if self.ledger.charged_bytes > target_bytes:
+                    self._drop(victim, kept)
+        finally:
+            for victim in (*tried, *guarded):
+                self._order.put_back(victim)
+
+    def _drop_in_order(
+        self,
+        target_bytes: int,
+        kept: Collection[Node],
+        now: int,
+        tried: list[Candidate],
+        guarded: list[Candidate] | None,
+    ) -> None:
+        """Drops what comes next, but for what goes last if there is a list for that, until enough has gone.
+
+        `tried` gets whatever its turn has come for, dropped or not.
+        """
+        num_extra = 0
         while (victim := self._order.pop(now)) is not None:
-            node = victim.key[1]
+            if (fresh := self._order.refreshed(victim)).rank(now) > victim.rank(now):
+                self._order.push(fresh)  # it was used, or what it would be evaluated from has gone
+                continue
+            is_last = guarded is not None and (victim.is_session_end or victim.is_explicit)
+            (guarded if guarded is not None and is_last else tried).append(victim)
             if self.ledger.charged_bytes <= target_bytes:
                 num_extra += 1
                 if victim.chance > Chance.SUPERSEDED or num_extra > MAX_EXTRA:
-                    passed.append(victim)
                     break
-            if node in kept or not _is_droppable(node):
-                passed.append(victim)
-            elif (fresh := self._order.refreshed(victim)).rank(now) > victim.rank(now):
-                self._order.push(fresh)  # it was used, or what it would be evaluated from has gone
-            elif guards_sessions and (victim.is_session_end or victim.is_explicit):
-                guarded.append(victim)
-            elif not self._drop(victim):
-                passed.append(victim)
-        for victim in sorted(guarded, key=lambda victim: victim.rank(now)):
-            if self.ledger.charged_bytes <= target_bytes or not self._drop(victim):
-                passed.append(victim)
-        for victim in passed:
-            self._order.push(victim)
+            if not is_last:
+                self._drop(victim, kept)
 
-    def _drop(self, victim: Candidate) -> bool:
-        """Drops what can go of a leaf, or of the snapshot of any other node; whether there was anything."""
+    def _drop(self, victim: Candidate, kept: Collection[Node]) -> None:
+        """Drops what can go now of a leaf, or of the snapshot of any other node, unless it is `kept`."""
         namespace, node = victim.key
-        drop = self._drop_snapshot if node.children else self._drop_leaf
-        return drop(self._tries[namespace], node)
+        if node not in kept and _is_droppable(node):
+            drop = self._drop_snapshot if node.children else self._drop_leaf
+            drop(self._tries[namespace], node)
 
-    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> bool:
+    def _drop_leaf(self, trie: PrefixTrie, node: Node) -> None:
         """Drops a leaf, and what above it holds no bytes."""
         self._count_eviction(trie)
         self.before_dropping(trie, node)
@@ -150,19 +165,16 @@ class Room:
             parent.session_id, parent.is_background = leaf.session_id, leaf.is_background
             self._order.used(trie.namespace, parent, leaf.last_used)
             self._order.ended(trie.namespace, parent)
-        return True
 
-    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> bool:
-        """Drops what of a snapshot no other leans on; whether there was any."""
+    def _drop_snapshot(self, trie: PrefixTrie, node: Node) -> None:
+        """Drops what of a snapshot no other leans on."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if is_leant_on(self._layout, node) else None
-        if rest is not None and rest.num_bytes == snapshot.num_bytes:
-            return False
-        self._count_eviction(trie)
-        self.before_dropping(trie, node)
-        trie.snap(node, rest)
-        return True
+        if rest is None or rest.num_bytes < snapshot.num_bytes:
+            self._count_eviction(trie)
+            self.before_dropping(trie, node)
+            trie.snap(node, rest)
 
     def _store(self, namespace: str, num_bytes: int) -> None:
         self.ledger.store(num_bytes)

@@ -8,7 +8,7 @@ from cache.eviction import Candidate, Chance
 from cache.lease import Lease
 from cache.placement import RestorePointKind
 from cache.prefix_cache import PrefixCache
-from cache.trie import Node
+from cache.trie import Node, PrefixTrie
 from cache.worth import Worth
 from tests import cache_driver, fake_model
 
@@ -77,6 +77,17 @@ def test_background_sessions_take_each_others_room_and_not_that_of_one_that_some
     assert known(prefix_cache, 1) == 100, "an answer that outgrew its room took that of the chat"
     cache_driver.run(prefix_cache, story(30) + story(31) + story(32) + story(33), is_background=True)
     assert known(prefix_cache, 1) == 0, "it must not wait for ever either"
+
+
+def test_what_is_kept_stays_also_where_the_ends_of_sessions_go_last() -> None:
+    prefix_cache = cache_of(10_000)
+    for number in (1, 2):
+        cache_driver.run(prefix_cache, story(number), session_id=str(number))
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    kept = {node for _, node in prefix_cache.room.nodes() if node.tokens[0] == 1000}
+    prefix_cache.room.drop_cheapest(0, kept, prefix_cache._clock.now, guards_sessions=True)
+    assert [known(prefix_cache, number) for number in (1, 2)] == [100, 0]
+    prefix_cache.check()
 
 
 def test_what_is_evaluated_ahead_for_a_session_belongs_to_it() -> None:
@@ -219,6 +230,26 @@ def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatc
     prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock.now)
     assert prefix_cache.stats()["nodes"] == 0, "what was made since is found as well"
     prefix_cache.check()
+
+
+def test_a_failure_half_way_loses_nothing_from_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix_cache = cache_of(10_000)
+    for number in range(1, 6):
+        cache_driver.run(prefix_cache, story(number), session_id=str(number))
+    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    oldest = next(node for _, node in prefix_cache.room.nodes() if node.tokens[0] == 1000)
+
+    def fail(trie: PrefixTrie, node: Node) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_cache.room, "before_dropping", fail)
+        with pytest.raises(ZeroDivisionError):
+            drop_one(prefix_cache, oldest)
+    prefix_cache.check()
+    for _ in range(5):
+        drop_one(prefix_cache)
+    assert prefix_cache.stats()["nodes"] == 0
 
 
 def test_what_a_session_leaves_behind_is_worth_less_from_then_on() -> None:
