@@ -135,13 +135,13 @@ class Room:
             if (fresh := self._order.refreshed(victim)).rank(now) > victim.rank(now):
                 self._order.push(fresh)  # it was used, or what it would be evaluated from has gone
                 continue
-            is_last = guarded is not None and (victim.is_session_end or victim.is_explicit)
-            (guarded if guarded is not None and is_last else tried).append(victim)
+            last = guarded if victim.is_session_end or victim.is_explicit else None
+            (tried if last is None else last).append(victim)
             if self.ledger.charged_bytes <= target_bytes:
                 num_extra += 1
                 if victim.chance > Chance.SUPERSEDED or num_extra > MAX_EXTRA:
                     break
-            if not is_last:
+            if last is None:
                 self._drop(victim, kept)
 
     def _drop(self, victim: Candidate, kept: Collection[Node]) -> None:
