@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from cache.layers import LayerCache, Layout
-from cache.placement import RestorePoint, RestorePointKind
+from cache.placement import RestorePoint, RestorePointKind, chunk_end
 from cache.slots import Slot
 from cache.trie import Match, TokenArray
 
@@ -90,11 +90,8 @@ class Lease:
         return self._slot.offset
 
     def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
-        """Returns where the next prefill chunk ends: a multiple of `chunk_tokens`, a restore point or `limit`.
-
-        A function of absolute position, so that a hit and a miss evaluate the same shapes.
-        """
-        stop = min((self.offset // chunk_tokens + 1) * chunk_tokens, limit)
+        """Returns where the next prefill chunk ends: at a restore point, or else as `placement.chunk_end` says."""
+        stop = chunk_end(self.offset, limit, chunk_tokens)
         return min((point for point in self._points if self.offset < point < stop), default=stop)
 
     def want(self, point: RestorePoint) -> None:

@@ -42,6 +42,17 @@ INTERVAL_TOKENS = 8192
 """How far apart points are along a prompt that nothing is known of."""
 
 
+def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
+    """Returns where a prefill chunk that starts at `offset` of a prompt of `limit` tokens ends, restore points aside.
+
+    Chunks end at multiples of their size, wherever they start, so that a hit and a miss evaluate the same shapes.
+    What is left at the end goes in one if it can: each chunk reads all weights, for two tokens as for two hundred.
+    """
+    if limit - offset <= chunk_tokens:
+        return limit
+    return (offset // chunk_tokens + 1) * chunk_tokens
+
+
 @dataclass(frozen=True)
 class KeptPoint:
     """A point of one conversation that is restorable now."""

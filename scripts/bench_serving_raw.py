@@ -63,6 +63,7 @@ def _our_job(folder: Path) -> Job:
 
     import numpy as np
 
+    from cache.placement import chunk_end
     from models.loader import load
     from models.runner import Runner
     from models.sampling import SamplingParams
@@ -74,7 +75,7 @@ def _our_job(folder: Path) -> Job:
 
     def prefill(caches: list[Any], prompt: Sequence[int], start: int, stop: int) -> None:
         while start < stop:
-            end = min((start // chunk_tokens + 1) * chunk_tokens, stop)
+            end = chunk_end(start, stop, chunk_tokens)
             runner.prefill(caches, np.array(prompt[start:end], np.int32))
             start = end
 

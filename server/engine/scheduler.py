@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from cache.placement import RestorePointKind
+from cache.placement import RestorePointKind, chunk_end
 from cache.trie import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
@@ -140,7 +140,9 @@ class Scheduler:
         if not todo:
             return None
         chosen = self._choose(todo)
-        if self._next_chunk(len(chosen.tokens) - 1 - todo[chosen], todo[chosen]) > room:
+        limit = len(chosen.tokens) - 1
+        offset = limit - todo[chosen]
+        if chunk_end(offset, limit, self._chunk_tokens) - offset > room:
             return None
         for ticket in todo:
             if ticket is not chosen and ticket.rank[1] < chosen.arrival:
@@ -153,10 +155,6 @@ class Scheduler:
             return first
         short = [t for t, left in todo.items() if left <= self._chunk_tokens and t.rank[0] == first.rank[0]]
         return min(short, key=lambda ticket: ticket.rank, default=first)
-
-    def _next_chunk(self, evaluated: int, remaining: int) -> int:
-        """Returns how many tokens a prefill chunk has at most: chunks end at multiples of their size."""
-        return min(remaining, self._chunk_tokens - evaluated % self._chunk_tokens)
 
     def _must_wait(self, ticket: Ticket, restorable: int) -> bool:
         return any(

@@ -20,6 +20,7 @@ decoding alone until one step has succeeded; the row that fails alone is the one
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from server.engine.sequence import MakeDecoder, Sequence, Sink
 
 logger = logging.getLogger(__name__)
 
+COPIED_PER_EVALUATED = 64
+"""The state of so many tokens can be copied in the time that evaluating one takes; usually of several times more."""
 SAVE_SECONDS = 10.0
 """Time to write to disk what it lacks when the engine ends."""
 
@@ -243,14 +246,19 @@ class Worker:
             return 0
         lease, limit = sequence.lease, len(sequence.tokens) - 1
         assert lease is not None
-        # Copying state back keeps the others waiting too, so it takes all the room there is.
-        room_taken = self._chunk_tokens if is_newcomer and lease.tier in (Tier.MEMORY, Tier.DISK) else 0
+        room_taken = self._room_of_restoring(lease) if is_newcomer else 0
         if lease.offset < limit:
             room_taken += self._evaluate(sequence, lease, lease.chunk_stop(self._chunk_tokens, limit))
         if lease.is_open and lease.offset >= limit:
             finish = self._end_prime if sequence.request.is_prime else self._start_decoding
             finish(sequence, lease)
         return room_taken
+
+    def _room_of_restoring(self, lease: Lease) -> int:
+        """Returns how much of a step's room, in tokens, bringing back state took: it keeps the others waiting too."""
+        if lease.tier is Tier.MEMORY:
+            return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
+        return self._chunk_tokens if lease.tier is Tier.DISK else 0
 
     def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
         """Evaluates a prompt up to `stop` and tells how far it is; returns how many tokens that were."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cache import eviction, placement
@@ -31,6 +31,20 @@ def test_an_explicit_point_wins_an_offset_and_else_the_first(kinds: list[Restore
     (chosen,) = placement.plan([RestorePoint(3, kind) for kind in kinds], start=0, stop=3)
     explicit = RestorePointKind.EXPLICIT
     assert chosen.kind is (explicit if explicit in kinds else kinds[0])
+
+
+@given(offset=st.integers(0, 99), limit=st.integers(1, 100), chunk_tokens=st.integers(1, 20))
+def test_a_prompt_is_cut_at_multiples_of_a_chunk_from_wherever_it_starts_and_its_end_is_one_chunk(
+    offset: int, limit: int, chunk_tokens: int
+) -> None:
+    assume(offset < limit)
+    ends = [offset]
+    while ends[-1] < limit:
+        ends.append(placement.chunk_end(ends[-1], limit, chunk_tokens))
+    assert ends[-1] == limit
+    assert all(0 < stop - start <= chunk_tokens for start, stop in pairwise(ends))
+    assert not any(end % chunk_tokens for end in ends[1:-1])
+    assert len(ends) < 3 or limit - ends[-3] > chunk_tokens, "what is left would have fitted one"
 
 
 # ------------------------------------------------------------------------------------------------------ eviction

@@ -78,6 +78,9 @@ def test_chunks_end_at_multiples_of_their_size_so_what_fits_is_known_from_where_
     scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=CHUNK + 10))
     assert chosen(scheduler, room=6) == "a"
     assert chosen(scheduler, room=5) is None
+    scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=100 - 1 - CHUNK))
+    assert chosen(scheduler, room=CHUNK) == "a"
+    assert chosen(scheduler, room=CHUNK - 1) is None, "what is left at the end is one chunk"
 
 
 def test_a_short_one_passes_a_long_one_a_bounded_number_of_times() -> None:

@@ -16,6 +16,7 @@ from server.engine.diagnosis import MissReason
 from server.engine.errors import OutOfMemory, PromptTooLarge, StepFailed
 from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
 from server.engine.request import Priority
+from server.engine.worker import COPIED_PER_EVALUATED
 from tests.engine_driver import Collected, Harness
 from tests.fake_model import LAYOUTS
 from tests.fake_runner import EOS, FakeRunner, reference
@@ -130,9 +131,12 @@ def test_short_prompts_and_pieces_of_one_share_a_chunk() -> None:
     assert [sink.tokens for sink in sinks] == [answer(prompt) for prompt in prompts]
 
 
-def test_state_that_is_copied_back_takes_the_room_of_a_chunk() -> None:
+@pytest.mark.parametrize(
+    ("num_restored", "decoding"), [(16 * COPIED_PER_EVALUATED, [1, 2]), (7 * COPIED_PER_EVALUATED, [2, 2])]
+)
+def test_state_that_is_copied_back_takes_room_of_a_chunk(num_restored: int, decoding: list[int]) -> None:
     harness = Harness(chunk_tokens=16, num_slots=2)
-    prompts = [prompt_of(seed, 5) for seed in range(4)]
+    prompts = [prompt_of(seed, num_restored) for seed in range(4)]
     for prompt in prompts:
         harness.run(harness.submit(prompt, max_tokens=1))
     harness.run()
@@ -140,7 +144,7 @@ def test_state_that_is_copied_back_takes_the_room_of_a_chunk() -> None:
     harness.runner.log.clear()
     harness.step(2)
     assert [sink.started.tier for sink in returning] == ["memory", "memory"]
-    assert [entry for entry in harness.runner.log if entry[0] == "decode"] == [("decode", 1), ("decode", 2)]
+    assert [entry[1] for entry in harness.runner.log if entry[0] == "decode"] == decoding
 
 
 def test_a_newcomer_gets_its_first_token_within_two_decode_steps() -> None:
