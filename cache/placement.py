@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 
 class RestorePointKind(StrEnum):
@@ -53,8 +54,7 @@ def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
     return (offset // chunk_tokens + 1) * chunk_tokens
 
 
-@dataclass(frozen=True)
-class KeptPoint:
+class KeptPoint(NamedTuple):
     """A point of one conversation that is restorable now."""
 
     offset: int

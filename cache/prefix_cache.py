@@ -14,7 +14,7 @@ recency is a counter.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,14 @@ from cache.clock import RequestClock
 from cache.disk import DiskTier
 from cache.disk_ahead import Prefetch
 from cache.errors import BudgetExceeded, DiskFault, PinLimit, PinnedFull
+from cache.known import Known, known_of
 from cache.layers import LayerCache, Layout, RowSource, Segment
 from cache.lease import Lease, PrivateLease, Tier
 from cache.pins import PinName, Pins, choose_nodes, path_nodes
 from cache.placement import RestorePoint, RestorePointKind
 from cache.room import Room
 from cache.slots import Slot, SlotView, TokenLog, choose_slot
-from cache.snapshots import Snapshot, cover, deepest, is_restorable, window_rows
+from cache.snapshots import Snapshot, cover, is_restorable, window_rows
 from cache.trie import Match, Node, PrefixTrie, TokenArray
 from cache.view import CacheView, StateBytes, disk_views, num_tokens, stored_bytes, views
 
@@ -93,58 +94,48 @@ class PrefixCache:
             return None
         self._clock.begin(namespace, session_id, is_background=is_background)
         trie = self._trie(namespace)
-        match = trie.match(tokens[:-1]) if reuse else Match([], 0)
-        recalled = self._recall(trie, tokens[:-1], match, is_background) if reuse else None
-        match, is_recalled = recalled or match, recalled is not None
-        stored = deepest(self.layout, match)
-        slot = self._choose(match, namespace, session_id, stored)
+        if reuse:
+            known, is_recalled = self._look_up(trie, tokens[:-1], is_background)
+        else:
+            known, is_recalled = self._known(Match([], 0)), False
+        slot = self._choose(known, namespace, session_id)
         if slot is None:
             return None
         slot.is_background = is_background
-        common = _common(slot, set(match.path), match.length)
-        offset = max(stored, slot.offset if common == slot.offset else 0)
+        offset, shared = known.restorable_in(slot), known.shared[slot.index]
         capacity = self._capacity(len(tokens), expected_tokens)
-        if not self._make_room(slot, match.path, offset, capacity):
+        if not self._make_room(slot, known.path, offset, capacity):
             return None
-        tier = Tier.DISK if is_recalled else Tier.LIVE if common >= offset else Tier.MEMORY
-        self._switch(slot, trie, namespace, match.path, offset, capacity)
-        slot.is_leased, slot.session_id, slot.last_used = True, session_id, self._clock.now
-        slot.is_on_probation = session_id is None and not _ends_a_turn(slot.tip)
-        is_theirs = slot.tip.session_id == session_id and not slot.tip.is_background
-        slot.leaves_background = is_background and not is_theirs
-        slot.tip.session_id, slot.tip.is_on_probation = session_id or slot.tip.session_id, False
+        self._switch(slot, trie, known.path, tokens[:offset], shared, capacity)
+        slot.last_used = self._clock.now
+        slot.lease_to(session_id, is_volatile=is_volatile)
         self.room.changed(trie, slot.tip)
-        slot.is_volatile, slot.landing = is_volatile, offset
-        wanted = [*restore_points, RestorePoint(match.length, RestorePointKind.BRANCH)]
+        wanted = [*restore_points, RestorePoint(known.match.length, RestorePointKind.BRANCH)]
         slot.turn_start = min(
             (p.offset for p in wanted if p.kind is RestorePointKind.PROMPT_END), default=len(tokens) - 1
         )
         self._presize(slot, capacity)
         kind = Lease if reuse else PrivateLease
         points = self._plan(wanted, offset, len(tokens)) if reuse else ()
-        return kind(self, slot, tokens, match, points, tier if offset else None)
+        tier = Tier.DISK if is_recalled else Tier.LIVE if shared >= offset else Tier.MEMORY
+        return kind(self, slot, tokens, known.match, points, tier if offset else None)
 
     def peek(self, tokens: TokenArray, *, namespace: str = "") -> int:
         """Returns how many prompt tokens could be restored now, without touching anything."""
-        match = self.room.find_trie(namespace).match(tokens[:-1])
-        restorable = self._restorable(match)
-        recall = self._find_on_disk(namespace, tokens[:-1], match, restorable)
-        return restorable if recall is None else recall.offset
+        known = self._known(self.room.find_trie(namespace).match(tokens[:-1]))
+        recall = self._find_on_disk(namespace, tokens[:-1], known)
+        return known.restorable if recall is None else recall.offset
 
     def prefetch(self, tokens: TokenArray, *, namespace: str = "") -> Prefetch | None:
         """Begins to read from disk what `begin` would have to wait for; None if there is nothing of the kind."""
         if self.archive is None:
             return None
-        match = self.room.find_trie(namespace).match(tokens[:-1])
-        restorable = self._restorable(match)
-        recall = self._find_on_disk(namespace, tokens[:-1], match, restorable)
+        known = self._known(self.room.find_trie(namespace).match(tokens[:-1]))
+        recall = self._find_on_disk(namespace, tokens[:-1], known)
         return self.archive.prefetch(recall) if recall is not None else None
 
-    def _restorable(self, match: Match) -> int:
-        """Returns how many tokens of a prompt an idle slot or the trie can restore."""
-        path, idle = set(match.path), [slot for slot in self.slots if not slot.is_leased]
-        live = [slot.offset for slot in idle if _common(slot, path, match.length) == slot.offset]
-        return max([deepest(self.layout, match), *live])
+    def _known(self, match: Match) -> Known:
+        return known_of(match, self.slots, self.layout)
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
         """Learns from caches that hold a few tokens how large one is, and which layers the model really uses.
@@ -298,34 +289,34 @@ class PrefixCache:
 
     # -------------------------------------------------------------------------------------------------- disk
 
-    def _find_on_disk(self, namespace: str, tokens: TokenArray, match: Match, restorable: int) -> Recall | None:
+    def _find_on_disk(self, namespace: str, tokens: TokenArray, known: Known) -> Recall | None:
         if self.archive is None:
             return None
-        return self.archive.find(namespace, tokens, match, restorable=restorable)
+        return self.archive.find(namespace, tokens, known.match, restorable=known.restorable)
 
-    def _recall(self, trie: PrefixTrie, tokens: TokenArray, match: Match, is_background: bool) -> Match | None:
-        """Reads what disk can add to `match` into the trie, if memory has room; returns what is known then.
+    def _look_up(self, trie: PrefixTrie, tokens: TokenArray, is_background: bool) -> tuple[Known, bool]:
+        """Finds what is known of a prompt, and reads what disk adds to that into the trie, if memory has room.
 
-        None if there was nothing.
+        Returns what is known then, and whether anything was read.
         """
-        for _ in range(READ_TRIES if self.archive is not None else 0):
-            restorable = self._restorable(match)
-            recall = self._find_on_disk(trie.namespace, tokens, match, restorable)
+        known = self._known(trie.match(tokens))
+        for _ in range(READ_TRIES):
+            recall = self._find_on_disk(trie.namespace, tokens, known)
             if recall is None or self.archive is None or recall.num_bytes > self.ledger.budget_bytes:
-                return None
+                break
             # Making room may write, and what is written may have to replace something: not this.
             self.archive.touch(recall)
             excess = self.ledger.excess_bytes(recall.num_bytes)
-            if self._evict(excess, protected=match.path, is_background=is_background) > 0:
-                return None
+            if self._evict(excess, protected=known.path, is_background=is_background) > 0:
+                return self._known(known.match), False
             try:
                 self._graft(trie, tokens[: recall.offset], *self.archive.load(recall))
             except DiskFault:
                 # Without the file at fault, disk may still have something; making room may have cost what was known.
-                match = trie.match(tokens)
+                known = self._known(trie.match(tokens))
                 continue
-            return trie.match(tokens)
-        return None
+            return self._known(trie.match(tokens)), True
+        return known, False
 
     def _graft(
         self, trie: PrefixTrie, tokens: TokenArray, segment: Segment | None, snapshot: Snapshot | None
@@ -383,17 +374,20 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------------ paging
 
     def _switch(
-        self, slot: Slot, trie: PrefixTrie, namespace: str, path: list[Node], offset: int, capacity: int
+        self, slot: Slot, trie: PrefixTrie, path: list[Node], tokens: TokenArray, shared: int, capacity: int
     ) -> None:
-        """Makes `slot` hold `[0, offset)` of `path` live, paging out what else it held."""
-        if slot.namespace == namespace and slot.offset == offset and (not offset or slot.tip in path):
+        """Makes `slot` hold `tokens`, which `path` leads along, live, paging out what else it held.
+
+        The slot's sequence begins with `shared` tokens of the path.
+        """
+        offset = len(tokens)
+        if slot.namespace == trie.namespace and slot.offset == offset and (not offset or slot.tip in path):
             self._keep_tip(slot)
             self._refresh(slot)
             return
         landing = self._land(trie, path, offset)
-        keep = _common(slot, set(landing.path()), landing.stop)
-        self._page_out(slot, keep)
-        slot.namespace = namespace
+        self._page_out(slot, min(shared, offset))
+        slot.namespace = trie.namespace
         if slot.tip.parent is None:
             slot.tip = trie.root
         arriving = landing.path()
@@ -401,7 +395,7 @@ class PrefixCache:
             # What has just left the slot is stored now, and may be what must go.
             excess = self._excess(slot, arriving, offset, capacity)
             self._evict(excess, protected=arriving[-1:], busy=slot, is_background=slot.is_background)
-            self._page_in(slot, trie, landing, capacity)
+            self._page_in(slot, trie, landing, tokens, capacity)
         except Exception:
             # Layers may rest at different offsets, and moved state may be half gone.
             self._give_up(slot, arriving)
@@ -414,8 +408,8 @@ class PrefixCache:
         node = next(node for node in path if node.stop >= offset)
         return node if node.stop == offset else trie.split(node, offset)
 
-    def _page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, capacity: int) -> None:
-        """Moves the state of the path to `landing` into a slot that already holds the first part of it."""
+    def _page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
+        """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first of them."""
         keep, path = slot.offset, landing.path()
         missing = [node for node in path if node.stop > keep]
         if missing:
@@ -426,8 +420,7 @@ class PrefixCache:
                     trie.settle(node, slot)
         if landing.parent is not None:
             self._restore_snapshots(slot, path, landing.stop)
-        for node in missing:
-            slot.log.append(node.tokens)
+        slot.log.append(tokens[keep:])
         self._move_tip(slot, landing)
         self._refresh(slot)
         self.measure(slot)
@@ -526,24 +519,21 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------- slots and the trie
 
-    def _choose(self, match: Match, namespace: str, session_id: str | None, stored: int) -> Slot | None:
-        path = set(match.path)
-        views = [self._view(slot, path, match.length, namespace, session_id) for slot in self.slots]
-        index = choose_slot(views, stored)
+    def _choose(self, known: Known, namespace: str, session_id: str | None) -> Slot | None:
+        views = [
+            SlotView(
+                slot=slot.index,
+                is_leased=slot.is_leased,
+                offset=slot.offset,
+                common=shared,
+                is_same_session=slot.runs_session(namespace, session_id),
+                turn_start=slot.turn_start,
+                last_used=slot.last_used,
+            )
+            for slot, shared in zip(self.slots, known.shared, strict=True)
+        ]
+        index = choose_slot(views, known.stored)
         return None if index is None else self.slots[index]
-
-    def _view(
-        self, slot: Slot, path: Collection[Node], length: int, namespace: str, session_id: str | None
-    ) -> SlotView:
-        return SlotView(
-            index=slot.index,
-            is_leased=slot.is_leased,
-            offset=slot.offset,
-            common=_common(slot, path, length),
-            is_same_session=slot.namespace == namespace and session_id is not None and slot.session_id == session_id,
-            turn_start=slot.turn_start,
-            last_used=slot.last_used,
-        )
 
     def _plan(self, wanted: Sequence[RestorePoint], offset: int, num_tokens: int) -> Iterable[RestorePoint]:
         if not self.layout.needs_snapshots:
@@ -559,15 +549,19 @@ class PrefixCache:
         slot.tip = tip
         tip.num_slots += 1
 
-    def _compact(self, trie: PrefixTrie, node: Node) -> None:
-        while node.home is not None and trie.can_absorb_parent(node):
-            trie.absorb_parent(node)
+    def _compact(self, trie: PrefixTrie, tip: Node) -> None:
+        """Joins the edges of a live path that nothing needs apart any more, where that copies no state."""
+        node: Node | None = tip
+        while node is not None:
+            while node.home is not None and trie.can_absorb_parent(node):
+                trie.absorb_parent(node)
+            node = node.parent
 
     def _refresh(self, slot: Slot) -> None:
         self.room.used(self._trie(slot.namespace), slot.tip, self._clock.now)
 
     def _trie(self, namespace: str) -> PrefixTrie:
-        return self.room.trie(namespace, in_use={slot.namespace for slot in self.slots})
+        return self.room.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
     # -------------------------------------------------------------------------------------------------- room
 
@@ -698,20 +692,6 @@ class PrefixCache:
         assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
         assert slot.tip.num_slots >= 1 or slot.tip.parent is None
         assert slot.tip.parent is not None or slot.tip is self._trie(slot.namespace).root
-
-
-def _common(slot: Slot, path: Collection[Node], length: int) -> int:
-    """Returns how many of the first `length` tokens of a path an idle slot's sequence begins with.
-
-    What two sequences share is the same nodes of a trie, so no tokens are compared.
-    """
-    return min(slot.tip.meeting(path).stop, length)
-
-
-def _ends_a_turn(landing: Node) -> bool:
-    """Whether what goes on from here continues a conversation; where prompts only begin alike, others hang too."""
-    turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
-    return landing.parent is not None and (not landing.children or landing.kind in turns)
 
 
 def _is_whole(node: Node) -> bool:

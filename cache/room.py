@@ -5,7 +5,7 @@ go. What lives in a slot is never dropped here. Which of several candidates goes
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 from cache.eviction import Candidate, Chance
@@ -37,10 +37,11 @@ class Room:
         """Stored bytes by namespace."""
         self._order = Order(layout, self._over_share)
 
-    def trie(self, namespace: str, in_use: set[str]) -> PrefixTrie:
+    def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
         """Returns the trie of a namespace; forgets empty ones, but for those `in_use`."""
         if namespace not in self._tries:
-            self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in in_use}
+            used = set(in_use)
+            self._tries = {name: trie for name, trie in self._tries.items() if trie.num_nodes or name in used}
             self.evictions = Counter({name: count for name, count in self.evictions.items() if name in self._tries})
             self._held = Counter({name: self._held[name] for name in self._tries})
             changed = partial(self._order.changed, namespace)

@@ -7,10 +7,12 @@ trie policy and no budget; `choose_slot` decides from plain figures which of the
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from cache.layers import LayerCache
+from cache.placement import RestorePointKind
 from cache.trie import Node, TokenArray
 
 
@@ -74,12 +76,31 @@ class Slot:
         """Tokens in the live caches."""
         return len(self.log)
 
+    def runs_session(self, namespace: str, session_id: str | None) -> bool:
+        """Whether the last request here was one of that session."""
+        return session_id is not None and self.session_id == session_id and self.namespace == namespace
 
-@dataclass(frozen=True)
-class SlotView:
+    def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
+        """Begins a request that goes on from where the sequence ends now."""
+        is_theirs = self.tip.session_id == session_id and not self.tip.is_background
+        self.is_leased, self.session_id, self.landing = True, session_id, self.offset
+        self.leaves_background = self.is_background and not is_theirs
+        self.is_volatile = is_volatile
+        self.is_on_probation = session_id is None and not _ends_a_turn(self.tip)
+        self.tip.session_id, self.tip.is_on_probation = session_id or self.tip.session_id, False
+
+
+def _ends_a_turn(landing: Node) -> bool:
+    """Whether what goes on from here continues a conversation; where prompts only begin alike, others hang too."""
+    turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
+    return landing.parent is not None and (not landing.children or landing.kind in turns)
+
+
+class SlotView(NamedTuple):
     """What the choice needs to know of one slot."""
 
-    index: int
+    slot: int
+    """Its index."""
     is_leased: bool
     offset: int
     common: int
@@ -113,7 +134,7 @@ def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
     going_on = [view for view in idle if view.continues and view.offset >= stored_offset]
     rewinding = [view for view in idle if view.rewinds]
     if going_on:
-        return max(going_on, key=lambda view: (view.offset, view.is_same_session, view.last_used)).index
+        return max(going_on, key=lambda view: (view.offset, view.is_same_session, view.last_used)).slot
     if rewinding:
-        return max(rewinding, key=lambda view: (view.is_same_session, view.common, view.last_used)).index
-    return min(idle, key=lambda view: (view.offset > 0, view.last_used, view.index)).index
+        return max(rewinding, key=lambda view: (view.is_same_session, view.common, view.last_used)).slot
+    return min(idle, key=lambda view: (view.offset > 0, view.last_used, view.slot)).slot

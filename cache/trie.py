@@ -60,6 +60,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "data",
         "home",
         "is_background",
         "is_explicit",
@@ -82,7 +83,7 @@ class Node:
 
     def __init__(self, parent: "Node | None", tokens: TokenArray, start: int) -> None:
         self.parent = parent
-        self.tokens = tokens
+        self.hold(tokens)
         self.start = start
         self.stop = start + len(tokens)
         self.children: dict[int, Node] = {}
@@ -112,6 +113,12 @@ class Node:
         """Known only from requests whose state is to stay in memory."""
         self.place: Place | None = None
         """Where the same tokens end in another trie, as was found last; means nothing here."""
+
+    def hold(self, tokens: TokenArray) -> None:
+        """Makes a copy of `tokens` the edge's own; the caller sees to `start` and `stop`."""
+        self.data = np.asarray(tokens, np.int32).tobytes()
+        """The edge's tokens as they lie in memory: bytes are compared in one call, arrays in several."""
+        self.tokens: TokenArray = np.frombuffer(self.data, np.int32)
 
     @property
     def num_bytes(self) -> int:
@@ -171,17 +178,13 @@ class Place:
             node = node.parent
 
 
-SHORT_TOKENS = 4096
-"""Up to here two arrays are compared faster as bytes."""
+TOKEN_BYTES = 4
 
 
 def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
     """Returns how many leading tokens two arrays share."""
     num = min(len(left), len(right))
-    left, right = left[:num], right[:num]
-    if num <= SHORT_TOKENS and left.dtype == right.dtype and left.tobytes() == right.tobytes():
-        return num
-    differs = left != right
+    differs = left[:num] != right[:num]
     first = int(differs.argmax()) if num else 0
     return first if num and differs[first] else num
 
@@ -216,19 +219,22 @@ class PrefixTrie:
         node, length, done = place.node, place.length, 0
         while node.parent is not None and length <= node.start:
             node = node.parent  # the edge was cut since
+        data = np.ascontiguousarray(tokens, np.int32).data.cast("B") if len(tokens) else memoryview(b"")
         while done < len(tokens):
             if length == node.stop:
                 child = node.children.get(tokens.item(done))
                 if child is None:
                     break
                 node = child
-            edge = node.tokens[length - node.start :] if length > node.start else node.tokens
-            size = len(edge)
-            # A path has many short edges, most of them known in full: this is what takes the time of a match.
-            is_known = size <= SHORT_TOKENS and edge.tobytes() == tokens[done : done + size].tobytes()
-            matched = size if is_known else common_prefix_length(edge, tokens[done:])
+            edge_done, edge_left = length - node.start, node.stop - length
+            # A path has many edges, most of them known in full: this is what takes the time of a match.
+            piece = data[TOKEN_BYTES * done : TOKEN_BYTES * (done + edge_left)]
+            if node.data.startswith(piece, TOKEN_BYTES * edge_done):
+                matched = len(piece) // TOKEN_BYTES
+            else:
+                matched = common_prefix_length(node.tokens[edge_done:], tokens[done:])
             length, done = length + matched, done + matched
-            if matched < size:
+            if matched < edge_left:
                 break
         return Place(node, length)
 
@@ -263,13 +269,14 @@ class PrefixTrie:
         # Whatever may fail comes before the first change.
         spans = node.span.split(offset) if node.span is not None else (None, None)
         snapshots = node.snapshot.split(offset) if node.snapshot is not None else (None, None)
-        upper = Node(node.parent, node.tokens[:cut].copy(), node.start)
+        upper = Node(node.parent, node.tokens[:cut], node.start)
         upper.home, upper.last_used, upper.is_volatile = node.home, node.last_used, node.is_volatile
         upper.last_used_behind = node.last_used_behind
         (upper.span, node.span), (upper.snapshot, node.snapshot) = spans, snapshots
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
         upper.parent.children[int(upper.tokens[0])] = upper  # type: ignore[union-attr]
-        node.parent, node.tokens, node.start = upper, node.tokens[cut:].copy(), offset
+        node.hold(node.tokens[cut:])
+        node.parent, node.start = upper, offset
         upper.children[int(node.tokens[0])] = node
         self.num_nodes += 1
         self._changed(upper)
@@ -302,7 +309,7 @@ class PrefixTrie:
         if node.span is not None and parent.span is not None:
             node.span = parent.span.join(node.span)
         self._count_bytes(node.num_bytes - before)
-        node.tokens = np.concatenate([parent.tokens, node.tokens])
+        node.hold(np.concatenate([parent.tokens, node.tokens]))
         node.start = parent.start
         node.parent = parent.parent
         node.parent.children[int(node.tokens[0])] = node
@@ -320,7 +327,7 @@ class PrefixTrie:
         self._changed(leaf)
         self._count_bytes(-leaf.num_bytes)
         leaf.parent = leaf.span = leaf.snapshot = leaf.home = None
-        leaf.tokens = leaf.tokens[:0].copy()  # whoever still points here keeps no tokens alive
+        leaf.hold(leaf.tokens[:0])  # whoever still points here keeps no tokens alive
         self.num_nodes -= 1
 
     def store(self, node: Node, span: Span) -> None:
@@ -372,7 +379,7 @@ class PrefixTrie:
         assert num_nodes == self.num_nodes, f"{num_nodes} nodes found, {self.num_nodes} counted"
 
     def _add(self, parent: Node, tokens: TokenArray) -> Node:
-        node = Node(parent, tokens.copy(), parent.stop)
+        node = Node(parent, tokens, parent.stop)
         parent.children[int(node.tokens[0])] = node
         self.num_nodes += 1
         self._changed(parent)
