@@ -451,9 +451,14 @@ class DiskTier:
         if self._store is None:
             return True
         self._save_recency()
+        is_all_there = self.wait(timeout_seconds)
+        self._settle()
+        return is_all_there
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Waits as `flush` does, but leaves it to the next call to take notice. Not for a tier that is closed."""
         barrier = self._writer.submit(lambda: None)
         futures.wait([barrier], timeout_seconds)
-        self._settle()
         return barrier.done()
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class Sample:
     disk_bytes: int = 0
     """Bytes read from disk to restore the hit."""
     policy_seconds: float = 0.0
-    """Spent in `begin` and `close`: match, choice of a slot, paging, eviction."""
+    """Spent in `begin` and `close`: match, choice of a slot, paging, eviction, handing over what is to be written."""
     record_seconds: float = 0.0
     """Spent in `advance` and `append`: recording tokens and capturing restore points."""
 
@@ -203,11 +203,11 @@ class CacheDriver:
         self._evaluate(lease, request)
         evaluated = time.thread_time()
         lease.close()
-        sample.disk_bytes = self._store.read_bytes_total - num_read
-        if self._tier is not None:
-            self._tier.flush(WRITE_SECONDS)
         sample.policy_seconds = begun - started + time.thread_time() - evaluated
         sample.record_seconds = evaluated - begun
+        sample.disk_bytes = self._store.read_bytes_total - num_read
+        if self._tier is not None:
+            self._tier.wait(WRITE_SECONDS)
         if self._is_checked:
             self.prefix_cache.check()
         return sample
