@@ -230,7 +230,7 @@ class PrefixCache:
             tip.is_background = slot.leaves_background
             self.room.used(trie, tip, self._clock.now)
             self.room.ended(trie, tip)
-            self._compact(trie, tip)
+            self._compact(trie, [tip])
         self.measure(slot)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
@@ -263,6 +263,7 @@ class PrefixCache:
             raise
         slot.is_leased, slot.last_used = False, self._clock.now
         self.ledger.reserve(slot.index, 0)
+        self._compact(self._trie(slot.namespace), reversed(slot.tip.path()))
         self._age_superseded(slot)
         self._follow(slot)
         if not slot.is_background:
@@ -549,13 +550,11 @@ class PrefixCache:
         slot.tip = tip
         tip.num_slots += 1
 
-    def _compact(self, trie: PrefixTrie, tip: Node) -> None:
-        """Joins the edges of a live path that nothing needs apart any more, where that copies no state."""
-        node: Node | None = tip
-        while node is not None:
+    def _compact(self, trie: PrefixTrie, nodes: Iterable[Node]) -> None:
+        """Joins edges with those above that nothing needs apart any more, where that copies no state."""
+        for node in nodes:
             while node.home is not None and trie.can_absorb_parent(node):
                 trie.absorb_parent(node)
-            node = node.parent
 
     def _refresh(self, slot: Slot) -> None:
         self.room.used(self._trie(slot.namespace), slot.tip, self._clock.now)

@@ -83,7 +83,7 @@ class Node:
 
     def __init__(self, parent: "Node | None", tokens: TokenArray, start: int) -> None:
         self.parent = parent
-        self.hold(tokens)
+        self.hold(np.asarray(tokens, np.int32).tobytes())
         self.start = start
         self.stop = start + len(tokens)
         self.children: dict[int, Node] = {}
@@ -114,11 +114,11 @@ class Node:
         self.place: Place | None = None
         """Where the same tokens end in another trie, as was found last; means nothing here."""
 
-    def hold(self, tokens: TokenArray) -> None:
-        """Makes a copy of `tokens` the edge's own; the caller sees to `start` and `stop`."""
-        self.data = np.asarray(tokens, np.int32).tobytes()
-        """The edge's tokens as they lie in memory: bytes are compared in one call, arrays in several."""
-        self.tokens: TokenArray = np.frombuffer(self.data, np.int32)
+    def hold(self, data: bytes) -> None:
+        """Gives the edge other tokens, as they lie in memory; the caller sees to `start` and `stop`."""
+        self.data = data
+        """The same as `tokens`: bytes are compared in one call, arrays in several."""
+        self.tokens: TokenArray = np.frombuffer(data, np.int32)
 
     @property
     def num_bytes(self) -> int:
@@ -275,7 +275,7 @@ class PrefixTrie:
         (upper.span, node.span), (upper.snapshot, node.snapshot) = spans, snapshots
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
         upper.parent.children[int(upper.tokens[0])] = upper  # type: ignore[union-attr]
-        node.hold(node.tokens[cut:])
+        node.hold(node.data[TOKEN_BYTES * cut :])
         node.parent, node.start = upper, offset
         upper.children[int(node.tokens[0])] = node
         self.num_nodes += 1
@@ -309,7 +309,7 @@ class PrefixTrie:
         if node.span is not None and parent.span is not None:
             node.span = parent.span.join(node.span)
         self._count_bytes(node.num_bytes - before)
-        node.hold(np.concatenate([parent.tokens, node.tokens]))
+        node.hold(parent.data + node.data)
         node.start = parent.start
         node.parent = parent.parent
         node.parent.children[int(node.tokens[0])] = node
@@ -327,7 +327,7 @@ class PrefixTrie:
         self._changed(leaf)
         self._count_bytes(-leaf.num_bytes)
         leaf.parent = leaf.span = leaf.snapshot = leaf.home = None
-        leaf.hold(leaf.tokens[:0])  # whoever still points here keeps no tokens alive
+        leaf.hold(b"")  # whoever still points here keeps no tokens alive
         self.num_nodes -= 1
 
     def store(self, node: Node, span: Span) -> None:
