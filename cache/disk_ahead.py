@@ -1,7 +1,7 @@
 """Reading state from disk before it is needed, in a thread of its own.
 
-A piece that is being read ahead is handed out once, to whoever loads it or a part of it; then its memory is the
-loader's. Methods belong to the worker thread.
+Requests that wait for the same piece share one reading of it. It is handed out once, to whoever loads it or a part of
+it first; then its memory is the loader's, and the others find it in the trie. Methods belong to the worker thread.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,14 +23,22 @@ class _Piece:
     """Which rows; None for the point state."""
     num_bytes: int
     state: "Future[Any]"
+    num_waiting: int = 1
+    """Prefetches that it is a part of."""
+
+    def holds(self, file: StoredFile, rows: FilePart | None) -> bool:
+        """Whether some rows of a file, or its point state, are here or in here."""
+        if self.file is not file or self.rows is None or rows is None:
+            return self.file is file and self.rows is rows
+        return self.rows.start <= rows.start and rows.stop <= self.rows.stop
 
 
 class Prefetch:
     """State that is being read ahead. Cancel it when everything was loaded that will be."""
 
-    def __init__(self, pieces: list[_Piece], forget: Callable[[_Piece], None]) -> None:
+    def __init__(self, pieces: list[_Piece], release: Callable[[_Piece], None]) -> None:
         self._pieces = pieces
-        self._forget = forget
+        self._release = release
 
     @property
     def is_done(self) -> bool:
@@ -38,9 +46,9 @@ class Prefetch:
         return all(piece.state.done() for piece in self._pieces)
 
     def cancel(self) -> None:
-        """Stops reading, and frees what was read and not loaded. May be called at any time, also twice."""
-        for piece in self._pieces:
-            self._forget(piece)
+        """Stops reading what nobody else waits for, and frees what of that was not loaded. May be called twice."""
+        while self._pieces:
+            self._release(self._pieces.pop())
 
 
 class ReadAhead:
@@ -56,12 +64,16 @@ class ReadAhead:
 
     def begin(self, wanted: Iterable[FileSpan | FileSnapshot]) -> Prefetch:
         """Begins to read state that is on disk, as far as memory for it is left."""
-        pieces = []
+        pieces = list[_Piece]()
         for item in wanted:
             for file, rows, num_bytes in _pieces_of(item) if item.is_written else ():
-                if self.num_bytes + num_bytes <= self._max_bytes:
+                piece = next((piece for piece in self._pieces if piece.holds(file, rows)), None)
+                if piece is not None:
+                    piece.num_waiting += 1
+                    pieces.append(piece)
+                elif self.num_bytes + num_bytes <= self._max_bytes:
                     pieces.append(self._begin(file, rows, num_bytes))
-        return Prefetch(pieces, self._forget)
+        return Prefetch(pieces, self._release)
 
     def _begin(self, file: StoredFile, rows: FilePart | None, num_bytes: int) -> _Piece:
         if rows is None:
@@ -97,6 +109,11 @@ class ReadAhead:
         """Waits for a piece, unless it waits for others itself: then reading it now is faster."""
         self._forget(piece)
         return None if piece.state.cancelled() else piece.state.result()
+
+    def _release(self, piece: _Piece) -> None:
+        piece.num_waiting -= 1
+        if not piece.num_waiting:
+            self._forget(piece)
 
     def _forget(self, piece: _Piece) -> None:
         if piece in self._pieces:

@@ -524,6 +524,30 @@ def test_what_was_read_ahead_is_loaded_without_reading(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_several_wait_for_is_read_once_and_stays_until_the_last_one_gives_up(tmp_path: Path) -> None:
+    files = CountingFiles()
+    tier = open_tier(tmp_path, files=files)
+    span, snapshot = write(tier, FIRST), snap(tier, FIRST)
+    assert span is not None and snapshot is not None
+    assert tier.flush(10)
+    files.counts.clear()
+    waiting = [tier.prefetch([span, snapshot])]
+    once = tier.ahead_bytes
+    waiting += [tier.prefetch([span.split(40)[0], snapshot]), tier.prefetch([span])]
+    assert tier.ahead_bytes == once
+    for ahead in waiting[:2]:
+        ahead.cancel()
+        ahead.cancel()
+    assert tier.ahead_bytes == span.file_bytes
+    while not waiting[2].is_done:
+        pass
+    assert_rows(span.load(), FIRST)
+    assert files.counts["open"] <= 2, "no more than the rows and the snapshot, each once"
+    assert tier.ahead_bytes == 0
+    waiting[2].cancel()
+    tier.close()
+
+
 def test_reading_ahead_is_bounded_and_can_be_cancelled(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, max_in_flight_bytes=size_of(250))
     spans = []
