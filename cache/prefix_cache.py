@@ -1,12 +1,7 @@
-"""The prefix cache: what conversations share, which slot a request runs in, and where every byte of state is.
+"""The prefix cache: what conversations share, which slot a request runs in, and what makes room for it.
 
-Invariants, checked by `PrefixCache.check`:
-
-* the span state of a token is held once by the trie: stored on its node, or live in the node's home slot;
-* a slot's log, its layer caches and the path to its tip stand for the same tokens (the log may run ahead of the
-  tip while a request decodes);
-* a slot gives state up in `_page_out` only, which first gives every node that lived there bytes of its own;
-* the ledger's stored bytes are the bytes of all nodes.
+It decides; `cache.pager` moves state between slots and tries, `cache.room` holds what is stored within the budget,
+and `cache.archive` is the way to the disk.
 
 Matching compares every token, and the last prompt token is never restored, so that there is always one to
 evaluate. All methods belong to the worker thread. This module knows no models, no requests' parameters, no time:
@@ -18,8 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from cache import placement
 from cache.archive import Archive, Recall
 from cache.clock import RequestClock
@@ -27,13 +20,14 @@ from cache.disk import DiskTier
 from cache.disk_ahead import Prefetch
 from cache.errors import BudgetExceeded, DiskFault, PinLimit, PinnedFull
 from cache.known import Known, known_of
-from cache.layers import LayerCache, Layout, RowSource, Segment
+from cache.layers import LayerCache, Layout, Segment
 from cache.lease import Lease, PrivateLease, Tier
+from cache.pager import Pager
 from cache.pins import PinName, Pins, choose_nodes, path_nodes
 from cache.placement import RestorePoint, RestorePointKind
 from cache.room import Room
-from cache.slots import Slot, SlotView, TokenLog, choose_slot
-from cache.snapshots import Snapshot, cover, is_restorable, window_rows
+from cache.slots import Slot, SlotView, choose_slot
+from cache.snapshots import Snapshot, is_restorable
 from cache.trie import Match, Node, PrefixTrie, TokenArray
 from cache.view import CacheView, StateBytes, disk_views, num_tokens, stored_bytes, views
 
@@ -57,16 +51,14 @@ class PrefixCache:
 
         What does not fit the budget goes to `disk`, if there is one, as does what is idle.
         """
-        self._make_caches = make_caches
         self.layout = layout or Layout(make_caches())
         self.room = Room(self.layout, budget_bytes)
         self.ledger = self.room.ledger
         self.archive = Archive(disk, self.layout) if disk is not None else None
         self.room.before_dropping = self._save_dropped
+        self.pager = Pager(self.layout, self.room, make_caches, num_slots)
+        self.slots = self.pager.slots
         self.pins = Pins()
-        self.slots: list[Slot] = []
-        root = self._trie("").root
-        self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
         self._clock = RequestClock()
         self._bytes_per_token = 0.0
 
@@ -93,7 +85,7 @@ class PrefixCache:
         if all(slot.is_leased for slot in self.slots):
             return None
         self._clock.begin(namespace, session_id, is_background=is_background)
-        trie = self._trie(namespace)
+        trie = self.pager.trie(namespace)
         if reuse:
             known, is_recalled = self._look_up(trie, tokens[:-1], is_background)
         else:
@@ -152,7 +144,7 @@ class PrefixCache:
         self.pins.release_all(namespace)
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
-                self._page_out(slot, 0)
+                self.pager.page_out(slot, 0)
         self.room.clear(namespace)
         if self.archive is not None:
             self.archive.tier.clear(namespace)
@@ -165,7 +157,7 @@ class PrefixCache:
         The label of the name is a session's: the pin moves on to the end of each turn that this session closes.
         Raises PinLimit if explicit pins would take more than half of the budget.
         """
-        trie = self._trie(name.namespace)
+        trie = self.pager.trie(name.namespace)
         match = trie.match(tokens)
         if match.path:
             self._pin_path(name, trie, match.path)
@@ -174,7 +166,7 @@ class PrefixCache:
     def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
         """Keeps what is known of `tokens` until the clock reads so, or until a request would have to wait for it."""
         assert name.is_soft
-        trie = self._trie(name.namespace)
+        trie = self.pager.trie(name.namespace)
         path = trie.match(tokens).path
         if path:
             self.pins.hold(name, trie, choose_nodes(path), until)
@@ -199,7 +191,7 @@ class PrefixCache:
         name = PinName(slot.namespace, slot.session_id or "")
         if name in self.pins and slot.tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
-                self._pin_path(name, self._trie(slot.namespace), slot.tip.path())
+                self._pin_path(name, self.pager.trie(slot.namespace), slot.tip.path())
 
     def _bytes_of(self, nodes: set[Node]) -> int:
         """Returns the bytes that are kept with some nodes, about: the spans of their paths, their own snapshots."""
@@ -216,7 +208,7 @@ class PrefixCache:
 
         Without `may_split` a sequence that stops inside an edge waits at its start: the next chunk will pass it.
         """
-        trie, known = self._trie(slot.namespace), slot.tip.stop
+        trie, known = self.pager.trie(slot.namespace), slot.tip.stop
         if known < slot.offset:
             tip = trie.extend(slot.tip, slot.log.view(known), may_split=may_split)
             for node in tip.path():
@@ -225,32 +217,38 @@ class PrefixCache:
                     trie.settle(node, slot)
                 # What an ordinary request holds too is no secret of the volatile one that brought it.
                 node.is_volatile &= slot.is_volatile
-            self._move_tip(slot, tip)
+            self.pager.move_tip(slot, tip)
             tip.session_id, tip.is_on_probation = slot.session_id, slot.is_on_probation
             tip.is_background = slot.leaves_background
             self.room.used(trie, tip, self._clock.now)
             self.room.ended(trie, tip)
             self._compact(trie, [tip])
-        self.measure(slot)
+        self.pager.measure(slot)
+
+    def _compact(self, trie: PrefixTrie, nodes: Iterable[Node]) -> None:
+        """Joins edges with those above that nothing needs apart any more, where that copies no state."""
+        for node in nodes:
+            while node.home is not None and trie.can_absorb_parent(node):
+                trie.absorb_parent(node)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
         """Keeps what is needed to restore a slot's sequence where it is now."""
-        trie, node = self._trie(slot.namespace), slot.tip
+        trie, node = self.pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
         self.room.changed(trie, node)
         if self.layout.needs_snapshots and not is_restorable(self.layout, node):
             node.kind = kind
-            trie.snap(node, self._snapshot(slot))
+            trie.snap(node, self.pager.snapshot(slot))
             self._age_superseded(slot)
 
     def measure(self, slot: Slot) -> None:
         """Brings the ledger up to date with what a slot holds."""
-        self.ledger.set_live(slot.index, self.layout.live_bytes(slot.caches))
+        self.pager.measure(slot)
 
     def grow(self, slot: Slot) -> None:
         """Counts what a decoding slot holds, and makes room for what it has outgrown its reservation by."""
-        self.measure(slot)
+        self.pager.measure(slot)
         self._evict(self.ledger.excess_bytes(), protected=(), is_background=slot.is_background)
 
     def close(self, slot: Slot) -> None:
@@ -263,7 +261,7 @@ class PrefixCache:
             raise
         slot.is_leased, slot.last_used = False, self._clock.now
         self.ledger.reserve(slot.index, 0)
-        self._compact(self._trie(slot.namespace), reversed(slot.tip.path()))
+        self._compact(self.pager.trie(slot.namespace), reversed(slot.tip.path()))
         self._age_superseded(slot)
         self._follow(slot)
         if not slot.is_background:
@@ -274,19 +272,8 @@ class PrefixCache:
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease without trusting the slot's caches: nodes that live only there are dropped."""
-        self._give_up(slot, slot.tip.path())
+        self.pager.give_up(slot, slot.tip.path())
         slot.is_leased = False
-
-    def _give_up(self, slot: Slot, path: Sequence[Node]) -> None:
-        """Empties a slot, and drops what on `path` was only there or is no longer whole."""
-        trie, homes = self._trie(slot.namespace), self._other_homes(slot)
-        for node in path:
-            if node.home is slot and node in homes:
-                node.home = homes[node]
-        lost = next((node for node in path if node.home is slot or not _is_whole(node)), None)
-        self._empty(slot)
-        if lost is not None:
-            self.room.drop_below(trie, lost)
 
     # -------------------------------------------------------------------------------------------------- disk
 
@@ -354,17 +341,13 @@ class PrefixCache:
         ends = [slot for slot in self.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot]
         tips = [slot.tip for slot in ends]
         for slot in ends:
-            self._keep_tip(slot)
+            self.pager.keep_tip(slot)
         try:
-            yield from archive.save_path(trie.namespace, path, self._copy_live, tick)
+            yield from archive.save_path(trie.namespace, path, self.pager.copy_live, tick)
         finally:
             for node in tips:
                 if self.ledger.excess_bytes() > 0 and node.parent is not None and node.snapshot is not None:
                     trie.snap(node, None)
-
-    def _copy_live(self, node: Node) -> Segment:
-        (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
-        return segment
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; with a disk, what it lacks is written first, as far as time allows."""
@@ -383,130 +366,29 @@ class PrefixCache:
         """
         offset = len(tokens)
         if slot.namespace == trie.namespace and slot.offset == offset and (not offset or slot.tip in path):
-            self._keep_tip(slot)
+            self.pager.keep_tip(slot)
             self._refresh(slot)
             return
-        landing = self._land(trie, path, offset)
-        self._page_out(slot, min(shared, offset))
-        slot.namespace = trie.namespace
-        if slot.tip.parent is None:
-            slot.tip = trie.root
+        landing = self.pager.land(trie, path, offset)
+        self.pager.page_out(slot, min(shared, offset))
+        self.pager.enter(slot, trie)
         arriving = landing.path()
         try:
             # What has just left the slot is stored now, and may be what must go.
             excess = self._excess(slot, arriving, offset, capacity)
             self._evict(excess, protected=arriving[-1:], busy=slot, is_background=slot.is_background)
-            self._page_in(slot, trie, landing, tokens, capacity)
+            self.pager.page_in(slot, trie, landing, tokens, capacity)
         except Exception:
             # Layers may rest at different offsets, and moved state may be half gone.
-            self._give_up(slot, arriving)
+            self.pager.give_up(slot, arriving)
             raise
-
-    def _land(self, trie: PrefixTrie, path: list[Node], offset: int) -> Node:
-        """Returns the node that stops at `offset` on `path`, splitting one if need be."""
-        if offset == 0:
-            return trie.root
-        node = next(node for node in path if node.stop >= offset)
-        return node if node.stop == offset else trie.split(node, offset)
-
-    def _page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
-        """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first of them."""
-        keep, path = slot.offset, landing.path()
-        missing = [node for node in path if node.stop > keep]
-        if missing:
-            sources = [self._source(node) for node in missing]
-            self.layout.load_spans(slot.caches, sources, keep=keep, offset=landing.stop, capacity_tokens=capacity)
-            for node in missing:
-                if node.home is None:
-                    trie.settle(node, slot)
-        if landing.parent is not None:
-            self._restore_snapshots(slot, path, landing.stop)
-        slot.log.append(tokens[keep:])
-        self._move_tip(slot, landing)
         self._refresh(slot)
-        self.measure(slot)
-
-    def _source(self, node: Node) -> RowSource:
-        if node.span is not None:
-            return node.span  # type: ignore[return-value]
-        return self.layout.live_rows(node.home.caches, node.start, node.stop)
-
-    def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
-        if self.layout.window:
-            self.layout.load_windows(slot.caches, window_rows(self.layout, path, offset), offset)
-        if self.layout.has_points:
-            snapshot = path[-1].snapshot
-            assert isinstance(snapshot, Snapshot) and snapshot.points is not None, "no point state to restore"
-            self.layout.put_points(slot.caches, snapshot.points)
-
-    def _page_out(self, slot: Slot, keep: int) -> None:
-        """Takes `[keep, …)` out of a slot: its nodes get bytes of their own, or another slot that has them too."""
-        if slot.offset > keep and slot.tip.parent is not None:
-            try:
-                self._keep_tip(slot)
-                self._store_homed(slot, self._trie(slot.namespace), keep)
-            except Exception:
-                self._give_up(slot, slot.tip.path())
-                raise
-        if keep == 0:
-            self._empty(slot)
-            return
-        tip = next(node for node in slot.tip.path() if node.stop >= keep)
-        if tip.stop > keep:
-            tip = self._trie(slot.namespace).split(tip, keep)
-        self._move_tip(slot, tip)
-        slot.log.truncate(keep)
-        self.layout.truncate_spans(slot.caches, keep)
-
-    def _store_homed(self, slot: Slot, trie: PrefixTrie, keep: int) -> None:
-        cut = next((node for node in slot.tip.path() if node.start < keep < node.stop), None)
-        if cut is not None:
-            trie.split(cut, keep)
-        homes = self._other_homes(slot)
-        leaving = [node for node in slot.tip.path() if node.start >= keep and node.home is slot]
-        staying = [node for node in leaving if node not in homes]
-        for node in leaving:
-            node.home = homes.get(node, slot)
-        ranges = [(node.start, node.stop) for node in staying]
-        for node, segment in zip(staying, self.layout.cut_spans(slot.caches, ranges, consume=keep == 0), strict=True):
-            trie.store(node, segment)
-
-    def _other_homes(self, slot: Slot) -> dict[Node, Slot]:
-        """Returns the other slots that hold nodes of a slot's path live as well."""
-        others = [s for s in self.slots if s is not slot and s.namespace == slot.namespace]
-        return {node: other for other in others for node in other.tip.path()}
-
-    def _empty(self, slot: Slot) -> None:
-        self._move_tip(slot, self._trie(slot.namespace).root)
-        slot.caches = self._make_caches()
-        slot.log.truncate(0)
-        slot.session_id = None
-        self.ledger.set_live(slot.index, 0)
-        self.ledger.reserve(slot.index, 0)
 
     def _presize(self, slot: Slot, num_tokens: int) -> None:
         self.layout.presize(slot.caches, num_tokens)
         self.ledger.reserve(slot.index, int(num_tokens * self._bytes_per_token))
 
     # --------------------------------------------------------------------------------------------- snapshots
-
-    def _snapshot(self, slot: Slot) -> Snapshot:
-        """Copies what the window and point layers of a slot hold now."""
-        offset, window = slot.offset, None
-        if self.layout.window:
-            first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))
-            covered = cover(slot.tip.path()[:-1])
-            reaches = covered is not None and covered[0] <= first and covered[1] >= slot.tip.start
-            window = self.layout.cut_window(slot.caches, max(first, slot.tip.start) if reaches else first, offset)
-        points = self.layout.take_points(slot.caches) if self.layout.has_points else None
-        return Snapshot(offset, window, points)
-
-    def _keep_tip(self, slot: Slot) -> None:
-        """Keeps the end of an idle sequence restorable before its slot goes on or away."""
-        is_whole = slot.tip.parent is not None and slot.tip.stop == slot.offset
-        if is_whole and self.layout.needs_snapshots and not is_restorable(self.layout, slot.tip):
-            slot.tip.kind = RestorePointKind.TURN_END
-            self._trie(slot.namespace).snap(slot.tip, self._snapshot(slot))
 
     def _age_superseded(self, slot: Slot) -> None:
         """Lets the snapshots of older turns go before anything else, once memory is short."""
@@ -516,7 +398,7 @@ class PrefixCache:
         for offset in placement.superseded(points, slot.landing):
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
-                self.room.supersede(self._trie(slot.namespace), node)
+                self.room.supersede(self.pager.trie(slot.namespace), node)
 
     # ------------------------------------------------------------------------------------- slots and the trie
 
@@ -544,23 +426,8 @@ class PrefixCache:
             wanted = [*wanted, prompt_end, *placement.intervals(offset, num_tokens)]
         return placement.plan(wanted, start=offset, stop=num_tokens)
 
-    def _move_tip(self, slot: Slot, tip: Node) -> None:
-        left = slot.tip
-        left.num_slots -= 1
-        slot.tip = tip
-        tip.num_slots += 1
-
-    def _compact(self, trie: PrefixTrie, nodes: Iterable[Node]) -> None:
-        """Joins edges with those above that nothing needs apart any more, where that copies no state."""
-        for node in nodes:
-            while node.home is not None and trie.can_absorb_parent(node):
-                trie.absorb_parent(node)
-
     def _refresh(self, slot: Slot) -> None:
-        self.room.used(self._trie(slot.namespace), slot.tip, self._clock.now)
-
-    def _trie(self, namespace: str) -> PrefixTrie:
-        return self.room.trie(namespace, in_use=(slot.namespace for slot in self.slots))
+        self.room.used(self.pager.trie(slot.namespace), slot.tip, self._clock.now)
 
     # -------------------------------------------------------------------------------------------------- room
 
@@ -591,7 +458,7 @@ class PrefixCache:
         """
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
-            self._page_out_idle(self.ledger.charged_bytes - excess, slot)
+            self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot)
             excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         return excess
 
@@ -614,7 +481,7 @@ class PrefixCache:
         if excess_bytes <= 0:
             return 0
         target = self.ledger.charged_bytes - excess_bytes
-        self._page_out_idle(target, busy)
+        self.pager.page_out_idle(target, busy)
         kept = set(protected)
         self.room.drop_cheapest(target, kept, self._clock.now, guards_sessions=is_background)
         if self.ledger.charged_bytes > target and self.pins.release_soft():
@@ -628,16 +495,6 @@ class PrefixCache:
         """
         self.pins.release_soft()
         self.room.drop_cheapest(self.ledger.charged_bytes - self.ledger.stored_bytes // 2, (), self._clock.now)
-
-    def _page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
-        """Pages idle slots out until no more than `target_bytes` are charged.
-
-        That loses nothing, and frees unused room in buffers and second copies of what other slots hold too.
-        """
-        idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
-        for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
-            if self.ledger.charged_bytes > target_bytes:
-                self._page_out(slot, 0)
 
     # ------------------------------------------------------------------------------------------------- state
 
@@ -675,24 +532,9 @@ class PrefixCache:
         }
 
     def check(self) -> None:
-        """Asserts the module's invariants. Tests call it after every step."""
+        """Asserts the invariants of the parts. Tests call it after every step."""
         self.room.check()
-        for slot in self.slots:
-            self._check_slot(slot)
+        self.pager.check()
         for trie, node in self.room.nodes():
-            assert node.home is None or node in node.home.tip.path(), f"{node} lives in a slot that left it"
             if self.archive is not None:
                 self.archive.check(trie.namespace, node)
-
-    def _check_slot(self, slot: Slot) -> None:
-        path = slot.tip.path()
-        tokens = np.concatenate([node.tokens for node in path]) if path else np.empty(0, np.int32)
-        assert np.array_equal(tokens, slot.log.view(0, len(tokens))), f"slot {slot.index} left its path"
-        assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
-        assert slot.tip.num_slots >= 1 or slot.tip.parent is None
-        assert slot.tip.parent is not None or slot.tip is self._trie(slot.namespace).root
-
-
-def _is_whole(node: Node) -> bool:
-    """Whether a node's stored span, if it has one, can still be read."""
-    return not isinstance(node.span, Segment) or node.span.is_whole

@@ -172,7 +172,7 @@ def bench_paged_out(shapes: Sequence[Shape]) -> Report:
         prompts = run.prompts()
         for tokens in prompts:
             run.turn(tokens).close()
-        run.cache._page_out_idle(0, None)
+        run.cache.pager.page_out_idle(0, None)
         needed, snapshots = unique_bytes(run)
         held = run.held_bytes
         copies = sum(len(tokens) * shape.bytes_per_token + shape.snapshot_bytes for tokens in prompts)
@@ -217,7 +217,7 @@ def _paging_bytes(run: Run, tokens: TokenArray) -> int:
     """Pages the conversation out and in again; returns how far memory rose meanwhile."""
     before = run.held_bytes
     mx.reset_peak_memory()
-    run.cache._page_out_idle(0, None)
+    run.cache.pager.page_out_idle(0, None)
     run.begin(tokens).close()
     return run.peak_bytes - before
 

@@ -56,7 +56,7 @@ def converse(
 
 def evict_all(prefix_cache: PrefixCache) -> None:
     """Makes memory forget everything, the way a full budget does."""
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock.now)
     assert prefix_cache.stats()["nodes"] == 0
     assert prefix_cache.archive is not None
@@ -255,7 +255,7 @@ def test_what_disk_has_forgotten_and_learnt_again_is_found_beyond_what_memory_kn
         for _ in prefix_cache.save():
             pass
     assert tiers[-1].flush(10)
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     ((_, system),) = [pair for pair in prefix_cache.room.nodes() if pair[1].stop == len(SYSTEM)]
     prefix_cache.room.drop_cheapest(0, {system}, prefix_cache._clock.now)
     assert prefix_cache.stats()["nodes"] == 1

@@ -83,7 +83,7 @@ def test_what_is_kept_stays_also_where_the_ends_of_sessions_go_last() -> None:
     prefix_cache = cache_of(10_000)
     for number in (1, 2):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     kept = {node for _, node in prefix_cache.room.nodes() if node.tokens[0] == 1000}
     prefix_cache.room.drop_cheapest(0, kept, prefix_cache._clock.now, guards_sessions=True)
     assert [known(prefix_cache, number) for number in (1, 2)] == [100, 0]
@@ -115,7 +115,7 @@ def test_once_a_conversation_has_begun_the_longest_of_the_silent_goes_first(
     stories = {"known": story(1), "short": story(2), "long": list(range(3000, 3400)), "new": story(4)}
     for session_id in ("known", "short", "long", newest):
         cache_driver.run(prefix_cache, stories[session_id], session_id=session_id)
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     drop_one(prefix_cache)
     lost = [
         name for name in ("known", "short", "long") if not prefix_cache.peek(np.array([*stories[name], 1], np.int32))
@@ -151,7 +151,7 @@ def without_the_worthless(num_turns: int) -> PrefixCache:
     """A cache with one stored conversation, after a round of giving up that had to free next to nothing."""
     prefix_cache = recurrent()
     talk(prefix_cache, num_turns, "1")
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache._evict(1, protected=())
     return prefix_cache
 
@@ -212,7 +212,7 @@ def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatc
     prefix_cache = cache_of(10_000)
     for number in range(1, 61):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     oldest = next(node for _, node in prefix_cache.room.nodes() if node.tokens[0] == 1000)
     drop_one(prefix_cache, oldest)
     assert [known(prefix_cache, number) for number in (1, 2, 3)] == [100, 0, 100]
@@ -226,7 +226,7 @@ def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatc
     drop_one(prefix_cache)
     assert [known(prefix_cache, number) for number in (4, 5, 6)] == [100, 0, 100], "what was used since stays"
     assert len(looks) <= 6
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache.room.drop_cheapest(0, (), prefix_cache._clock.now)
     assert prefix_cache.stats()["nodes"] == 0, "what was made since is found as well"
     prefix_cache.check()
@@ -236,7 +236,7 @@ def test_a_failure_half_way_loses_nothing_from_the_order(monkeypatch: pytest.Mon
     prefix_cache = cache_of(10_000)
     for number in range(1, 6):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     oldest = next(node for _, node in prefix_cache.room.nodes() if node.tokens[0] == 1000)
 
     def fail(trie: PrefixTrie, node: Node) -> None:
@@ -256,11 +256,11 @@ def test_what_a_session_leaves_behind_is_worth_less_from_then_on() -> None:
     prefix_cache = cache_of(10_000)
     for number, session_id in ((1, "a"), (2, "b"), (3, "c")):
         cache_driver.run(prefix_cache, story(number), session_id=session_id)
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     drop_one(prefix_cache)
     for number, session_id in ((2, "b"), (3, "c")):
         cache_driver.run(prefix_cache, story(number), session_id=session_id)
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     chances(prefix_cache)  # both have been looked at
     cache_driver.run(prefix_cache, story(4), session_id="c")
     drop_one(prefix_cache)

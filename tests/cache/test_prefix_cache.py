@@ -44,7 +44,7 @@ def test_a_very_long_conversation_can_be_discarded() -> None:
     for offset in range(1500):
         lease._slot.log.append(np.array([prompt[offset]], np.int32))
         prefix_cache.commit(lease._slot)
-        prefix_cache._trie("").snap(lease._slot.tip, fake_snapshot(offset + 1))
+        prefix_cache.pager.trie("").snap(lease._slot.tip, fake_snapshot(offset + 1))
     assert prefix_cache.stats()["nodes"] == 1500
     lease.discard()
     prefix_cache.check()
@@ -297,7 +297,7 @@ def test_older_turns_of_a_conversation_go_before_other_conversations() -> None:
         cache_driver.run(prefix_cache, talk, [50 + turn])
         talk = [*talk, 50 + turn, *range(200 + 10 * turn, 208 + 10 * turn)]
     cache_driver.run(prefix_cache, [1, 2, 3], [4])
-    prefix_cache._page_out(prefix_cache.slots[0], 0)
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache._evict(200, protected=())
     assert prefix_cache.room.num_evictions, "nothing had to go"
     assert cache_driver.run(prefix_cache, [*other, 7, 9]).hit == 41, "the other conversation was dropped first"
@@ -330,7 +330,7 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     prompt = [*range(1, 31)]
     cache_driver.run(prefix_cache, prompt, explicit=(10, 20))
     cache_driver.run(prefix_cache, [500, 501])
-    trie = prefix_cache._trie("")
+    trie = prefix_cache.pager.trie("")
     first, second = trie.match(np.array(prompt, np.int32)).path[:2]
     assert (first.stop, second.stop) == (10, 20)
     prefix_cache.room._drop_snapshot(trie, first)

@@ -67,7 +67,7 @@ def assert_clean_end(world: World, before_bytes: int) -> None:
 
 
 def node_at(world: World, units: int) -> Node | None:
-    nodes = world.prefix_cache._trie("").nodes()
+    nodes = world.prefix_cache.pager.trie("").nodes()
     return next((node for node in nodes if node.stop == units * world.scale), None)
 
 
@@ -139,10 +139,10 @@ def test_6_an_explicit_restore_point_is_not_merged(make_world: Any) -> None:
     world = make_world(room_for=100, num_slots=1)
     world.request(PROMPT, (10,), explicit=(3,))
     world.request((1, 2, 3, 6, 7), (20,))
-    world.prefix_cache._page_out_idle(0, None)
+    world.prefix_cache.pager.page_out_idle(0, None)
     point = node_at(world, 3)
     assert point is not None
-    oldest = [node for node in world.prefix_cache._trie("").match(np.array(world.spell(PROMPT), np.int32)).path
+    oldest = [node for node in world.prefix_cache.pager.trie("").match(np.array(world.spell(PROMPT), np.int32)).path
               if node.start >= point.stop]  # fmt: skip
     excess = sum(node.num_bytes for node in oldest)
     world.prefix_cache._evict(excess, protected=())
@@ -200,7 +200,7 @@ def test_only_what_was_used_is_refreshed(layout: str) -> None:
     world = FakeWorld(layout, num_slots=1)
     world.request((*PROMPT, 10, 11), explicit=(3,))
     world.request((*PROMPT, 20, 21), explicit=(5,))
-    ages = {id(node): (node, node.last_used) for node in world.prefix_cache._trie("").nodes()}
+    ages = {id(node): (node, node.last_used) for node in world.prefix_cache.pager.trie("").nodes()}
     world.request((1, 2, 3, 30))
     fresh = [node for node, age in ages.values() if node.last_used != age]
     assert [node.stop for node in fresh] == [3], "only the node that was restored from"
@@ -216,6 +216,6 @@ def test_nothing_is_captured_beyond_what_was_evaluated(layout: str) -> None:
     cache_driver.prefill(lease, np.arange(1, 13, dtype=np.int32), world.evaluate, stop_at=7, chunk_tokens=5)
     assert lease.offset == 9, "restore points at 3 and 9, a chunk's end at 5"
     lease.close()
-    assert max(node.stop for node in world.prefix_cache._trie("").nodes()) == 9
+    assert max(node.stop for node in world.prefix_cache.pager.trie("").nodes()) == 9
     world.prefix_cache.check()
     fake_model.assert_stored_right(world.prefix_cache)

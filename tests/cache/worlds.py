@@ -56,7 +56,7 @@ class World:
 
     def match(self, *units: int) -> float:
         """Returns how many leading units the trie knows."""
-        trie = self.prefix_cache._trie("")
+        trie = self.prefix_cache.pager.trie("")
         return trie.match(np.array(self.spell(units), np.int32)).length / self.scale
 
     def restorable(self, *units: int) -> float:

@@ -1,0 +1,203 @@
+"""The slots, and the moving of state between them and the tries: in, out, and what is lost where that fails half-way.
+
+Invariants:
+
+* a node's span is stored on it or lives in its home slot, whose path it is on;
+* a slot gives state up in `page_out` only, which first gives every node that lived there bytes of its own;
+* a slot's log, its layer caches and the path to its tip stand for the same tokens, before and after every call.
+
+What to move, and what has to go for it, is decided elsewhere.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cache.layers import LayerCache, Layout, RowSource, Segment
+from cache.placement import RestorePointKind
+from cache.room import Room
+from cache.slots import Slot, TokenLog
+from cache.snapshots import Snapshot, cover, is_restorable, window_rows
+from cache.trie import Node, PrefixTrie, TokenArray
+
+
+class Pager:
+    """All slots of one model. Worker thread only."""
+
+    def __init__(
+        self, layout: Layout, room: Room, make_caches: Callable[[], list[LayerCache]], num_slots: int
+    ) -> None:
+        self._layout = layout
+        self._room = room
+        self._make_caches = make_caches
+        self.slots: list[Slot] = []
+        root = self.trie("").root
+        self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
+
+    def trie(self, namespace: str) -> PrefixTrie:
+        """Returns the trie of a namespace, made now if there is none; those of the slots are never forgotten."""
+        return self._room.trie(namespace, in_use=(slot.namespace for slot in self.slots))
+
+    def enter(self, slot: Slot, trie: PrefixTrie) -> None:
+        """Says that a slot, if it is empty, belongs to another namespace now."""
+        slot.namespace = trie.namespace
+        if slot.tip.parent is None:
+            slot.tip = trie.root
+
+    def land(self, trie: PrefixTrie, path: list[Node], offset: int) -> Node:
+        """Returns the node that stops at `offset` on `path`, splitting one if need be."""
+        if offset == 0:
+            return trie.root
+        node = next(node for node in path if node.stop >= offset)
+        return node if node.stop == offset else trie.split(node, offset)
+
+    def page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
+        """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first of them."""
+        keep, path = slot.offset, landing.path()
+        missing = [node for node in path if node.stop > keep]
+        if missing:
+            sources = [self._source(node) for node in missing]
+            self._layout.load_spans(slot.caches, sources, keep=keep, offset=landing.stop, capacity_tokens=capacity)
+            for node in missing:
+                if node.home is None:
+                    trie.settle(node, slot)
+        if landing.parent is not None:
+            self._restore_snapshots(slot, path, landing.stop)
+        slot.log.append(tokens[keep:])
+        self.move_tip(slot, landing)
+        self.measure(slot)
+
+    def _source(self, node: Node) -> RowSource:
+        if node.span is not None:
+            return node.span  # type: ignore[return-value]
+        return self._layout.live_rows(node.home.caches, node.start, node.stop)
+
+    def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
+        if self._layout.window:
+            self._layout.load_windows(slot.caches, window_rows(self._layout, path, offset), offset)
+        if self._layout.has_points:
+            snapshot = path[-1].snapshot
+            assert isinstance(snapshot, Snapshot) and snapshot.points is not None, "no point state to restore"
+            self._layout.put_points(slot.caches, snapshot.points)
+
+    def page_out(self, slot: Slot, keep: int) -> None:
+        """Takes `[keep, …)` out of a slot: its nodes get bytes of their own, or another slot that has them too."""
+        if slot.offset > keep and slot.tip.parent is not None:
+            try:
+                self.keep_tip(slot)
+                self._store_homed(slot, self.trie(slot.namespace), keep)
+            except Exception:
+                self.give_up(slot, slot.tip.path())
+                raise
+        if keep == 0:
+            self.empty(slot)
+            return
+        tip = next(node for node in slot.tip.path() if node.stop >= keep)
+        if tip.stop > keep:
+            tip = self.trie(slot.namespace).split(tip, keep)
+        self.move_tip(slot, tip)
+        slot.log.truncate(keep)
+        self._layout.truncate_spans(slot.caches, keep)
+
+    def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
+        """Pages idle slots out until no more than `target_bytes` are charged.
+
+        That loses nothing, and frees unused room in buffers and second copies of what other slots hold too.
+        """
+        idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
+        for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
+            if self._room.ledger.charged_bytes > target_bytes:
+                self.page_out(slot, 0)
+
+    def _store_homed(self, slot: Slot, trie: PrefixTrie, keep: int) -> None:
+        cut = next((node for node in slot.tip.path() if node.start < keep < node.stop), None)
+        if cut is not None:
+            trie.split(cut, keep)
+        homes = self._other_homes(slot)
+        leaving = [node for node in slot.tip.path() if node.start >= keep and node.home is slot]
+        staying = [node for node in leaving if node not in homes]
+        for node in leaving:
+            node.home = homes.get(node, slot)
+        ranges = [(node.start, node.stop) for node in staying]
+        segments = self._layout.cut_spans(slot.caches, ranges, consume=keep == 0)
+        for node, segment in zip(staying, segments, strict=True):
+            trie.store(node, segment)
+
+    def _other_homes(self, slot: Slot) -> dict[Node, Slot]:
+        """Returns the other slots that hold nodes of a slot's path live as well."""
+        others = [s for s in self.slots if s is not slot and s.namespace == slot.namespace]
+        return {node: other for other in others for node in other.tip.path()}
+
+    def empty(self, slot: Slot) -> None:
+        """Makes a slot hold nothing; whatever lived there must have another place, or be dropped next."""
+        self.move_tip(slot, self.trie(slot.namespace).root)
+        slot.caches = self._make_caches()
+        slot.log.truncate(0)
+        slot.session_id = None
+        self._room.ledger.set_live(slot.index, 0)
+        self._room.ledger.reserve(slot.index, 0)
+
+    def give_up(self, slot: Slot, path: Sequence[Node]) -> None:
+        """Empties a slot, and drops what on `path` was only there or is no longer whole."""
+        trie, homes = self.trie(slot.namespace), self._other_homes(slot)
+        for node in path:
+            if node.home is slot and node in homes:
+                node.home = homes[node]
+        lost = next((node for node in path if node.home is slot or not _is_whole(node)), None)
+        self.empty(slot)
+        if lost is not None:
+            self._room.drop_below(trie, lost)
+
+    def move_tip(self, slot: Slot, tip: Node) -> None:
+        """Says that a slot's sequence ends at `tip`."""
+        left = slot.tip
+        left.num_slots -= 1
+        slot.tip = tip
+        tip.num_slots += 1
+
+    def keep_tip(self, slot: Slot) -> None:
+        """Keeps the end of an idle sequence restorable before its slot goes on or away."""
+        is_whole = slot.tip.parent is not None and slot.tip.stop == slot.offset
+        if is_whole and self._layout.needs_snapshots and not is_restorable(self._layout, slot.tip):
+            slot.tip.kind = RestorePointKind.TURN_END
+            self.trie(slot.namespace).snap(slot.tip, self.snapshot(slot))
+
+    def snapshot(self, slot: Slot) -> Snapshot:
+        """Copies what the window and point layers of a slot hold now."""
+        offset, window = slot.offset, None
+        if self._layout.window:
+            first = max(0, offset - self._layout.window, self._layout.window_start(slot.caches, offset))
+            covered = cover(slot.tip.path()[:-1])
+            reaches = covered is not None and covered[0] <= first and covered[1] >= slot.tip.start
+            window = self._layout.cut_window(slot.caches, max(first, slot.tip.start) if reaches else first, offset)
+        points = self._layout.take_points(slot.caches) if self._layout.has_points else None
+        return Snapshot(offset, window, points)
+
+    def measure(self, slot: Slot) -> None:
+        """Brings the ledger up to date with what a slot holds."""
+        self._room.ledger.set_live(slot.index, self._layout.live_bytes(slot.caches))
+
+    def copy_live(self, node: Node) -> Segment:
+        """Copies the rows of a node that lives in a slot."""
+        (segment,) = self._layout.cut_spans(node.home.caches, [(node.start, node.stop)])
+        return segment
+
+    def check(self) -> None:
+        """Asserts the module's invariants, as far as they can be seen."""
+        for slot in self.slots:
+            self._check_slot(slot)
+        for _, node in self._room.nodes():
+            assert node.home is None or node in node.home.tip.path(), f"{node} lives in a slot that left it"
+
+    def _check_slot(self, slot: Slot) -> None:
+        path = slot.tip.path()
+        tokens = np.concatenate([node.tokens for node in path]) if path else np.empty(0, np.int32)
+        assert np.array_equal(tokens, slot.log.view(0, len(tokens))), f"slot {slot.index} left its path"
+        assert slot.is_leased or slot.offset == len(tokens), f"slot {slot.index} is idle ahead of the trie"
+        assert slot.tip.num_slots >= 1 or slot.tip.parent is None
+        assert slot.tip.parent is not None or slot.tip is self.trie(slot.namespace).root
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a node's stored span, if it has one, can still be read."""
+    return not isinstance(node.span, Segment) or node.span.is_whole
