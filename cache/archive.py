@@ -66,7 +66,7 @@ class Archive:
         """Returns what disk can add to a prompt; memory knows `match` of it and can restore `restorable` tokens."""
         place = self._place(namespace, [node for node in match.path if node.stop <= match.length])
         place = self.tier.follow(namespace, place, tokens[place.length :])
-        if max(match.length, place.length) - restorable < MIN_RESTORE_TOKENS:
+        if place.length - restorable < MIN_RESTORE_TOKENS:
             return None
         span = self.tier.covered(place, match.length, len(tokens))
         stop, snapshot = span.written_stop, None

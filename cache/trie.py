@@ -8,7 +8,7 @@ Invariants, checked by `PrefixTrie.check`:
 * a snapshot's rows end at its node's `stop`.
 
 The trie decides where state belongs, never what it is: a span and a snapshot are anything that can be split
-and joined. It knows no arrays, no clock and no budget. Token comparison is by whole edges in numpy, so a match
+and joined. It knows no arrays, no clock and no budget. Token comparison is by whole edges, byte by byte, so a match
 costs microseconds per thousand tokens and no Python object per token.
 """
 

@@ -341,3 +341,33 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     assert prefix_cache.peek(np.array([*prompt[:10], 99], np.int32)) == 0
     changed = [*prompt[:20], 99]
     assert cache_driver.run(prefix_cache, changed, inspect=holds(changed)).hit == 20
+
+
+@pytest.mark.parametrize("layout", ["R", "TR"])
+def test_a_path_does_not_keep_an_edge_for_every_turn_that_is_no_restore_point_any_more(layout: str) -> None:
+    prefix_cache = make(layout, num_slots=1)
+    trie, prompt = prefix_cache.pager.trie(""), list[int]()
+    for turn in range(6):
+        prompt += [100 * turn + 1, 100 * turn + 2, 100 * turn + 3]
+        cache_driver.run(prefix_cache, prompt)
+    for node in trie.match(np.array(prompt, np.int32)).path[1:-1]:
+        trie.snap(node, None)
+    cache_driver.run(prefix_cache, [9000, 9001])
+    assert len(trie.match(np.array(prompt, np.int32)).path) > 4, "paged out, each edge is stored on its own"
+    prompt += [901, 902]
+    assert cache_driver.run(prefix_cache, prompt, inspect=holds(prompt)).left <= 3
+    ends = [node.stop for node in trie.match(np.array(prompt, np.int32)).path]
+    assert len(ends) <= 4
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
+    prefix_cache.check()
+    fake_model.assert_bytes_known(prefix_cache)
+
+
+def test_what_a_running_request_holds_can_be_restored_only_where_it_left_a_snapshot() -> None:
+    prefix_cache = make("R")
+    lease = begin(prefix_cache, [1, 2, 3, 4, 5, 6], restore_points=[RestorePoint(2, RestorePointKind.SYSTEM_END)])
+    evaluate(lease, [1, 2])
+    evaluate(lease, [3, 4])
+    assert prefix_cache.peek(np.array([1, 2, 3, 4, 9], np.int32)) == 2
+    lease.close()
+    assert prefix_cache.peek(np.array([1, 2, 3, 4, 9], np.int32)) == 4
