@@ -101,7 +101,8 @@ class DiskTier:
         self._ahead = ReadAhead(store, max_in_flight_bytes) if store is not None else None
         self._touched: set[StoredFile] = set()
         self._tick = 0
-        self._num_gone = 0
+        self.num_gone = 0
+        """Files deleted since the tier was opened: for room, for damage, or because another holds more."""
         self._has_warned = False
         self._paused_until = 0.0
         self._day, self._day_bytes = 0, 0
@@ -215,15 +216,6 @@ class DiskTier:
     def goes_on(self, place: Place, num_tokens: int) -> bool:
         """Whether there is state on disk of what follows `num_tokens` tokens, all those of the place."""
         return self._tree.goes_on(place, num_tokens)
-
-    def poll(self) -> int:
-        """Takes notice of what was written; returns how many files are gone since the last call.
-
-        If any are, spans and snapshots that were handed out may have become `is_gone`.
-        """
-        self._settle()
-        num_gone, self._num_gone = self._num_gone, 0
-        return num_gone
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -403,7 +395,7 @@ class DiskTier:
             file.state = FileState.GONE
             self.used_bytes -= file.num_bytes
             self._touched.discard(file)
-        self._num_gone += len(gone)
+        self.num_gone += len(gone)
         if gone:
             self._tree.prune()
             if self._store is not None:

@@ -529,6 +529,7 @@ class PrefixCache:
             "budget_bytes": self.ledger.budget_bytes,
             "evictions": self.room.num_evictions,
             "disk_bytes": self.archive.tier.used_bytes if self.archive is not None else 0,
+            "disk_files_gone": self.archive.tier.num_gone if self.archive is not None else 0,
         }
 
     def check(self) -> None:

@@ -171,7 +171,7 @@ def test_a_snapshot_with_more_replaces_one_with_less(tier: DiskTier, tmp_path: P
     more = snap(tier, FIRST)
     assert tier.flush(10)
     assert less is not None and more is not None
-    assert less.is_gone and more.is_written and tier.poll() == 1
+    assert less.is_gone and more.is_written and tier.num_gone == 1
     again = tier.write_snapshot("", FIRST, window, None)
     assert again is not None and again.files == more.files
     with reopened(tier, tmp_path) as later:
@@ -300,7 +300,7 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     assert newest is not None and tier.flush(10)
     gone = [span.is_gone for span in spans if span is not None]
     assert gone == [False, False, True, False], "the trunk is older than the leaf that was used least"
-    assert tier.poll() == 1 and tier.poll() == 0
+    assert tier.num_gone == 1
     assert tier.used_bytes <= tier.budget_bytes
     assert find_span(tier, leaves[1], 400) is None
     with reopened(tier, tmp_path) as again:
@@ -334,7 +334,7 @@ def test_a_small_budget_is_kept_under_random_use(seed: int, tmp_path: Path) -> N
         touch(tier, written[int(random.integers(len(written)))])
         assert tier.used_bytes <= tier.budget_bytes
         tier.check()
-    assert tier.poll() > 0
+    assert tier.num_gone > 0
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) > 3
         assert sum((tmp_path / name).stat().st_size for name in stored_names(tmp_path)) == again.used_bytes
@@ -366,9 +366,9 @@ def test_nothing_goes_for_what_would_hang_on_it(tmp_path: Path) -> None:
     trunk = write(tier, tokens[:500])
     assert trunk is not None and tier.flush(10)
     assert write(tier, tokens, 500) is None
-    assert tier.poll() == 0, "the trunk went for its own leaf"
+    assert tier.num_gone == 0, "the trunk went for its own leaf"
     assert write(tier, tokens_of([5] * 500)) is not None
-    assert tier.poll() == 1
+    assert tier.num_gone == 1
     tier.close()
 
 
@@ -576,7 +576,7 @@ def test_damage_found_ahead_is_told_where_it_is_loaded(tier: DiskTier, tmp_path:
     with pytest.raises(DiskFault, match="damaged"):
         span.load()
     ahead.cancel()
-    assert span.is_gone and tier.poll() == 1 and tier.flush(10)
+    assert span.is_gone and tier.num_gone == 1 and tier.flush(10)
     assert stored_names(tmp_path) == set()
     again = write(tier, FIRST)
     assert again is not None and tier.flush(10)
@@ -618,7 +618,7 @@ def test_an_unusable_folder_means_a_tier_without_content(tmp_path: Path, caplog:
     touch(tier, FIRST)
     tier.forget("", FIRST)
     tier.clear()
-    assert tier.prefetch([]).is_done and tier.poll() == 0 and tier.flush(1)
+    assert tier.prefetch([]).is_done and tier.num_gone == 0 and tier.flush(1)
     tier.close()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
