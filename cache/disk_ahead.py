@@ -1,7 +1,8 @@
 """Reading state from disk before it is needed, in a thread of its own.
 
 Requests that wait for the same piece share one reading of it. It is handed out once, to whoever loads it or a part of
-it first; then its memory is the loader's, and the others find it in the trie. Methods belong to the worker thread.
+it first; then its memory is the loader's. The others find in the trie what was loaded; if they need more of the
+piece, that is read again. Methods belong to the worker thread.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +32,10 @@ class _Piece:
         if self.file is not file or self.rows is None or rows is None:
             return self.file is file and self.rows is rows
         return self.rows.start <= rows.start and rows.stop <= self.rows.stop
+
+
+_GONE: "Future[Any]" = Future()
+_GONE.cancel()
 
 
 class Prefetch:
@@ -107,8 +112,9 @@ class ReadAhead:
 
     def _take(self, piece: _Piece) -> Any:
         """Waits for a piece, unless it waits for others itself: then reading it now is faster."""
+        state = piece.state
         self._forget(piece)
-        return None if piece.state.cancelled() else piece.state.result()
+        return None if state.cancelled() else state.result()
 
     def _release(self, piece: _Piece) -> None:
         piece.num_waiting -= 1
@@ -120,6 +126,7 @@ class ReadAhead:
             self._pieces.remove(piece)
             self.num_bytes -= piece.num_bytes
             piece.state.cancel()
+            piece.state = _GONE  # whoever still waits for the piece must not keep its memory
 
     def close(self) -> None:
         """Forgets everything and ends the thread."""

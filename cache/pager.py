@@ -4,7 +4,8 @@ Invariants:
 
 * a node's span is stored on it or lives in its home slot, whose path it is on;
 * a slot gives state up in `page_out` only, which first gives every node that lived there bytes of its own;
-* a slot's log, its layer caches and the path to its tip stand for the same tokens, before and after every call.
+* a slot's log, its layer caches and the path to its tip stand for the same tokens (the log may run ahead of the tip
+  while a request runs).
 
 What to move, and what has to go for it, is decided elsewhere.
 """

@@ -46,8 +46,9 @@ INTERVAL_TOKENS = 8192
 def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
     """Returns where a prefill chunk that starts at `offset` of a prompt of `limit` tokens ends, restore points aside.
 
-    Chunks end at multiples of their size, wherever they start, so that a hit and a miss evaluate the same shapes.
-    What is left at the end goes in one if it can: each chunk reads all weights, for two tokens as for two hundred.
+    Chunks end at multiples of their size, wherever they start, so that a hit and a miss evaluate the same shapes as
+    far as that goes: what is left at the end is one chunk if it can be, for each reads all weights, for two tokens as
+    for two hundred. A miss cut at the restore point where the hit goes on has the same end, too.
     """
     if limit - offset <= chunk_tokens:
         return limit

@@ -2,7 +2,8 @@
 
 A slot holds the layer caches of one sequence and the tokens they stand for. It is *leased* while a request runs
 in it and *idle* afterwards, still live: the next turn of the same conversation goes on in place. Slots know no
-trie policy and no budget; `choose_slot` decides from plain figures which of them a request should get.
+budget, and of the trie the node where their sequence ends; `choose_slot` decides from plain figures which of them a
+request should get.
 """
 
 from collections.abc import Iterable
@@ -81,7 +82,7 @@ class Slot:
         return session_id is not None and self.session_id == session_id and self.namespace == namespace
 
     def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
-        """Begins a request that goes on from where the sequence ends now."""
+        """Begins a request that goes on from where the sequence ends now; writes at the tip whose it is."""
         is_theirs = self.tip.session_id == session_id and not self.tip.is_background
         self.is_leased, self.session_id, self.landing = True, session_id, self.offset
         self.leaves_background = self.is_background and not is_theirs

@@ -3,6 +3,7 @@
 import contextlib
 import stat
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -539,12 +540,19 @@ def test_what_several_wait_for_is_read_once_and_stays_until_the_last_one_gives_u
         ahead.cancel()
         ahead.cancel()
     assert tier.ahead_bytes == span.file_bytes
+    late = tier.prefetch([span])
     while not waiting[2].is_done:
         pass
-    assert_rows(span.load(), FIRST)
+    segment = span.load()
+    assert_rows(segment, FIRST)
     assert files.counts["open"] <= 2, "no more than the rows and the snapshot, each once"
     assert tier.ahead_bytes == 0
+    assert late.is_done
+    kept = weakref.ref(segment)
+    del segment
+    assert kept() is None, "who waits for nothing any more still holds what was loaded"
     waiting[2].cancel()
+    late.cancel()
     tier.close()
 
 

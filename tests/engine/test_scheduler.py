@@ -74,7 +74,7 @@ def test_what_is_left_of_a_step_goes_to_whoever_is_next_or_to_nobody() -> None:
     assert chosen(scheduler, room=5, a=4) == "a", "what can be restored needs no room"
 
 
-def test_chunks_end_at_multiples_of_their_size_so_what_fits_is_known_from_where_a_prompt_stands() -> None:
+def test_chunks_end_at_multiples_of_their_size_or_with_the_prompt_so_what_fits_is_known() -> None:
     scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=CHUNK + 10))
     assert chosen(scheduler, room=6) == "a"
     assert chosen(scheduler, room=5) is None
