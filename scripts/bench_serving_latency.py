@@ -187,11 +187,21 @@ async def four_at_once(models: Path, work: Path) -> Report:
 
     Beside the servers: the model calls that are left when the shared tokens are evaluated once, without a server.
     """
+    report = Report(
+        f"Four requests at once on one cold system prompt of {LONG_PROMPT_TOKENS} tokens",
+        ("model", "server", "one alone", "four at once", "ratio"),
+    )
+    for model in ("tiny", "wide"):
+        await _compare_four(report, model, models / model, work)
+    return report
+
+
+async def _compare_four(report: Report, model: str, folder: Path, work: Path) -> None:
     alone: dict[str, list[float]] = {OURS: [], PEER: [], _MODEL_CALLS: []}
     together: dict[str, list[float]] = {OURS: [], PEER: [], _MODEL_CALLS: []}
     maker = TextMaker(6)
-    async with raw_engine("ours", models / "tiny") as raw:
-        with both(models / "tiny", work) as servers:
+    async with raw_engine("ours", folder) as raw:
+        with both(folder, work) as servers:
             await warm_up(servers)
             await _raw_seconds(raw, _on_new_system(maker, 4))
             for _ in range(NUM_ROUNDS):
@@ -200,17 +210,12 @@ async def four_at_once(models: Path, work: Path) -> Report:
                     together[server.name].append(await _all_seconds(server, _on_new_system(maker, 4)))
                 alone[_MODEL_CALLS].append(await _raw_seconds(raw, _on_new_system(maker, 1)))
                 together[_MODEL_CALLS].append(await _raw_seconds(raw, _on_new_system(maker, 4)))
-    report = Report(
-        f"Four requests at once on one cold system prompt of {LONG_PROMPT_TOKENS} tokens",
-        ("server", "one alone", "four at once", "ratio"),
-    )
     for name in (OURS, _MODEL_CALLS, PEER):
         ratio = median([four / one for four, one in zip(together[name], alone[name], strict=True)])
-        report.rows.append((name, _ms(median(alone[name])), _ms(median(together[name])), f"{ratio:.2f}"))
-        report.figures[name] = {"alone": alone[name], "together": together[name], "ratio": ratio}
+        report.rows.append((model, name, _ms(median(alone[name])), _ms(median(together[name])), f"{ratio:.2f}"))
+        report.figures[f"{model}, {name}"] = {"alone": alone[name], "together": together[name], "ratio": ratio}
         if name == OURS:
-            report.add_verdict("time of four against one", ratio, Target(1.25))
-    return report
+            report.add_verdict(f"time of four against one, {model}", ratio, Target(1.25))
 
 
 def _on_new_system(maker: TextMaker, count: int) -> list[Messages]:

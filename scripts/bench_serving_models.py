@@ -44,6 +44,17 @@ BENCH_CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "max_position_embeddings": CONTEXT,
     },
+    # 24 million parameters and few heads: attention has a smaller share of the work, as in models of usual size.
+    "wide": {
+        **_LLAMA,
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": CONTEXT,
+    },
     "llama": _LLAMA,
     "sliding": tiny_models.CONFIGS["gemma3"],
     "qwen3_5": tiny_models.CONFIGS["qwen3_5"],
