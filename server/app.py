@@ -17,6 +17,7 @@ from server.api.context import ApiContext, EnginePort, ServedModel
 from server.api.dialect import Api, find_dialect
 from server.api.openai.routes import OPENAI
 from server.api.versioned import with_and_without_v1
+from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.config import ServerConfig
 
 APIS = (OPENAI,)
@@ -38,7 +39,11 @@ ADMIN_ROUTES = (*with_and_without_v1(_ADMIN), Route("/health", health, methods=[
 
 def create_app(engine: EnginePort, model: ServedModel, config: ServerConfig, apis: Sequence[Api] = APIS) -> Starlette:
     """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`."""
+    access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.api_key is not None)
     layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis))]
+    if config.cors:
+        layers.insert(0, cross_origin_layer(config.cors))
+    layers.append(Middleware(WebAccessCheck, access=access))
     if config.api_key is not None:
         layers.append(Middleware(KeyCheck, api_key=config.api_key))
     app = Starlette(

@@ -6,11 +6,14 @@ to it. `ServerConfig.check` is called once, where the process starts.
 """
 
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 MEBIBYTE = 1024 * 1024
 GIGABYTE = 10**9
+ANY_ORIGIN = "*"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
@@ -116,6 +119,20 @@ class ServerConfig:
         flag="--api-key",
         secret=True,
     )
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        "Name by which browsers reach this server, besides this machine's name, addresses and local names; may be "
+        "given several times. With a key every name is taken.",
+        flag="--allowed-host",
+        unit="name",
+    )
+    cors: tuple[str, ...] = _setting(
+        (),
+        "Origin whose web pages may use this server, such as https://chat.example.org; may be given several times. "
+        "'*' lets every page use it, and needs a key.",
+        flag="--cors",
+        unit="origin",
+    )
     prompt_hygiene: bool = _setting(
         True,
         "Keep each request's head as the client sent it; by default headers that Claude Code changes each time are "
@@ -164,6 +181,21 @@ class ServerConfig:
         """Raises ConfigError for the first setting that cannot be used."""
         for setting in fields(self):
             _check_setting(setting.name, setting.type, getattr(self, setting.name), setting.metadata)
+        self._check_origins()
+
+    def _check_origins(self) -> None:
+        for origin in self.cors:
+            if not is_origin(origin):
+                raise ConfigError(
+                    f"cors is {origin!r}; it must be an origin such as https://chat.example.org, or '*'"
+                )
+        if ANY_ORIGIN in self.cors and self.api_key is None:
+            raise ConfigError("cors is '*', which lets every web page use this server; it must have --api-key then")
+
+
+def is_origin(text: str) -> bool:
+    """Whether a text is an origin as browsers write it, `scheme://host[:port]`, or `*`."""
+    return text == ANY_ORIGIN or _ORIGIN.fullmatch(text) is not None
 
 
 def _check_setting(name: str, kind: Any, value: Any, metadata: Any) -> None:
@@ -185,7 +217,7 @@ def _allows_none(kind: Any) -> bool:
 
 
 def _check_names(name: str, value: Any) -> None:
-    if not isinstance(value, tuple) or not value:
+    if not isinstance(value, tuple) or (name == "models" and not value):
         raise ConfigError(f"{name} is {value!r}; it must hold at least one name")
     for entry in value:
         _check_text(name, entry, None)

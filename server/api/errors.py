@@ -32,6 +32,8 @@ class Code(StrEnum):
     EMPTY_PROMPT = "empty_prompt"
     CONTEXT_EXCEEDED = "context_length_exceeded"
     INVALID_API_KEY = "invalid_api_key"
+    HOST_NOT_ALLOWED = "host_not_allowed"
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     MODEL_NOT_FOUND = "model_not_found"
     SESSION_NOT_FOUND = "session_not_found"
     UNKNOWN_PATH = "unknown_path"
@@ -39,6 +41,7 @@ class Code(StrEnum):
     REQUEST_TIMEOUT = "request_timeout"
     PIN_LIMIT = "pin_limit"
     BODY_TOO_LARGE = "body_too_large"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     QUEUE_FULL = "queue_full"
     GENERATION_FAILED = "generation_failed"
     INTERNAL_ERROR = "internal_error"
@@ -58,6 +61,8 @@ STATUS: Mapping[Code, int] = {
     Code.EMPTY_PROMPT: 400,
     Code.CONTEXT_EXCEEDED: 400,
     Code.INVALID_API_KEY: 401,
+    Code.HOST_NOT_ALLOWED: 403,
+    Code.ORIGIN_NOT_ALLOWED: 403,
     Code.MODEL_NOT_FOUND: 404,
     Code.SESSION_NOT_FOUND: 404,
     Code.UNKNOWN_PATH: 404,
@@ -65,6 +70,7 @@ STATUS: Mapping[Code, int] = {
     Code.REQUEST_TIMEOUT: 408,
     Code.PIN_LIMIT: 409,
     Code.BODY_TOO_LARGE: 413,
+    Code.UNSUPPORTED_MEDIA_TYPE: 415,
     Code.QUEUE_FULL: 429,
     Code.GENERATION_FAILED: 500,
     Code.INTERNAL_ERROR: 500,

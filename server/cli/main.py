@@ -222,11 +222,16 @@ def _parameter(setting: "Field[Any]") -> inspect.Parameter:
     else:
         metavar = None if setting.type is bool else _metavar(setting)
         info = typer.Option(metadata["flag"], help=metadata["help"] + _default(setting), metavar=metavar)
-        kind = setting.type if not _is_size(setting) else str
-        kind = kind | None
+        kind = _option_type(setting) | None
     return inspect.Parameter(
         setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
     )
+
+
+def _option_type(setting: "Field[Any]") -> Any:
+    if setting.type == tuple[str, ...]:
+        return list[str]
+    return str if _is_size(setting) else setting.type
 
 
 def _is_size(setting: "Field[Any]") -> bool:
@@ -236,7 +241,7 @@ def _is_size(setting: "Field[Any]") -> bool:
 def _default(setting: "Field[Any]") -> str:
     """Returns what to add to the help text; that of a switch, or with a default of None, says itself what happens."""
     default: Any = setting.default
-    if default is None or setting.type is bool:
+    if default is None or default == () or setting.type is bool:
         return ""
     if setting.metadata["unit"] == "bytes/day":
         shown = f"{default // GIGABYTE}GB/day"
