@@ -21,7 +21,7 @@ MAX_NAMESPACES = 1024
 """So many namespaces have tries: eviction chooses among all of them."""
 FORGOTTEN_SHARE = 64
 """At the limit, one in so many namespaces is forgotten at once, so that not every new one has to forget another."""
-MAX_EXTRA = 64
+MAX_EXTRA = 32
 """At most so many superseded or unusable candidates are evicted in one round beyond what is needed."""
 
 

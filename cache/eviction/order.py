@@ -18,6 +18,8 @@ MANY_CHANGED = 64
 """So many changed nodes are valued anew even if memory is not short, so that eviction later takes less time."""
 MIN_GARBAGE = 1024
 """So few outdated entries are never removed from the queue."""
+SWEPT_PER_CHANGE = 4
+"""Entries of the queue looked at for each one added, once there are too many outdated ones: about every second is."""
 
 
 class EvictionOrder:
@@ -83,7 +85,7 @@ class EvictionOrder:
             self._refresh()
         while (candidate := self._queue.pop(now)) is not None:
             namespace, node = candidate.key
-            if self._latest.get(node) is not candidate:
+            if not self._is_current(candidate):
                 continue
             del self._latest[node]
             fresh = self._valuation.candidate(namespace, node)
@@ -135,18 +137,16 @@ class EvictionOrder:
         limit = 2 * len(self._latest) + MIN_GARBAGE
         self._valuation.forget_sessions(limit)
         if len(self._queue) > limit:
-            self._drop_outdated()
+            self._queue.sweep(self._is_current, SWEPT_PER_CHANGE * len(changed))
 
     def _revalue(self, namespace: str, node: Node) -> None:
         self._latest.pop(node, None)
         if _is_evictable(node):
             self.push(self._valuation.candidate(namespace, node))
 
-    def _drop_outdated(self) -> None:
-        """Removes outdated entries from the queue."""
-        self._queue = FairQueue(self._find_over_share)
-        for candidate in self._latest.values():
-            self._queue.push(candidate.key[0], candidate)
+    def _is_current(self, candidate: Candidate) -> bool:
+        """Whether an entry of the queue is the newest of its node."""
+        return self._latest.get(candidate.key[1]) is candidate
 
 
 def _is_evictable(node: Node) -> bool:

@@ -10,6 +10,7 @@ has just begun.
 import bisect
 import heapq
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -94,6 +95,8 @@ AGE_SHARE = 4
 """Candidates are ranked as if of one age if they were used within one part in so many of it."""
 MAX_HEAPS = 256
 """At so many heaps neighbours are joined, even if nothing is evicted meanwhile."""
+MAX_JOINED = 4096
+"""Heaps that would hold more together are not joined while there are few of them, so that each is swept quickly."""
 
 
 class Queue:
@@ -139,6 +142,20 @@ class Queue:
         self._num_candidates -= 1
         return heapq.heappop(heap.entries)[-1]
 
+    def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
+        """Removes what is not current, heap by heap; yields after each how many it held and how many went.
+
+        The queue may be used between two steps.
+        """
+        for heap in list(self._heaps):
+            if any(heap is held for held in self._heaps):
+                num_held = len(heap.entries)
+                heap.entries = [entry for entry in heap.entries if is_current(entry[-1])]
+                heapq.heapify(heap.entries)
+                num_removed = num_held - len(heap.entries)
+                self._num_candidates -= num_removed
+                yield num_held, num_removed
+
     def _first(self, now: int) -> "_Heap | None":
         if now != self._now:
             self._now = now
@@ -170,8 +187,10 @@ class Queue:
     def _join(self, now: int) -> None:
         """Joins neighbours that are of about one age at `now`, and ranks all anew."""
         heaps = list[_Heap]()
+        max_entries = MAX_JOINED if len(self._heaps) < MAX_HEAPS else self._num_candidates
         for heap in self._heaps:
-            if heaps and heap.stop - heaps[-1].start <= (now - heap.stop) // AGE_SHARE:
+            is_close = heaps and heap.stop - heaps[-1].start <= (now - heap.stop) // AGE_SHARE
+            if is_close and len(heaps[-1].entries) + len(heap.entries) <= max_entries:
                 heaps[-1].take(heap)
             elif heap.entries:
                 heaps.append(heap)

@@ -4,7 +4,8 @@ A namespace's fair share is the budget divided by the number of namespaces that 
 more while memory is free. Once it is short, namespaces over their share are evicted from before all others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Set
 
 from cache.eviction.policy import Candidate, Queue
 from cache.ledger import Ledger
@@ -57,30 +58,99 @@ class FairQueue:
         """`find_over_share` is called before each candidate, since every eviction may change the answer."""
         self._find_over_share = find_over_share
         self._queues: dict[str, Queue] = {}
+        self._over, self._all = _Ranking(self._queues), _Ranking(self._queues)
+        self._num_candidates = 0
+        self._sweeping: Iterator[tuple[int, int]] = iter(())
+        """Goes once through all candidates; see `sweep`."""
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return self._num_candidates
 
     def push(self, namespace: str, candidate: Candidate) -> None:
         """Adds a candidate, unless it would free nothing."""
+        if candidate.num_bytes <= 0:
+            return
         if namespace not in self._queues:
             self._queues[namespace] = Queue()
         self._queues[namespace].push(candidate)
+        self._num_candidates += 1
+        if len(self._queues) > 1:
+            self._over.pushed(namespace)
+            self._all.pushed(namespace)
 
     def pop(self, now: int) -> Candidate | None:
         """Removes and returns what to evict next when the clock reads `now`; None if nothing is left."""
         if len(self._queues) == 1:
             (only,) = self._queues.values()
-            return only.pop(now)
-        over = [name for name in self._find_over_share() if name in self._queues]
-        return self._pop_first(over, now) or self._pop_first(list(self._queues), now)
+            candidate = only.pop(now)
+        else:
+            candidate = self._over.pop(self._find_over_share(), now) or self._all.pop(self._queues.keys(), now)
+        self._num_candidates -= candidate is not None
+        return candidate
 
-    def _pop_first(self, names: Sequence[str], now: int) -> Candidate | None:
-        """Removes and returns what to evict next from some namespaces; forgets those without candidates."""
-        filled = list[Queue]()
-        for name in names:
-            if len(self._queues[name]):
-                filled.append(self._queues[name])
+    def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
+        """Removes those that are not current of the next `num_candidates`, going round all of them in turn.
+
+        A few more may be looked at: all those that `Queue` keeps together.
+        """
+        has_restarted = False
+        while num_candidates > 0:
+            step = next(self._sweeping, None)
+            if step is not None:
+                num_seen, num_removed = step
+                num_candidates -= num_seen
+                self._num_candidates -= num_removed
+            elif has_restarted:
+                return
             else:
-                del self._queues[name]
-        return min(filled, key=lambda queue: queue.rank(now)).pop(now) if filled else None
+                self._sweeping, has_restarted = self._sweep_all(is_current), True
+
+    def _sweep_all(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
+        for queue in list(self._queues.values()):
+            yield from queue.sweep(is_current)
+
+
+class _Ranking:
+    """Some namespaces by the rank of what each of them would give up next, at one reading of the clock.
+
+    All are ranked anew when the clock has moved on or a namespace has come in; else only those that have changed.
+    """
+
+    def __init__(self, queues: dict[str, Queue]) -> None:
+        """`queues` is the caller's; an emptied one is removed from it."""
+        self._queues = queues
+        self._now = -1
+        self._names: set[str] = set()
+        """The namespaces that are ranked, those without candidates included."""
+        self._firsts: list[tuple[tuple[bool, float], str]] = []
+        """A heap. A namespace's rank in it is never too high."""
+
+    def pushed(self, name: str) -> None:
+        """Says that a namespace has one more candidate, which may be its first."""
+        if name in self._names:
+            heapq.heappush(self._firsts, (self._queues[name].rank(self._now), name))
+
+    def pop(self, names: Set[str], now: int) -> Candidate | None:
+        """Removes and returns what to evict next from some namespaces; None if they have no candidates."""
+        if now != self._now or not names <= self._names:
+            self._rank(names, now)
+        while self._firsts:
+            rank, name = self._firsts[0]
+            queue = self._queues.get(name)
+            if queue is None or not len(queue):
+                heapq.heappop(self._firsts)
+                self._queues.pop(name, None)
+            elif name not in names:
+                heapq.heappop(self._firsts)
+                self._names.discard(name)
+            elif (risen := queue.rank(now)) != rank:
+                heapq.heapreplace(self._firsts, (risen, name))
+            else:
+                return queue.pop(now)
+        return None
+
+    def _rank(self, names: Set[str], now: int) -> None:
+        self._now, self._names = now, set(names)
+        filled = [name for name in names if name in self._queues and len(self._queues[name])]
+        self._firsts = [(self._queues[name].rank(now), name) for name in filled]
+        heapq.heapify(self._firsts)

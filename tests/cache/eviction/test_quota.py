@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cache import memory_tier
+from cache.eviction import policy
 from cache.eviction.policy import Candidate
 from cache.eviction.quota import FairQueue, over_share
 from cache.pins import PinName
@@ -71,6 +74,64 @@ def test_candidates_that_are_all_within_their_share_go_when_nobody_else_has_any(
     queue = FairQueue(lambda: {"greedy"})
     queue.push("modest", candidate("modest", 1))
     assert popped(queue) == ["modest"]
+
+
+@given(data=st.data())
+def test_the_order_is_that_of_all_candidates_compared_one_by_one(data: st.DataObject) -> None:
+    """Whatever is pushed between, whoever comes over its share meanwhile, and however the clock moves on."""
+    over, now, left = set[str](), 100, list[Candidate]()
+    queue = FairQueue(lambda: over)
+    for number in range(data.draw(st.integers(1, 40))):
+        match data.draw(st.sampled_from(["push", "push", "pop", "over", "later"])):
+            case "push":
+                name = data.draw(st.sampled_from("abcd"))
+                # All of one age, for which the order is exact, and no two of the same value.
+                new = Candidate(f"{name}{number}", 1, data.draw(st.integers(0, 9)) * 100 + number, last_used=1)
+                queue.push(name, new)
+                left.append(new)
+            case "over":
+                over ^= {data.draw(st.sampled_from("abcd"))}
+            case "later":
+                now += 1
+            case "pop":
+                first = [one for one in left if one.key[0] in over] or left
+                expected = min(first, key=lambda one: one.rank(now), default=None)
+                assert queue.pop(now) is expected
+                left = [one for one in left if one is not expected]
+        assert len(queue) == len(left)
+
+
+@given(data=st.data())
+def test_a_sweep_removes_what_is_outdated_and_nothing_else(data: st.DataObject) -> None:
+    queue, current = FairQueue(set), set[str]()
+    for number in range(data.draw(st.integers(0, 200))):
+        name, last_used = data.draw(st.sampled_from("ab")), data.draw(st.integers(0, 50))
+        queue.push(name, candidate(f"{name}{number}", last_used))
+        if data.draw(st.booleans()):
+            current.add(f"{name}{number}")
+        if number % 20 == 19:
+            queue.sweep(lambda one: one.key in current, data.draw(st.integers(1, 30)))
+            assert len(queue) >= len(current)
+    queue.sweep(lambda one: one.key in current, 0)
+    queue.sweep(lambda one: one.key in current, 10_000)
+    assert len(queue) == len(current)
+    assert sorted(popped(queue)) == sorted(current)
+
+
+def test_a_sweep_looks_at_no_more_than_it_has_to() -> None:
+    queue = FairQueue(set)
+    for time in range(10_000):
+        queue.push("a", candidate(str(time), time))
+    seen = list[Candidate]()
+
+    def is_current(one: Candidate) -> bool:
+        seen.append(one)
+        return False
+
+    queue.pop(10_000)  # joins what is of about one age
+    queue.sweep(is_current, 100)
+    assert 100 <= len(seen) <= 100 + policy.MAX_JOINED
+    assert len(queue) == 9999 - len(seen)
 
 
 def test_one_who_fills_the_memory_does_not_drive_out_the_others() -> None:
