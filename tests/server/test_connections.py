@@ -24,7 +24,7 @@ LIMITS = Limits(client_seconds=0.4, max_connections=6)
 LONG = Script(texts=("x" * 4000,) * 2000, reason=FinishReason.LENGTH)
 """8 MB, more than any kernel takes for a client that does not read."""
 ENDLESS = Script(texts=("x",) * 100_000, step_seconds=0.02)
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ from server.engine.errors import EngineError, EngineStopped, OutOfMemory, Prompt
 from server.engine.events import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
+JSON = {"Content-Type": "application/json"}
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -137,7 +139,7 @@ def test_health_needs_no_key_but_shows_numbers_only_with_it() -> None:
 
 
 def test_a_body_announced_as_too_large_is_refused_unread() -> None:
-    answer = client_of(max_body_bytes=2000).post(CHAT, content=b"x", headers={"Content-Length": "2001"})
+    answer = client_of(max_body_bytes=2000).post(CHAT, content=b"x", headers={**JSON, "Content-Length": "2001"})
     assert error_of(answer, 413)["code"] == "body_too_large"
 
 
@@ -147,13 +149,13 @@ def test_a_body_without_a_length_is_refused_once_it_is_too_large() -> None:
             yield b"x" * 100
 
     engine = FakeEngine()
-    error = error_of(client_of(engine, max_body_bytes=2000).post(CHAT, content=parts()), 413)
+    error = error_of(client_of(engine, max_body_bytes=2000).post(CHAT, content=parts(), headers=JSON), 413)
     assert "2000" in error["message"]
 
 
 @pytest.mark.parametrize("length", ["abc", "-1", "1e9"])
 def test_a_length_that_is_no_number_is_not_believed(length: str) -> None:
-    answer = client_of(max_body_bytes=2000).post(CHAT, content=b"{}", headers={"Content-Length": length})
+    answer = client_of(max_body_bytes=2000).post(CHAT, content=b"{}", headers={**JSON, "Content-Length": length})
     assert answer.status_code == 400
 
 

@@ -17,6 +17,8 @@ from server.app import create_app
 from server.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
+JSON = {"Content-Type": "application/json"}
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 TABLES = {CHAT: IN_CHAT, TEXT: IN_TEXT}
@@ -103,7 +105,7 @@ def post(client: TestClient, path: str, **fields: Any) -> Any:
     prompt: Mapping[str, Any] = (
         {"prompt": "Hi"} if path == TEXT else {"messages": [{"role": "user", "content": "Hi"}]}
     )
-    return client.post(path, content=json.dumps({**prompt, **fields}))
+    return client.post(path, content=json.dumps({**prompt, **fields}), headers=JSON)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

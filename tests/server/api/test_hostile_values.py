@@ -15,6 +15,8 @@ from server.config import ServerConfig
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
+JSON = {"Content-Type": "application/json"}
+
 CHAT, TEXT, PRIME = "/v1/chat/completions", "/v1/completions", "/v1/cache/prime"
 
 TELLS_ALL = """\
@@ -141,7 +143,7 @@ def with_value(body: dict[str, Any], path: tuple[Any, ...], text: str) -> str:
 
 
 def assert_served(client: TestClient, path: str, raw: str) -> None:
-    answer = client.post(path, content=raw.encode())
+    answer = client.post(path, content=raw.encode(), headers=JSON)
     shown = raw if len(raw) < 3000 else raw[:3000]
     assert answer.status_code < 500, (answer.text, shown)
     payloads = [answer.text]

@@ -23,6 +23,8 @@ from server.service import open_service
 from tests.support import tiny_models
 from tests.support.live_server import running
 
+JSON = {"Content-Type": "application/json"}
+
 SYSTEM = {"role": "system", "content": "You are a careful assistant. " * 12}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 WAIT_SECONDS = 20.0
@@ -56,7 +58,7 @@ class Live:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
-        return self.http.post(path, content=json.dumps(fields))
+        return self.http.post(path, content=json.dumps(fields), headers=JSON)
 
     def wait_until_idle(self) -> None:
         until(lambda: self.engine.stats().num_open == 0)
@@ -223,7 +225,8 @@ def test_a_plain_completion_goes_on_where_its_own_output_ended(live: Live) -> No
 def raw_request(live: Live, **fields: Any) -> socket.socket:
     host, port = live.address.removeprefix("http://").split(":")
     body = json.dumps({"messages": [user("Tell me a long story")], "ignore_eos": True, **fields}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     connection = socket.create_connection((host, int(port)), timeout=WAIT_SECONDS)
     connection.sendall(head.encode() + body)
     return connection

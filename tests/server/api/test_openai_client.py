@@ -18,6 +18,8 @@ from server.engine.errors import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 
+JSON = {"Content-Type": "application/json"}
+
 HI: Any = [{"role": "user", "content": "Hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 WAIT_SECONDS = 10.0
@@ -170,7 +172,8 @@ def test_a_large_body_is_413_and_the_server_goes_on(client: openai.OpenAI) -> No
 def test_a_large_body_of_unknown_length_is_413(address: str) -> None:
     parts = (b"x" * 1000 for _ in range(5000))
     with httpx.Client() as client:
-        answer = client.post(f"{address}/v1/completions", content=parts, headers={"Authorization": "Bearer secret"})
+        headers = {"Authorization": "Bearer secret", **JSON}
+        answer = client.post(f"{address}/v1/completions", content=parts, headers=headers)
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "body_too_large"
 
@@ -191,7 +194,8 @@ def post_raw(address: str, fields: dict[str, Any]) -> socket.socket:
     body = json.dumps({"messages": HI, **fields}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer secret\r\n"
     connection = socket.create_connection((host, int(port)), timeout=WAIT_SECONDS)
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
     return connection
 
 
@@ -226,7 +230,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_failure(
     host, port = address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer secret\r\n"
-        connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        connection.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
     assert client.completions.create(model="tiny", prompt="x").choices
     assert len(engine.requests) == 1
 
@@ -260,10 +264,12 @@ def test_each_piece_of_text_leaves_at_once(address: str, engine: FakeEngine) -> 
     received = b""
     with contextlib.closing(connection):
         while b'"content":"a"' not in received:
-            received += connection.recv(65536)
+            received += (part := connection.recv(65536))
+            assert part, received
         assert b'"content":"b"' not in received
         while b"[DONE]" not in received:
-            received += connection.recv(65536)
+            received += (part := connection.recv(65536))
+            assert part, received
 
 
 def test_a_connection_serves_many_requests(address: str, engine: FakeEngine) -> None:

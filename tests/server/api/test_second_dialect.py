@@ -34,6 +34,8 @@ from server.engine.events import Finished
 from tests.server.api.test_live import until
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
+JSON = {"Content-Type": "application/json"}
+
 TOOLS = [{"name": "f"}]
 CALLING = Script(texts=("Let me ", "look.\n<tool_call>", '{"name": "f", "arguments": {"a": 1}}', "</tool_call>"))
 
@@ -206,7 +208,7 @@ def test_an_error_after_the_start_of_a_stream_ends_it_in_its_own_shape(path: str
     ],
 )
 def test_errors_have_the_shape_of_the_path_that_was_asked(method: str, content: str, code: str | None) -> None:
-    answer = client_of(FakeEngine()).request(method, "/ask", content=content)
+    answer = client_of(FakeEngine()).request(method, "/ask", content=content, headers=JSON)
     assert answer.json().get("wrong", {}).get("kind") == code
     assert answer.headers["x-request-id"].startswith("req_")
     assert answer.is_error == (code is not None)

@@ -16,6 +16,8 @@ from server.config import ServerConfig
 from server.engine.request import Priority
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, FakeRenderer, fake_model
 
+JSON = {"Content-Type": "application/json"}
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 NAN, INFINITY = float("nan"), float("inf")
@@ -44,7 +46,7 @@ def user(content: Any) -> dict[str, Any]:
 
 def post(client: TestClient, path: str, **fields: Any) -> Any:
     # Python writes NaN and Infinity although they are not JSON; so do some clients.
-    return client.post(path, content=json.dumps(body_of(path, **fields)))
+    return client.post(path, content=json.dumps(body_of(path, **fields)), headers=JSON)
 
 
 WRONG_IN_BOTH: dict[str, list[Any]] = {
@@ -317,7 +319,7 @@ def test_a_wrong_message_is_refused_with_its_place(
     ids=lambda raw: repr(raw[:20]),
 )
 def test_a_body_that_is_no_json_object_is_refused(client: TestClient, engine: FakeEngine, raw: bytes) -> None:
-    answer = client.post(CHAT, content=raw)
+    answer = client.post(CHAT, content=raw, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
     assert engine.requests == []
@@ -515,4 +517,4 @@ def test_whatever_the_fields_hold_the_answer_is_200_400_or_404(path: str, fields
 @given(raw=st.binary(max_size=60) | st.text(alphabet='{}[]":,0eE+-.nulltrue\\ud8 ', max_size=60).map(str.encode))
 @settings(deadline=None)
 def test_no_bytes_harm_the_server(raw: bytes) -> None:
-    assert FUZZ.post(CHAT, content=raw).status_code == 400
+    assert FUZZ.post(CHAT, content=raw, headers=JSON).status_code == 400

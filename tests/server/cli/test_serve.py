@@ -27,6 +27,8 @@ from server.errors import StartError
 from server.service import _bound_pool, model_id, open_service, read_sampling
 from tests.support.tiny_models import write
 
+JSON = {"Content-Type": "application/json"}
+
 COMMAND = [sys.executable, "-c", "from server.cli.main import main; main()", "serve"]
 DEADLINE_SECONDS = 120.0
 
@@ -104,7 +106,7 @@ class Stream:
             "max_tokens": max_tokens,
             "messages": [{"role": "user", "content": "hi"}],
         }
-        self._connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        self._connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
         self._response = self._connection.getresponse()
         assert self._response.status == 200
         self._response.readline()
@@ -116,7 +118,7 @@ class Stream:
 def ask(port: int, method: str, path: str, **fields: Any) -> tuple[http.client.HTTPResponse, Any]:
     """Returns the answer on a connection of its own, and its body."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_SECONDS)) as connection:
-        connection.request(method, path, json.dumps(fields) if fields else None)
+        connection.request(method, path, json.dumps(fields) if fields else None, JSON)
         response = connection.getresponse()
         return response, json.loads(response.read())
 
