@@ -39,6 +39,7 @@ class Code(StrEnum):
     REQUEST_TIMEOUT = "request_timeout"
     PIN_LIMIT = "pin_limit"
     BODY_TOO_LARGE = "body_too_large"
+    UNSUPPORTED_ENCODING = "unsupported_encoding"
     QUEUE_FULL = "queue_full"
     GENERATION_FAILED = "generation_failed"
     INTERNAL_ERROR = "internal_error"
@@ -65,6 +66,7 @@ STATUS: Mapping[Code, int] = {
     Code.REQUEST_TIMEOUT: 408,
     Code.PIN_LIMIT: 409,
     Code.BODY_TOO_LARGE: 413,
+    Code.UNSUPPORTED_ENCODING: 415,
     Code.QUEUE_FULL: 429,
     Code.GENERATION_FAILED: 500,
     Code.INTERNAL_ERROR: 500,
