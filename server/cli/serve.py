@@ -152,7 +152,8 @@ class _Stopper:
     def signalled(self) -> None:
         """Handles one SIGTERM or SIGINT."""
         if self._draining is not None:
-            logger.warning("stopped at once: answers that were running are cut off")
+            num_running = self._engine.stats().num_open
+            logger.warning("stopped at once%s", ": answers that were running are cut off" if num_running else "")
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)
