@@ -43,6 +43,8 @@ UNSENT_BYTES = 1 << 16
 """What the kernel holds of an answer that is not on its way yet; more would hide that nobody reads it."""
 CHECKS = 4
 """How often a client is looked at in `client_seconds`."""
+RESET_SECONDS = 0.1
+"""How often a client that sends no more is looked at."""
 REPORT_SECONDS = 60.0
 RETRY_SECONDS = 5
 
@@ -134,6 +136,36 @@ class Connection(H11Protocol):
         """Counts what arrives."""
         self._num_received += len(data)
         super().data_received(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Returns whether the client, which sends no more, may still read: it has asked for all that it wants.
+
+        A client that has left looks the same until something is written to it. Before an answer begins that can be
+        an interim one, which HTTP/1.1 clients skip. Once it has begun, the end of what a client sends is its leaving.
+        """
+        if not self._may_say_continue:
+            return False
+        self.transport.write(
+            self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue"))
+        )
+        self.cycle.keep_alive = False
+        self._look_for_reset()
+        return True
+
+    @property
+    def _may_say_continue(self) -> bool:
+        if self._is_between_requests or self.cycle.more_body or self.scope["http_version"] != "1.1":
+            return False
+        return self.conn.our_state is h11.SEND_RESPONSE
+
+    def _look_for_reset(self) -> None:
+        """Ends the connection once the client's kernel has refused what was written; nothing else would tell."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.drop()
+        else:
+            self.loop.call_later(RESET_SECONDS, self._look_for_reset)
 
     # --------------------------------------------------------------------------------------- time that passes
 

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 KEY_BYTES = 16
 _SECRET_BYTES = 32
+_ROOT = 0
 _SUFFIX = ".safetensors"
 _TEMPORARY = ".tmp"
 _OURS = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(_SUFFIX)}({re.escape(_TEMPORARY)})?")
@@ -59,7 +60,9 @@ def _check_owner(files: FileSystem, folder: Path) -> None:
         raise FolderUnsafe(folder, f"belongs to another user (id {owner}); name another one, or change its owner")
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise FolderUnsafe(folder, f"can be written to by other users (mode {mode:04o}); run chmod go-w on it")
-    _, mode = files.owner_and_mode(folder.parent)
+    owner, mode = files.owner_and_mode(folder.parent)
+    if owner not in (os.geteuid(), _ROOT):
+        raise FolderUnsafe(folder, f"is in a folder that belongs to another user (id {owner}); name another one")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise FolderUnsafe(
             folder, f"is in a folder that anyone can write to (mode {mode:04o}); run chmod o-w on that"

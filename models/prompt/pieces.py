@@ -9,7 +9,7 @@ state is cached. The same words anywhere else are tokenized as ever.
 
 Which added tokens can be cut at is known from what they are (`added_tokens.py`), and `Pieces.fits` tries each.
 A piece that is not at the beginning of a text is tokenized behind a border, since some tokenizers treat the first
-piece of a text differently. A very long piece is tokenized in parts (`segments.py`) where the tokenizer allows it.
+piece of a text differently. A very long piece is tokenized in parts (`text_segments.py`) where it can be.
 
 What is remembered for one namespace is not known in another. Knows no templates and no requests. Any thread; the
 memory is bounded and locked.
@@ -191,7 +191,7 @@ class Pieces:
         parts, starts = list[Piece](), list[int]()
         for segment in self._segments.cut(text) if self._segments else (TextPart(0, len(text)),):
             stop_if_abandoned()
-            parts.append(self._encode_segment(text, segment, is_first))
+            parts.append(self._encode_segment(text, segment, is_first and segment.start == 0))
             starts.append(segment.start)
             count.add(len(parts[-1].ids))
         if len(parts) == 1:
@@ -216,7 +216,27 @@ class Pieces:
         inner = [token for number, token in added.items() if number not in self._borders.token_ids]
         if any(token.lstrip or token.rstrip or token.single_word for token in inner):
             return None
-        return TextCutter(self._backend.get_vocab(with_added_tokens=True), self._ids)
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        try:
+            return TextCutter(vocabulary, self._ids, self._inner_ids, self._word_starts)
+        except TokenizerFailed:
+            return None
+
+    def _inner_ids(self, text: str) -> list[int]:
+        """Returns the ids of a text that is not at the beginning."""
+        return self._ids((self._borders.opener or "") + text)[1:]
+
+    def _word_starts(self, text: str) -> list[int]:
+        """Returns where words begin that the tokenizer cuts `text` into first, those beside white space left out."""
+        opener = self._borders.opener or ""
+        encoding = encode(self._backend, opener + text)
+        tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
+        starts = [
+            start - len(opener)
+            for (word, (_, end)), (next_word, (start, _)) in pairwise(tokens)
+            if None not in (word, next_word) and word != next_word and end == start
+        ]
+        return [start for start in starts if start > 0 and not _has_space(text[start - 1 : start + 1])]
 
 
 class _Count:
@@ -264,6 +284,10 @@ def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
     next_starts = np.append(spans[1:, 0], text_length)
     ends: NDArray[np.int64] = np.maximum.accumulate(np.maximum(spans[:, 1], next_starts))
     return ends
+
+
+def _has_space(text: str) -> bool:
+    return any(map(str.isspace, text))
 
 
 def _between(marks: Sequence[str]) -> Iterator[str]:

@@ -1,10 +1,14 @@
 """Cuts a long text where a tokenizer cuts it in any case, so that it can be tokenized in parts.
 
 The tokenizers library holds Python's lock while it hands over its results, and an encoding of megabytes cannot be
-stopped halfway. So a long text is cut before a word behind a line break, and before a space between two words. There
-no token can reach across: none of the vocabulary has these characters within. A tokenizer may still mind what stands
-at the beginning of a text (many put a space there), so a part that is not the first is tokenized behind a few
-characters that end as the part before did, whose tokens are left out.
+stopped halfway. So a long text is cut before a word or a bracket behind a line break, and before a space between two
+words. There no token can reach across: none of the vocabulary has these characters within. A tokenizer may still mind
+what stands at the beginning of a text (many put a space there), so a part that is not the first is tokenized behind a
+few characters that end as the part before did, whose tokens are left out.
+
+A text without such places (JSON or markup in one line, a picture in letters) is cut where the tokenizer's own words
+begin. Most tokenizers cut a text into words first, from left to right, and look a few characters ahead for it; so the
+words of a part are those of the whole text, but for the last ones. That costs tokenizing such a text twice.
 
 Whether all this holds for a tokenizer is tried on samples; a kind of place that fails is not used.
 """
@@ -15,9 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 SEGMENT_CHARACTERS = 16_384
-"""A part has at least so many, and ends at the next place where it can."""
+"""A part has at least so many, and ends at the next place where it can; at a word's start, at most so many."""
 _WINDOW_CHARACTERS = 65_536
 """Looked through at once: a search holds Python's lock."""
+_AHEAD_CHARACTERS = 256
+"""Of what words are found in, the end does not count: what follows may change its words."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class CutPlace:
 
 AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u010a](?![\u0100-\u0143])[^\\W\\d_]"))
 BEFORE_SPACE = CutPlace(re.compile("[A-Za-z] [A-Za-z]"), 1, "a", re.compile("[A-Za-z][ \u0120\u2581]"))
-PLACES = (AFTER_LINE, BEFORE_SPACE)
+BEFORE_BRACKET = CutPlace(re.compile(r"\S\n[<\[({]"), 2, "a\n", re.compile(r"[\n\u010a][<\[({]"))
+PLACES = (AFTER_LINE, BEFORE_BRACKET, BEFORE_SPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +57,25 @@ class TextPart:
 class TextCutter:
     """The places of one tokenizer. Any thread."""
 
-    def __init__(self, vocabulary: Mapping[str, int], encode: Callable[[str], Sequence[int]]) -> None:
-        """`vocabulary` maps the tokens as they are spelled; `encode` gives the ids of a whole text."""
+    def __init__(
+        self,
+        vocabulary: Mapping[str, int],
+        encode: Callable[[str], Sequence[int]],
+        encode_inner: Callable[[str], Sequence[int]],
+        word_starts: Callable[[str], Sequence[int]],
+    ) -> None:
+        """`vocabulary` maps the tokens as they are spelled; `encode` gives the ids of a whole text.
+
+        `encode_inner` gives those of a text in the middle of another; `word_starts` says, ascending, where the
+        tokenizer's own words begin that no white space stands beside.
+        """
         self._places: dict[CutPlace, int] = {}
         """How many tokens each context has."""
         spelled = "\0".join(vocabulary)
         for place in PLACES:
             if place.crossing.search(spelled) is None and _holds(place, encode):
                 self._places[place] = len(encode(place.context))
+        self._word_starts = word_starts if _words_hold(encode, encode_inner, word_starts) else None
 
     def num_context_tokens(self, segment: TextPart) -> int:
         """Returns how many tokens of an encoded segment belong to what it stands behind."""
@@ -67,18 +85,32 @@ class TextCutter:
         """Yields the parts of `text` in order."""
         start, context = 0, ""
         while len(text) - start > SEGMENT_CHARACTERS:
-            found = next_place(text, start + SEGMENT_CHARACTERS, tuple(self._places))
+            found = self._next_cut(text, start)
             if found is None:
                 break
-            stop, place = found
+            stop, next_context = found
             yield TextPart(start, stop, context)
-            start, context = stop, place.context
+            start, context = stop, next_context
         yield TextPart(start, len(text), context)
 
+    def _next_cut(self, text: str, start: int) -> tuple[int, str] | None:
+        """Returns where the part that begins at `start` ends, and the context of the next; None if it has no end."""
+        places, least = tuple(self._places), start + SEGMENT_CHARACTERS
+        near = next_place(text, least, places, least + SEGMENT_CHARACTERS)
+        if near is None and self._word_starts is not None:
+            words = self._word_starts(text[start : least + _AHEAD_CHARACTERS])
+            stop = max((word for word in words if word <= SEGMENT_CHARACTERS), default=0)
+            if stop:
+                return start + stop, ""
+        found = near or next_place(text, least, places)
+        return found and (found[0], found[1].context)
 
-def next_place(text: str, position: int, places: Sequence[CutPlace]) -> tuple[int, CutPlace] | None:
-    """Returns the first cut behind `position` and its kind, or None."""
-    for start in range(position, len(text), _WINDOW_CHARACTERS):
+
+def next_place(
+    text: str, position: int, places: Sequence[CutPlace], stop: int | None = None
+) -> tuple[int, CutPlace] | None:
+    """Returns the first cut behind `position` and its kind, or None; looks from before `stop` only."""
+    for start in range(position, len(text) if stop is None else min(stop, len(text)), _WINDOW_CHARACTERS):
         found = [
             (match.start() + place.num_before, place)
             for place in places
@@ -100,6 +132,7 @@ def _samples(letter: str) -> Iterator[str]:
     yield f"{letter} {letter}"
     yield f"1{letter}\n{letter} {letter}\n\n{letter}."
     yield f"x.{letter});\n{letter}é  {letter} =\n日{letter}\n語 {letter}"
+    yield f"<{letter}>\n<b>{letter}\n<{letter}/>\n(1.\n[{letter}]\n\n{{\n{{{letter}"
 
 
 def _is_cut_alike(text: str, place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:
@@ -111,3 +144,23 @@ def _is_cut_alike(text: str, place: CutPlace, encode: Callable[[str], Sequence[i
         if list(encode(text[:cut])) + behind[num_context:] != together:
             return False
     return True
+
+
+_WORD_SAMPLES = (
+    "<table><tr><td>one</td><td class='two'><b>2</b></td></tr></table>\n<table>  <tr>\n\n  </tr>it's I'LL",
+    '{"name":"Émile","list":[1,22,333,4444,-5.5e6],"empty":{},"日本":"語。",  "next":null}\r\n{"a":\t"b"}',
+    "QUJDREVGR0hJSktMTU5PUFFS+U1RVVldY/WVphYmNkZWZnaGlqa2xtbm9w==;x.y(z)[0]+=1;//e\u0301a\u0301?!...---### 🙂🙂a",
+)
+
+
+def _words_hold(
+    encode: Callable[[str], Sequence[int]],
+    encode_inner: Callable[[str], Sequence[int]],
+    word_starts: Callable[[str], Sequence[int]],
+) -> bool:
+    """Whether cutting before words changes nothing, and what follows moves no word, tried on samples."""
+    return all(
+        [*encode(text[:start]), *encode_inner(text[start:])] == list(encode(text))
+        for text in _WORD_SAMPLES
+        for start in word_starts(text)
+    ) and any(map(word_starts, _WORD_SAMPLES))

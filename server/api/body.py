@@ -3,6 +3,7 @@
 The parser holds Python's lock until it has read everything, so the values are counted first, block by block.
 """
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Final
@@ -10,6 +11,7 @@ from typing import Any, Final
 import pydantic_core
 from starlette.requests import ClientDisconnect, Request
 
+from server.api.content_encoding import expand, find_encoding
 from server.api.errors import ApiError, Code
 
 MAX_MESSAGES: Final = 10_000
@@ -24,7 +26,22 @@ _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body; raises ApiError (413) as soon as it is known to exceed `max_bytes`."""
+    """Returns the body, expanded where it is compressed.
+
+    Raises ApiError: 413 as soon as it is known to exceed `max_bytes`, 415 for a compression that is not known.
+    """
+    encoding = find_encoding(request.headers.get("content-encoding", ""))
+    raw = await _read_as_sent(request, max_bytes)
+    if encoding is None:
+        return raw
+    # Off the event loop: the time it takes is bounded, as its length is, but longer than others should wait.
+    body = await asyncio.to_thread(expand, raw, encoding, max_bytes)
+    if body is None:
+        raise _too_large(max_bytes)
+    return body
+
+
+async def _read_as_sent(request: Request, max_bytes: int) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
         raise _too_large(max_bytes)

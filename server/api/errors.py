@@ -42,6 +42,7 @@ class Code(StrEnum):
     PIN_LIMIT = "pin_limit"
     BODY_TOO_LARGE = "body_too_large"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    UNSUPPORTED_ENCODING = "unsupported_encoding"
     QUEUE_FULL = "queue_full"
     GENERATION_FAILED = "generation_failed"
     INTERNAL_ERROR = "internal_error"
@@ -71,6 +72,7 @@ STATUS: Mapping[Code, int] = {
     Code.PIN_LIMIT: 409,
     Code.BODY_TOO_LARGE: 413,
     Code.UNSUPPORTED_MEDIA_TYPE: 415,
+    Code.UNSUPPORTED_ENCODING: 415,
     Code.QUEUE_FULL: 429,
     Code.GENERATION_FAILED: 500,
     Code.INTERNAL_ERROR: 500,

@@ -18,6 +18,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from server.api.header_text import header_text
+
 SESSION_HEADERS = (
     "x-session-id",
     "x-claude-code-session-id",
@@ -62,7 +64,7 @@ def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator
     yield "session_id", body.get("session_id")
     lowered = {name.lower(): value for name, value in headers.items()}
     for name in SESSION_HEADERS:
-        yield name, lowered.get(name, "").strip()
+        yield name, header_text(lowered.get(name, ""))
     yield "prompt_cache_key", body.get("prompt_cache_key")
     metadata = body.get("metadata")
     if isinstance(metadata, Mapping):

@@ -16,6 +16,7 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5
 """Time for the last bytes to reach their clients once every answer has ended."""
+SWITCH_SECONDS = 0.001
+"""After so long a thread that plans a prompt hands Python's lock to one that waits: the engine, or the event loop."""
 KERNEL_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
@@ -50,6 +53,7 @@ def serve(config: ServerConfig) -> int:
         # What has been loaded stays: looking through it for garbage would stop all threads for a tenth of a second.
         gc.collect()
         gc.freeze()
+        sys.setswitchinterval(SWITCH_SECONDS)
         max_connections = find_max_connections()
         service.engine.start()
         try:
@@ -148,7 +152,8 @@ class _Stopper:
     def signalled(self) -> None:
         """Handles one SIGTERM or SIGINT."""
         if self._draining is not None:
-            logger.warning("stopped at once: answers that were running are cut off")
+            num_running = self._engine.stats().num_open
+            logger.warning("stopped at once%s", ": answers that were running are cut off" if num_running else "")
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)

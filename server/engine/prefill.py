@@ -173,9 +173,13 @@ class Prefill:
 
     def _start_decoding(self, sequence: Sequence, lease: Lease) -> None:
         last = int(sequence.tokens[-1])
-        sequence.decode.row = self._runner.make_row(
-            lease.caches, sequence.sampling, last, prompt=sequence.request.tokens, generated=sequence.generated
-        )
+        try:
+            sequence.decode.row = self._runner.make_row(
+                lease.caches, sequence.sampling, last, prompt=sequence.request.tokens, generated=sequence.generated
+            )
+        except Exception as error:  # the device's: as while the prompt was evaluated
+            self._table.fail_step(sequence, error)
+            return
         sequence.decode.unrecorded = last
         sequence.ticket.phase = Phase.DECODING
 

@@ -84,7 +84,7 @@ class Sequence:
         self.decode = DecodeState()
         self.generated: list[int] = []
         self.was_out_of_memory = False
-        """A step of it failed for lack of memory before; a second failure ends it."""
+        """A step of it failed for lack of memory before: the next time it waits for others, or fails alone."""
         self.reason: FinishReason | None = None
         """Why its answer ended; None until it does."""
         self.started: Started | None = None

@@ -15,7 +15,7 @@ from server.engine.errors import OutOfMemory, StepFailed, is_out_of_memory
 from server.engine.events import Event, Failed, FinishReason
 from server.engine.preemption import choose_to_wait
 from server.engine.runner_port import RunnerPort
-from server.engine.scheduler import Phase, Scheduler
+from server.engine.scheduler import Phase, Scheduler, Ticket
 from server.engine.sequence import Sequence
 from server.engine.sessions import EngineSessions
 
@@ -110,14 +110,12 @@ class SequenceTable:
                 self.close(sequence)
 
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence that the model failed on; after a lack of memory it is tried once more, with some freed."""
-        logger.error("request %s failed", sequence.request.request_id, exc_info=error)
+        """Ends a sequence that the model failed on, unless it lacked memory that there may be later."""
         lacks_memory = is_out_of_memory(error)
-        if lacks_memory and sequence.reason is None and not sequence.was_out_of_memory:
-            sequence.was_out_of_memory = True
-            self.replay(sequence)
-            self._prefix_cache.relieve()
+        if lacks_memory and sequence.reason is None and self._try_later(sequence):
+            logger.warning("request %s is tried again: %s", sequence.request.request_id, error)
             return
+        logger.error("request %s failed", sequence.request.request_id, exc_info=error)
         if sequence.reason is None:
             reported = StepFailed(f"the model failed on this request: {error}")
             no_memory = OutOfMemory("there is not enough memory for this request now")
@@ -145,8 +143,26 @@ class SequenceTable:
         """Has the youngest of those that are replayed wait for the end of another: together they would fail again."""
         waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
         if waits is not None:
-            waits.is_preempted = waits.is_held = True
-            self.num_suspended += 1
+            self._hold(waits)
+
+    def _try_later(self, sequence: Sequence) -> bool:
+        """Replays a sequence that found no memory: at once the first time, then after the end of one that has some.
+
+        Returns False where all else was given up and nobody else holds a slot.
+        """
+        is_first = not sequence.was_out_of_memory
+        if not is_first and all(other is sequence for other in self.leased()):
+            return False
+        sequence.was_out_of_memory = True
+        self.replay(sequence)
+        self._prefix_cache.relieve()
+        if not is_first:
+            self._hold(sequence.ticket)
+        return True
+
+    def _hold(self, ticket: Ticket) -> None:
+        ticket.is_preempted = ticket.is_held = True
+        self.num_suspended += 1
 
     def _requeue(self, sequence: Sequence, *, is_suspect: bool) -> None:
         former = sequence.ticket

@@ -161,13 +161,54 @@ def test_a_slow_reader_who_goes_on_reading_gets_everything(address: str, engine:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_closes_its_sending_half_has_left(address: str, engine: FakeEngine, stream: bool) -> None:
-    engine.script = ENDLESS
+def test_a_client_that_closes_its_sending_half_gets_its_answer(address: str, stream: bool) -> None:
     with connect(address, chat(stream=stream)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        interim, _, answer = received(connection).partition(b"\r\n\r\n")
+    assert interim.startswith(b"HTTP/1.1 100 ")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b"[DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+
+
+def test_a_client_that_waits_with_its_sending_half_closed_gets_its_answer(address: str, engine: FakeEngine) -> None:
+    engine.script = Script(texts=("x",) * 40, step_seconds=0.02)
+    with connect(address, chat()) as connection:
         until(lambda: len(engine.requests) == 1)
+        connection.shutdown(socket.SHUT_WR)
+        assert received(connection).count(b"x" * 40) == 1
+    assert not engine.cancelled
+
+
+def test_a_client_that_closes_its_sending_half_in_mid_stream_has_left(address: str, engine: FakeEngine) -> None:
+    engine.script = ENDLESS
+    with connect(address, chat(stream=True)) as connection:
+        assert connection.recv(1 << 16)
         connection.shutdown(socket.SHUT_WR)
         assert engine.cancel_seen.wait(WAIT_SECONDS)
         received(connection)
+
+
+def test_a_client_of_the_older_protocol_that_closes_its_sending_half_has_left(
+    address: str, engine: FakeEngine
+) -> None:
+    """It might take an interim answer for the answer."""
+    engine.script = ENDLESS
+    with connect(address, chat().replace(b"HTTP/1.1", b"HTTP/1.0", 1)) as connection:
+        until(lambda: len(engine.requests) == 1)
+        connection.shutdown(socket.SHUT_WR)
+        assert engine.cancel_seen.wait(WAIT_SECONDS)
+        assert received(connection) == b""
+
+
+@pytest.mark.parametrize("has_half_closed", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_closes_has_left(address: str, engine: FakeEngine, stream: bool, has_half_closed: bool) -> None:
+    engine.script = ENDLESS
+    with connect(address, chat(stream=stream)) as connection:
+        if has_half_closed:
+            connection.shutdown(socket.SHUT_WR)
+        until(lambda: len(engine.requests) == 1)
+    assert engine.cancel_seen.wait(WAIT_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,9 @@ async def delete_session(request: Request) -> Response:
 
 
 def _not_found(session_id: str) -> ApiError:
+    if not session_id:
+        message = "the path names no session; GET /v1/sessions lists them"
+        return ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
     return ApiError(Code.SESSION_NOT_FOUND, f"there is no session {session_id[:256]!r}", "session_id")
 
 

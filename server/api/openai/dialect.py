@@ -6,6 +6,7 @@ from starlette.responses import Response
 
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code
+from server.api.header_text import header_text
 from server.api.openai.errors import error_body, error_response
 from server.api.sse import sse_comment, sse_event, sse_text
 
@@ -21,7 +22,7 @@ class OpenAiDialect(Dialect):
     def api_key(self, headers: Mapping[str, str]) -> str:
         """Returns the bearer token."""
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        return given.strip() if scheme.lower() == "bearer" else ""
+        return header_text(given) if scheme.lower() == "bearer" else ""
 
     def wrong_key(self) -> ApiError:
         """Returns the error that asks for a bearer token."""

@@ -104,6 +104,20 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
         open_tier(tmp_path, files=Theirs())
 
 
+def test_a_folder_in_one_of_another_user_is_refused(tmp_path: Path) -> None:
+    class Inside(CountingFiles):
+        owner = os.geteuid() + 1
+
+        def owner_and_mode(self, path: Path) -> tuple[int, int]:
+            return (self.owner if path == tmp_path else os.geteuid()), 0o700
+
+    files = Inside()
+    with pytest.raises(FolderUnsafe, match=f"in a folder that belongs to another user \\(id {files.owner}\\)"):
+        open_tier(tmp_path / "model", files=files)
+    files.owner = 0
+    open_tier(tmp_path / "model", files=files).close()
+
+
 def test_a_wall_clock_that_goes_back_keeps_nothing_from_being_written(tmp_path: Path) -> None:
     class Full(CountingFiles):
         is_full = True

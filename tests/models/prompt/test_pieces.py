@@ -201,6 +201,7 @@ def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
     backend = tiny_tokenizers.tokenizer(shape, {"<|x|>": Flags(special=True)})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments_module, "SEGMENT_CHARACTERS", 2)
+        patch.setattr(segments_module, "_AHEAD_CHARACTERS", 12)
         tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
         for opening in ("", "<|x|>"):
             tokenized = tokenizer.tokenize(opening + text)
@@ -215,6 +216,28 @@ def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.Monke
     tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
     assert tokenizer._segments is not None
     assert len(list(tokenizer._segments.cut("some words and\nmore " * 40))) > 10
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        "<table><tr><td>one</td></tr></table>\n",
+        '{"a":1,"bc":[2,33,"d e"]}',
+        "QUJD+REVGR0hJ/SktMTU5P",
+        "<|inner|>x<|in|>",
+    ],
+    ids=["markup", "json", "base64", "added"],
+)
+def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is short, so that nothing else stands still for long, and together they are the whole."""
+    backend = tiny_tokenizers.tokenizer("bytes", {"<|x|>": Flags(special=True), "<|inner|>": Flags()})
+    monkeypatch.setattr(segments_module, "SEGMENT_CHARACTERS", 100)
+    monkeypatch.setattr(segments_module, "_AHEAD_CHARACTERS", 20)
+    tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
+    assert tokenizer._segments is not None
+    text = sample * 50
+    assert max(part.stop - part.start for part in tokenizer._segments.cut(text)) < 220
+    assert tokenizer.tokenize(text).ids.tolist() == whole(text, backend)
 
 
 def test_tokenizing_ends_where_there_are_too_many() -> None:

@@ -138,6 +138,13 @@ def test_health_needs_no_key_but_shows_numbers_only_with_it() -> None:
     assert engines["tiny"]["cache"].keys() == CacheCountsBody.__annotations__.keys()
 
 
+def test_a_key_of_other_letters_is_taken_in_utf_8() -> None:
+    client = client_of(api_key="schlüssel à")
+    for sent, status in (("schlüssel à", 200), ("schlüssel", 401)):
+        headers = {b"Authorization": b"Bearer " + sent.encode()}
+        assert client.post(CHAT, json=HI, headers=headers).status_code == status
+
+
 def test_a_body_announced_as_too_large_is_refused_unread() -> None:
     answer = client_of(max_body_bytes=2000).post(CHAT, content=b"x", headers={**JSON, "Content-Length": "2001"})
     assert error_of(answer, 413)["code"] == "body_too_large"

@@ -136,3 +136,12 @@ def test_whatever_is_sent_the_answer_is_a_usable_name_none_or_the_error(body: An
     except SessionIdError:
         return
     assert name is None or (0 < len(name) <= 256 and name.isprintable())
+
+
+@pytest.mark.parametrize("name", ["wörk", "voilà", "日本", "🙂", "plain"])
+def test_a_header_is_read_as_utf_8(name: str) -> None:
+    assert resolve_session_id({}, {"X-Session-Id": name.encode().decode("latin-1")}) == name
+
+
+def test_a_header_that_is_no_utf_8_is_read_as_latin_1() -> None:
+    assert resolve_session_id({}, {"X-Session-Id": "w\xf6rk"}) == "wörk"

@@ -1,8 +1,10 @@
 """`mlx-serve serve` as a process: start-up report, addresses, signals, exit status. On a real tiny model."""
 
+import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import os
 import re
 import resource
@@ -14,14 +16,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from server.cli.serve import bind, count_text, example_call
+from server.cli.serve import _Stopper, bind, count_text, example_call
 from server.config import ServerConfig
 from server.errors import StartError
 from server.service import _bound_pool, model_id, open_service, read_sampling
@@ -208,6 +210,31 @@ def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
         with pytest.raises(http.client.IncompleteRead):
             stream.rest()
         assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("num_open", [0, 2])
+def test_a_second_signal_speaks_of_answers_only_where_some_ran(
+    num_open: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Exited(Exception):
+        pass
+
+    def leave(status: int) -> None:
+        raise Exited
+
+    async def signal_twice() -> None:
+        engine = SimpleNamespace(stats=lambda: SimpleNamespace(num_open=num_open), drain=asyncio.sleep, stop=list)
+        app = SimpleNamespace(state=SimpleNamespace(api=SimpleNamespace()))
+        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, engine), cast(Any, app), 0)
+        stopper.signalled()
+        stopper.signalled()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    with pytest.raises(Exited):
+        asyncio.run(signal_twice())
+    assert ("cut off" in caplog.text) == (num_open > 0)
+    assert "stopped at once" in caplog.text
 
 
 def test_a_key_is_asked_for_and_not_shown(folder: Path) -> None:

@@ -490,6 +490,35 @@ def test_a_request_that_finds_no_memory_twice_is_told_to_come_back() -> None:
     assert later.tokens == answer(prompt_of(1, 40))
 
 
+def test_a_prompt_that_finds_no_memory_twice_waits_for_the_end_of_another() -> None:
+    runner = ShortRunner()
+    harness = Harness(runner=runner)
+    first = harness.submit(prompt_of(1, 40), max_tokens=20, ignore_eos=True)
+    harness.step(5)
+    runner.failing = ["prefill"] * 2
+    second = harness.submit(prompt_of(2, 40), ignore_eos=True)
+    newcomer = harness.submit(prompt_of(3, 40), ignore_eos=True)
+    while not first.is_over:
+        assert not second.is_over and not newcomer.events, "those behind it do not take the memory that it waits for"
+        harness.step()
+    harness.run()
+    for sink, seed, max_tokens in ((first, 1, 20), (second, 2, 8), (newcomer, 3, 8)):
+        assert sink.tokens == reference(prompt_of(seed, 40), max_tokens, ignore_eos=True)
+    assert runner.failing == [] and harness.worker.num_preempted == 1
+
+
+def test_a_prompt_that_finds_no_memory_alone_after_waiting_is_told_to_come_back() -> None:
+    runner = ShortRunner()
+    harness = Harness(runner=runner)
+    first = harness.submit(prompt_of(1, 40), max_tokens=20, ignore_eos=True)
+    harness.step(5)
+    runner.failing = ["prefill"] * 3
+    second = harness.submit(prompt_of(2, 40))
+    harness.run()
+    assert first.tokens == reference(prompt_of(1, 40), 20, ignore_eos=True)
+    assert isinstance(second.last.error, OutOfMemory)
+
+
 def test_a_prime_without_memory_is_tried_again_to_its_very_end() -> None:
     harness = Harness(runner=ShortRunner("prefill"))
     sink = harness.submit(prompt_of(1, 40), max_tokens=0)

@@ -193,3 +193,10 @@ def test_where_a_key_is_asked_for_sessions_need_it(engine: FakeEngine) -> None:
     ask(client, "s", "secret")
     assert client.get("/v1/sessions").status_code == 401
     assert sessions(client, "secret") == ["s"]
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_a_path_that_ends_before_the_name_says_where_sessions_are_listed(client: TestClient, method: str) -> None:
+    answer = client.request(method, "/v1/sessions/")
+    assert answer.status_code == 404
+    assert "GET /v1/sessions lists them" in answer.json()["error"]["message"]

@@ -1,0 +1,11 @@
+"""Text of HTTP headers: their bytes have no encoding; the server reads them as Latin-1, clients write UTF-8. Pure."""
+
+import contextlib
+
+
+def header_text(value: str) -> str:
+    """Returns what a client meant by a header's value: its bytes read as UTF-8 where they are, else as Latin-1."""
+    with contextlib.suppress(UnicodeError):
+        # Before white space is stripped: a byte of a letter may be one in Latin-1.
+        value = value.encode("latin-1").decode()
+    return value.strip()
