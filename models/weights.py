@@ -35,6 +35,11 @@ def find_weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def total_bytes(folder: Path) -> int:
+    """Returns how much memory the weights take as they are stored; raises as `find_weight_files` does."""
+    return sum(file.stat().st_size for file in find_weight_files(folder))
+
+
 def _files_of_index(folder: Path) -> set[str]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():

@@ -61,7 +61,7 @@ def test_the_docs_have_one_row_per_setting() -> None:
     expected = {}
     for setting in fields(ServerConfig):
         value: Any = setting.default
-        default = "" if value is None or value is True else value[0] if isinstance(value, tuple) else value
+        default = "" if value is None or isinstance(value, bool) else value[0] if isinstance(value, tuple) else value
         if value and setting.metadata["unit"] == "bytes":
             default = f"{value // 2**20}MiB"
         if setting.metadata["unit"] == "bytes/day":

@@ -21,7 +21,8 @@ import mlx.core as mx
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from server.cli.serve import bind, count_text, example_call
+from server.cli.serve import bind
+from server.cli.start_report import count_text, example_call
 from server.config import ServerConfig
 from server.errors import StartError
 from server.service import _bound_pool, model_id, open_service, read_sampling
@@ -185,15 +186,25 @@ def test_what_does_not_finish_in_time_is_told_so(folder: Path) -> None:
         assert "Traceback" not in server.output
 
 
-def test_the_report_says_whether_anything_is_kept_on_disk(folder: Path, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_used_ends_the_start_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     with serving(folder, "--cache-disk", "8MB", "--cache-dir", str(tmp_path / "file")) as server:
-        server.wait_for("Try it:")
-        assert "cannot be used" in server.output
-        assert f"disk      nothing, for the reason above, in {tmp_path / 'file'}\n" in server.output
-    with serving(folder, "--cache-disk", "8MB", "--cache-dir", str(tmp_path / "new")) as server:
+        assert server.wait() == 1
+        assert server.output == f"mlx-serve: the cache folder {tmp_path / 'file'} cannot be used: file exists\n"
+
+
+def test_the_cache_folder_has_the_models_name_and_one_server_at_a_time(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--cache-disk", "8MB", "--cache-dir", str(tmp_path / "new"))
+    with serving(folder, *arguments) as server:
         server.wait_for("Try it:")
         assert f"disk      8.0 MB in {tmp_path / 'new'}, at most 100.0 GB written a day\n" in server.output
+        assert [path.name[:-16] for path in (tmp_path / "new").iterdir()] == ["tiny-"]
+        with serving(folder, *arguments) as second:
+            assert second.wait() == 1
+            assert "is in use by another process" in second.output.splitlines()[-1]
+            assert "Try it:" not in second.output and "Traceback" not in second.output
 
 
 def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
