@@ -23,10 +23,10 @@ def suggest_smaller(name: str, limit_bytes: int) -> str | None:
     fitting = [short for short in SHORT_NAMES if estimated_bytes(short) <= limit_bytes]
     if not fitting:
         return None
-    family = _plain(name)
-    related = [short for short in fitting if _plain(short.split(":")[0]) in family]
+    letters = _letters(name)
+    related = [short for short in fitting if _letters(short.split(":")[0]) in letters]
     return max(related or fitting, key=estimated_bytes)
 
 
-def _plain(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z]", "", text.lower())

@@ -113,14 +113,28 @@ def _state_fingerprint(fingerprint: str, precision: Precision) -> str:
 def _check_folder(path: Path, name: str) -> None:
     if not path.is_dir():
         raise ModelNotFound(f"{name}: there is no folder {path}")
+    _check_readable(path)
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{name}: {path} has no config.json, so it is not a model")
+
+
+def _check_readable(path: Path) -> None:
+    """Raises ModelBroken for a folder or a file in it that may not be read; libraries would call it anything."""
+    at = path
+    try:
+        for at in [path, *path.iterdir()]:
+            if at.is_file():
+                at.open("rb").close()
+    except OSError as error:
+        raise weights.unreadable(at, error) from error
 
 
 def _load_config(path: Path, name: str) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise weights.unreadable(path / "config.json", error) from error
+    except ValueError as error:
         raise ModelBroken(f"{name}: {path / 'config.json'} is damaged: {error}") from error
     if not isinstance(config, dict):
         raise ModelBroken(f"{name}: {path / 'config.json'} holds no JSON object")

@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from models.mlx_lm_import import QuantizedSwitchLinear, SwitchLinear
 
 Progress = Callable[[int, int], object]
-"""Is told how many of how many layers are converted."""
+"""Is told how many of how many weights are converted."""
 
 
 class Precision(StrEnum):
@@ -76,9 +76,11 @@ def convert(model: Module, precision: Precision, tell: Progress = lambda done, t
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))
     mx.eval(*_arrays(model))
     packed = list(_packed(model)) if precision is Precision.FLOAT32 else []
-    for index in range(total := len(packed)):
-        tell(index, total)
+    done, total = 0, sum(_num_weights(module) for _, module in packed)
+    while packed:
+        tell(done, total)
         name, module = packed.pop()
+        done += _num_weights(module)
         plain = _unpacked(module)
         mx.eval(*_arrays(plain))
         model.update_modules(cast(dict[str, Any], tree_unflatten([(name, plain)])))

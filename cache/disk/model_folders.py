@@ -5,16 +5,19 @@ is called by another name finds its folder again. Only files that the disk tier 
 """
 
 import contextlib
+import fcntl
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.disk.files import FileSystem
 from cache.errors import DiskInUse
 
 FINGERPRINT_DIGITS = 16
 LONGEST_NAME = 80
+LOCK = "lock"
+"""The file that `cache.disk.folder` locks."""
 _FOLDER = re.compile(rf"(?:(?P<name>.+)-)?(?P<fingerprint>[0-9a-f]{{{FINGERPRINT_DIGITS}}})")
 _OURS = re.compile(r"lock|secret|index\.sqlite3?.*|[0-9a-f]{32}\.safetensors(\.tmp)?")
 
@@ -46,30 +49,22 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
     return wanted
 
 
-def find_all(parent: Path, files: FileSystem | None = None) -> list[ModelFolder]:
+def find_all(parent: Path) -> list[ModelFolder]:
     """Returns the models' folders in `parent` by name; none if it does not exist. Raises OSError."""
-    files = files or FileSystem()
-    return [_describe(path, files) for path in sorted(_folders(parent))] if parent.exists() else []
+    return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []
 
 
-def remove(folder: ModelFolder, files: FileSystem | None = None) -> bool:
+def remove(folder: ModelFolder) -> bool:
     """Deletes what the disk tier wrote; returns False if files of others stay, and the folder with them.
 
     Raises DiskInUse while a server has the folder open, and OSError.
     """
-    files = files or FileSystem()
-    try:
-        lock = files.lock(folder.path / "lock")
-    except BlockingIOError as error:
-        raise DiskInUse(folder.path) from error
-    try:
+    with _locked(folder.path):
         # The lock goes last: until then no server can open what is half removed.
-        for name in sorted(files.sizes(folder.path), key=lambda name: name == "lock"):
-            if _OURS.fullmatch(name):
-                files.remove(folder.path / name)
-    finally:
-        files.close(lock)
-    if files.sizes(folder.path):
+        for path in sorted(folder.path.iterdir(), key=lambda path: path.name == LOCK):
+            if _OURS.fullmatch(path.name):
+                path.unlink()
+    if any(folder.path.iterdir()):
         return False
     folder.path.rmdir()
     return True
@@ -79,23 +74,36 @@ def _folders(parent: Path) -> Iterator[Path]:
     return (path for path in parent.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir())
 
 
-def _describe(path: Path, files: FileSystem) -> ModelFolder:
+def _describe(path: Path) -> ModelFolder:
     match = _FOLDER.fullmatch(path.name)
     assert match is not None
-    written = [file for file in path.iterdir() if _OURS.fullmatch(file.name) and file.name not in ("lock", "secret")]
+    written = [file for file in path.iterdir() if _OURS.fullmatch(file.name) and file.name not in (LOCK, "secret")]
     stats = [file.stat() for file in written if file.is_file()]
     num_bytes, last_used = sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=0.0)
-    return ModelFolder(path, match["name"] or "", num_bytes, last_used, _is_in_use(path, files))
+    return ModelFolder(path, match["name"] or "", num_bytes, last_used, _is_in_use(path))
 
 
-def _is_in_use(path: Path, files: FileSystem) -> bool:
-    if not (path / "lock").exists():
+def _is_in_use(path: Path) -> bool:
+    if not (path / LOCK).exists():
         return False
     try:
-        files.close(files.lock(path / "lock"))
-    except BlockingIOError:
+        with _locked(path):
+            return False
+    except DiskInUse:
         return True
-    return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock that a server holds while it has a folder open; raises DiskInUse."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DiskInUse(folder) from error
+    finally:
+        os.close(descriptor)
 
 
 def _file_name(model: str) -> str:

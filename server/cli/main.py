@@ -1,4 +1,4 @@
-"""The command line: `mlx-serve serve`, `run`, `list`, `pull` and `doctor`.
+"""The command line: `mlx-serve serve`, `run`, `list`, `pull`, `doctor` and `cache`.
 
 The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
 What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -189,6 +189,46 @@ def doctor(
         raise ConfigError("give the address of a server or --file, not both")
     else:
         examine_file(Path(file), speed)
+
+
+cache_app = typer.Typer(help="Manage what --cache-disk keeps of conversations.", invoke_without_command=True)
+app.add_typer(cache_app, name="cache")
+
+_CACHE_DIR = ServerConfig.cache_dir
+_CacheDir = Annotated[
+    str, typer.Option(metavar="TEXT", help=f"The folder that servers were given. Default: {_CACHE_DIR}.")
+]
+
+
+@cache_app.callback()
+def _cache(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@cache_app.command("list")
+def list_cache(
+    cache_dir: _CacheDir = _CACHE_DIR,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List each model's folder, its size, and whether a server has it open."""
+    from server.cli.cache import show
+
+    show(cache_dir, as_json=as_json)
+
+
+@cache_app.command("rm")
+def remove_cache(
+    folders: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` shows it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove every folder.")] = False,
+    cache_dir: _CacheDir = _CACHE_DIR,
+) -> None:
+    """Remove the conversations of a model from the disk."""
+    from server.cli.cache import remove_folders
+
+    if bool(folders) == everything:
+        raise ConfigError("give the folders to remove, or --all")
+    remove_folders(folders or [], cache_dir, everything=everything)
 
 
 def config_from(given: dict[str, Any], environment: Mapping[str, str] = MappingProxyType({})) -> ServerConfig:

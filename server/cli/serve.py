@@ -36,7 +36,7 @@ from server.connections import HttpConfig, Limits, find_max_connections, quieten
 from server.engine.engine import Engine
 from server.errors import StartError
 from server.log import configure_logging
-from server.service import Service, open_service
+from server.service import Service, model_id, open_service
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None,
 
 def _start(config: ServerConfig, console: Console, around: Surroundings, claim: OwnClaim | None) -> Service:
     """Returns the service with its engine running."""
-    with interruptible(), _progress(console, config.models[0]) as tell:
+    with interruptible(), _progress(console, model_id(config.models[0])) as tell:
         service = open_service(config, around.others, tell)
         if claim is not None:
             taken_bytes = service.memory.weights_bytes + service.memory.budget_bytes

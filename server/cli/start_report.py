@@ -77,14 +77,18 @@ def _cache_text(service: Service, config: ServerConfig) -> str:
     budget_bytes = service.memory.budget_bytes
     per_token = service.engine.stats().cache.bytes_per_token
     tokens = f", about {round_count(budget_bytes / per_token)} tokens" if per_token else ""
-    source = "" if config.cache_memory_bytes else " (--cache-memory)"
+    source = " (--cache-memory)"
+    if config.cache_memory_bytes is not None:
+        source = ""
+    elif service.memory.others_bytes:
+        source = ": what others leave (--cache-memory)"
     return f"{size_text(budget_bytes)} of memory{tokens}{source}"
 
 
 def _rest_text(service: Service) -> str:
     memory = service.memory
     if memory.rest_bytes < 0:
-        return f"none: more is claimed than this machine's {size_text(memory.machine_bytes)}; lower --cache-memory"
+        return f"none: over the machine's {size_text(memory.machine_bytes)} in all; lower --cache-memory"
     return f"{size_text(memory.rest_bytes)} of {size_text(memory.machine_bytes)} for everything else on this machine"
 
 
@@ -92,7 +96,9 @@ def example_call(url: str, model: str, needs_key: bool) -> str:
     """Returns a command for the shell that asks the server something."""
     key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
-    return f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
+    return (
+        f"curl {url}/v1/chat/completions \\\n  {key}-H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
+    )
 
 
 def count_text(number: int) -> str:

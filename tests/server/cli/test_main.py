@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     status, output, errors = run(capsys)
     assert (status, errors) == (0, "")
-    for command in ("serve", "run", "list", "pull", "doctor"):
+    for command in ("serve", "run", "list", "pull", "doctor", "cache"):
         assert re.search(rf"^  {command} +\S", output, re.MULTILINE)
 
 
@@ -187,7 +187,15 @@ def test_what_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["['serve', '--help']", "['--version']", "['list']", "['pull']", "['doctor', '--file', 'none']"]
+    "arguments",
+    [
+        "['serve', '--help']",
+        "['--version']",
+        "['list']",
+        "['pull']",
+        "['cache', 'list']",
+        "['doctor', '--file', 'none']",
+    ],
 )
 def test_quick_commands_do_not_load_what_is_slow(arguments: str, tmp_path: Path) -> None:
     code = f"""
