@@ -5,20 +5,24 @@ PY := $(BIN)/python
 CODE := mlx_serve.py server models cache scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install run test check fix bench lock
+.PHONY: help venv dev install run test check fix bench lock
 
 help:
-	@echo "make install         set up .venv (CUDA=1: with the CUDA backend, on Linux)"
+	@echo "make install         set up .venv with what running needs (CUDA=1: with the CUDA backend, on Linux)"
 	@echo "make run             serve the built-in model on 127.0.0.1:8080"
 	@echo "                     (PORT=9000, MODEL=name, ARGS='--slots 8 --context 32768')"
+	@echo "make dev             the same, and what tests and checks need; test, check, fix and bench do it by themselves"
 	@echo "make test            run the tests (ARGS='tests/server/cli/test_main.py -k port')"
 	@echo "make check           formatting, lint, types, import rules"
 	@echo "make fix             format, and mend what the linter can mend"
 	@echo "make bench           run the benchmarks; results go to results/ (ARGS='decode trie')"
-	@echo "make lock            resolve the dependencies anew into requirements.lock"
+	@echo "make lock            resolve the dependencies anew into requirements.lock and requirements-dev.lock"
 
 venv:
 	@$(PYTHON) scripts/bootstrap.py $(if $(CUDA),--cuda)
+
+dev:
+	@$(PYTHON) scripts/bootstrap.py --dev $(if $(CUDA),--cuda)
 
 install: venv
 	@echo "Ready: $(BIN)/mlx-serve --help"
@@ -26,25 +30,30 @@ install: venv
 run: venv
 	@exec $(BIN)/mlx-serve serve $(MODEL) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-test: venv
+test: dev
 	@$(PY) -m pytest $(ARGS)
 
-check: venv
+check: dev
 	@$(PY) -m ruff format --check $(CODE) tests
 	@$(PY) -m ruff check --quiet $(CODE) tests
 	@$(PY) -m mypy --no-error-summary $(CODE) tests
 	@$(BIN)/lint-imports --no-logo
 	@echo "check: all good"
 
-fix: venv
+fix: dev
 	@$(PY) -m ruff check --quiet --fix-only $(CODE) tests
 	@$(PY) -m ruff format $(CODE) tests
 
-bench: venv
+bench: dev
 	@$(PY) -m scripts.bench $(ARGS)
 
-# Versions stay as they are unless UPGRADE=1. No address of an index may enter the file.
-lock: venv
-	@$(PY) -m uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --extra dev \
-		--generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header \
-		$(if $(UPGRADE),--upgrade) --output-file requirements.lock
+# Versions stay as they are unless UPGRADE=1; both files have the same ones. No address of an index may enter them.
+COMPILE = $(PY) -m uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --extra checkout \
+	--generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header
+
+lock: dev
+	@$(COMPILE) --extra dev $(if $(UPGRADE),--upgrade) --output-file requirements-dev.lock
+	@$(COMPILE) --constraint requirements-dev.lock $(if $(UPGRADE),--upgrade) --output-file requirements.lock
+	@for file in requirements.lock requirements-dev.lock; do \
+		{ echo "# Every package of .venv for every platform, with hashes. Made by \`make lock\`; do not edit."; \
+		cat $$file; } > $$file.new && mv $$file.new $$file; done

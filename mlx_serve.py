@@ -7,6 +7,7 @@ follows would be an error from the middle of somebody else's code, so it is told
 
 import base64
 import hashlib
+import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -25,12 +26,25 @@ def main() -> NoReturn:
         problem = find_problem(Path(__file__).resolve().parent)
         if problem is not None:
             sys.exit(f"mlx-serve: {problem}; {ADVICE}")
+        problem = find_machine_problem(platform.system(), platform.machine())
+        if problem is not None:
+            sys.exit(f"mlx-serve: {problem}")
         from server.cli.main import main as run
 
         run()
     except KeyboardInterrupt:
         # The imports take a second or two; a Ctrl-C in them is no error. 130 is what shells expect after SIGINT.
         sys.exit(130)
+
+
+def find_machine_problem(system: str, machine: str) -> str | None:
+    """Returns why MLX cannot run here, given what `platform.system` and `platform.machine` say; None if it can."""
+    if (system, machine) == ("Darwin", "arm64") or (system == "Linux" and machine in ("x86_64", "aarch64")):
+        return None
+    needed = "this needs a Mac with Apple silicon (M1 or newer), or Linux on x86-64 or ARM"
+    if system == "Darwin":
+        return f"{needed}; {sys.executable} is made for Intel Macs: on Apple silicon use a Python made for arm64"
+    return f"{needed}; this is {system} on {machine}"
 
 
 def find_problem(root: Path) -> str | None:

@@ -4,8 +4,10 @@ CacheError
 ├── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
 ├── PinnedFull         a sequence does not fit as long as other state is pinned
 ├── PinLimit           a pin would leave too little of the budget for everything else
-├── DiskInUse          another process keeps its state in the folder
-├── FolderUnsafe       the folder for state on disk belongs to another user, or others can write into it
+├── FolderError        the folder for state on disk cannot be used
+│   ├── DiskInUse          another process keeps its state in it
+│   ├── FolderUnsafe       it belongs to another user, or others can write into it
+│   └── FolderUnusable     it cannot be made, entered or written to
 └── DiskFault          stored state cannot be read back; it is gone, and evaluated again
 """
 
@@ -51,7 +53,20 @@ class PinLimit(CacheError):
         self.limit_bytes = limit_bytes
 
 
-class DiskInUse(CacheError):
+class FolderError(CacheError):
+    """The folder of the disk tier cannot be used. The message is one sentence for a person."""
+
+
+class FolderUnusable(FolderError):
+    """The folder of the disk tier cannot be made, entered or written to."""
+
+    def __init__(self, folder: Path, cause: Exception) -> None:
+        words = getattr(cause, "strerror", None) or str(cause)
+        super().__init__(f"the cache folder {folder} cannot be used: {words[:1].lower()}{words[1:]}")
+        self.folder = folder
+
+
+class DiskInUse(FolderError):
     """Another process holds the folder of the disk tier."""
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +74,7 @@ class DiskInUse(CacheError):
         self.folder = folder
 
 
-class FolderUnsafe(CacheError):
+class FolderUnsafe(FolderError):
     """The folder of the disk tier is not this user's alone to change."""
 
     def __init__(self, folder: Path, reason: str) -> None:

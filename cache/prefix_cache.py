@@ -239,6 +239,7 @@ class PrefixCache:
             stored_bytes=self.ledger.stored_bytes,
             live_bytes=self.ledger.live_bytes,
             budget_bytes=self.ledger.budget_bytes,
+            bytes_per_token=self.sizes.bytes_per_token,
             num_evictions=self.memory.num_evictions,
             keeps_on_disk=tier is not None and tier.is_open,
             disk_bytes=tier.used_bytes if tier is not None else 0,

@@ -13,6 +13,8 @@ class CacheStats:
     live_bytes: int = 0
     """State in slots."""
     budget_bytes: int = 0
+    bytes_per_token: float = 0.0
+    """Of a conversation's state, as it grows; 0 for a model whose state does not."""
     num_evictions: int = 0
     """Leaves and snapshots given up for lack of memory, since the start."""
     keeps_on_disk: bool = False

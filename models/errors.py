@@ -74,3 +74,9 @@ class RepositoryUnsuitable(PullFailed):
 
 class NoRoom(PullFailed):
     """The disk cannot hold the download."""
+
+
+def reason(error: BaseException) -> str:
+    """Returns why something failed, in the words of the system where it has some: `permission denied`."""
+    strerror = getattr(error, "strerror", None)
+    return str(strerror).lower() if strerror else " ".join(str(error).split()) or type(error).__name__

@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +22,7 @@ from models.mlx_lm_import import (
     make_prompt_cache,
 )
 from models.output.detokenizer import Detokenizer, markers
+from models.precision import Precision, choose_precision, convert, measure
 
 DEFAULT_CONTEXT_TOKENS = 32_768
 """For configurations that name no limit, as those of purely recurrent models."""
@@ -59,11 +60,18 @@ class LoadedModel:
     fingerprint: str
     """Differs for different models."""
     state_fingerprint: str
-    """Differs where stored states must not be mixed: for different models, and for versions of the libraries."""
+    """Differs where stored states must not be mixed: for different models, precisions and versions of libraries."""
+    precision: Precision = Precision.STORED
+    """How the weights are held, which may not be how the files hold them."""
 
 
-def load(path: Path, name: str) -> LoadedModel:
+def load(
+    path: Path, name: str, *, max_converted_bytes: int = 0, tell: Callable[[str], object] = lambda step: None
+) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
+
+    Weights that take at most `max_converted_bytes` so are converted to what a CPU is fastest with, see
+    `models.precision`. `tell` is told what is being done.
 
     Raises `ModelNotFound` if there is no model, and `ModelBroken`, saying what is wrong, if it cannot be used.
     """
@@ -71,7 +79,11 @@ def load(path: Path, name: str) -> LoadedModel:
     config = _load_config(path, name)
     _check_model_type(config, name)
     weights.find_weight_files(path)
+    tell("reading weights")
     model, config = _load_weights(path, name)
+    precision = choose_precision(measure(model), max_converted_bytes)
+    convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
+    tell("reading the tokenizer")
     wrapper = _load_tokenizer(path, name, config)
     tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
     eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
@@ -88,21 +100,41 @@ def load(path: Path, name: str) -> LoadedModel:
         vocab_size=_vocab_size(model, name),
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
-        state_fingerprint=f"{fingerprint} mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
+        state_fingerprint=_state_fingerprint(fingerprint, precision),
+        precision=precision,
     )
+
+
+def _state_fingerprint(fingerprint: str, precision: Precision) -> str:
+    libraries = f"{fingerprint} mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
+    return libraries if precision is Precision.STORED else f"{libraries} {precision}"
 
 
 def _check_folder(path: Path, name: str) -> None:
     if not path.is_dir():
         raise ModelNotFound(f"{name}: there is no folder {path}")
+    _check_readable(path)
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"{name}: {path} has no config.json, so it is not a model")
+
+
+def _check_readable(path: Path) -> None:
+    """Raises ModelBroken for a folder or a file in it that may not be read; libraries would call it anything."""
+    at = path
+    try:
+        for at in [path, *path.iterdir()]:
+            if at.is_file():
+                at.open("rb").close()
+    except OSError as error:
+        raise weights.unreadable(at, error) from error
 
 
 def _load_config(path: Path, name: str) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise weights.unreadable(path / "config.json", error) from error
+    except ValueError as error:
         raise ModelBroken(f"{name}: {path / 'config.json'} is damaged: {error}") from error
     if not isinstance(config, dict):
         raise ModelBroken(f"{name}: {path / 'config.json'} holds no JSON object")

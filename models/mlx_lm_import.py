@@ -16,6 +16,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_model, load_tokenizer
 
@@ -25,7 +26,9 @@ __all__ = [
     "CacheList",
     "KVCache",
     "QuantizedKVCache",
+    "QuantizedSwitchLinear",
     "RotatingKVCache",
+    "SwitchLinear",
     "TokenizerWrapper",
     "get_total_parameters",
     "load_model",

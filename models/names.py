@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.errors import ModelBroken, ModelNotFound
+from models.errors import ModelBroken, ModelNotFound, reason
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
@@ -80,9 +80,13 @@ def resolve(name: str) -> Path:
     if name == DEMO:
         return _complete(DEMO_FOLDER, "the model 'demo'", "reinstall mlx-serve")
     path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ModelBroken(f"{name} is not readable: {reason(error)}") from error
+    if is_folder:
         return _complete(path, f"the folder {name}", "a model needs config.json and its weights, model*.safetensors")
-    if path.is_file():
+    if is_file:
         raise ModelNotFound(f"{name} is a file; name the folder that holds config.json and model*.safetensors")
     if name.startswith(("/", "./", "../", "~")):
         raise ModelNotFound(f"There is no folder {name}.")
@@ -138,7 +142,10 @@ def _cached(name: str, repository: RepositoryName) -> Path:
 
 
 def _complete(folder: Path, what: str, advice: str) -> Path:
-    missing = missing_files(folder)
+    try:
+        missing = missing_files(folder)
+    except OSError as error:
+        raise ModelBroken(f"{what[0].upper()}{what[1:]} is not readable: {reason(error)}") from error
     if missing:
         raise ModelBroken(f"{what[0].upper()}{what[1:]} lacks {', '.join(missing[:3])}; {advice}")
     return folder
@@ -166,8 +173,15 @@ def _cached_models() -> list[InstalledModel]:
         for repository in repositories
         if repository.repo_type == "model"
         for revision in repository.revisions
-        if not missing_files(path := revision.snapshot_path)
+        if _is_usable(path := revision.snapshot_path)
     ]
+
+
+def _is_usable(folder: Path) -> bool:
+    try:
+        return not missing_files(folder)
+    except OSError:
+        return False
 
 
 def _shortest(refs: frozenset[str], commit: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from models.errors import ModelBroken, ModelNotFound
+from models.errors import ModelBroken, ModelNotFound, reason
 
 _MAX_HEADER_BYTES = 100_000_000
 _SAMPLE_BYTES = 1024
@@ -35,6 +35,11 @@ def find_weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def total_bytes(folder: Path) -> int:
+    """Returns how much memory the weights take as they are stored; raises as `find_weight_files` does."""
+    return sum(file.stat().st_size for file in find_weight_files(folder))
+
+
 def _files_of_index(folder: Path) -> set[str]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
@@ -42,7 +47,9 @@ def _files_of_index(folder: Path) -> set[str]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         return {Path(name).name for name in names}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except OSError as error:
+        raise unreadable(index, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelBroken(f"{index} is damaged: {error}") from error
 
 
@@ -62,7 +69,9 @@ def read_header(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             header, data_start = _parse_header(stream)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except ValueError as error:
         raise ModelBroken(f"{file} is damaged: {error}") from error
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
@@ -74,6 +83,11 @@ def read_header(file: Path) -> dict[str, Any]:
     if declared != (held := file.stat().st_size):
         raise ModelBroken(f"{file} is incomplete: it holds {held} bytes of {declared}")
     return tensors
+
+
+def unreadable(path: Path, error: OSError) -> ModelBroken:
+    """Returns the error for a file or folder that is there but may not, or cannot, be read."""
+    return ModelBroken(f"{path} is not readable: {reason(error)}")
 
 
 def _parse_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:

@@ -133,6 +133,17 @@ class ServerConfig:
         flag="--cors",
         unit="origin",
     )
+    api_key_file: str | None = _setting(
+        None,
+        "File that holds the key instead; on the command line anyone on this machine can read it. Or set "
+        "MLX_SERVE_API_KEY.",
+        flag="--api-key-file",
+    )
+    insecure_no_key: bool = _setting(
+        False,
+        "Let anyone who reaches the address use the server; by default a key is needed where others can reach it.",
+        flag="--insecure-no-key",
+    )
     prompt_hygiene: bool = _setting(
         True,
         "Keep each request's head as the client sent it; by default headers that Claude Code changes each time are "

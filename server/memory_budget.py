@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server.sizes import size_text
+
 USABLE_SHARE = 0.75
 """Of the machine's memory; the rest is for the system, other programs and the buffers of a step."""
 RECOMMENDED_SHARE = 0.9
@@ -33,12 +35,50 @@ class Machine:
     """What the device recommends to use at most; None where it says nothing, as on a CPU."""
 
 
-def choose_budget_bytes(machine: Machine, weights_bytes: int) -> int:
-    """Returns the budget for state when none was asked for."""
-    usable_bytes = int(machine.memory_bytes * USABLE_SHARE)
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How one server shares out a machine."""
+
+    machine_bytes: int
+    weights_bytes: int
+    budget_bytes: int
+    """For the state of past tokens."""
+    others_bytes: int
+    """What other servers of this user have claimed."""
+
+    @property
+    def rest_bytes(self) -> int:
+        """What is left for everything else; negative if more is promised than there is."""
+        return self.machine_bytes - self.weights_bytes - self.budget_bytes - self.others_bytes
+
+
+def usable_bytes(machine: Machine) -> int:
+    """Returns how much of the machine weights and state may take together when nothing was asked for."""
+    usable = int(machine.memory_bytes * USABLE_SHARE)
     if machine.recommended_bytes is not None:
-        usable_bytes = min(usable_bytes, int(machine.recommended_bytes * RECOMMENDED_SHARE))
-    return max(usable_bytes - weights_bytes, SMALLEST_BUDGET_BYTES)
+        usable = min(usable, int(machine.recommended_bytes * RECOMMENDED_SHARE))
+    return usable
+
+
+def largest_weights_bytes(machine: Machine) -> int:
+    """Returns the most that weights may take: beyond it the machine would page, or end the process."""
+    whole = machine.memory_bytes if machine.recommended_bytes is None else machine.recommended_bytes
+    return int(min(whole, machine.memory_bytes) * RECOMMENDED_SHARE) - SMALLEST_BUDGET_BYTES
+
+
+def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int = 0) -> int:
+    """Returns the budget for state when none was asked for, beside what others have claimed."""
+    return max(usable_bytes(machine) - others_bytes - weights_bytes, SMALLEST_BUDGET_BYTES)
+
+
+def find_excess(plan: MemoryPlan) -> str | None:
+    """Returns why a machine cannot hold a plan, whatever other servers do; None if it can."""
+    if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
+        return None
+    return (
+        f"{size_text(plan.budget_bytes)} of cache memory and {size_text(plan.weights_bytes)} of weights are more "
+        f"than the {size_text(plan.machine_bytes)} of this machine"
+    )
 
 
 def choose_pool_bytes(budget_bytes: int) -> int:

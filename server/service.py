@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,19 +12,37 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from models import weights
+from models.alternatives import suggest_smaller
 from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import get_total_parameters
 from models.names import DEMO, resolve
 from models.output.tool_format import ToolFormat
+from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from server.api.context import ServedModel
+from server.claims import Claim
 from server.config import ServerConfig
 from server.engine.engine import Engine, EngineConfig
-from server.memory_budget import choose_budget_bytes, choose_pool_bytes, read_machine
+from server.errors import StartError
+from server.memory_budget import (
+    Machine,
+    MemoryPlan,
+    choose_budget_bytes,
+    choose_pool_bytes,
+    find_excess,
+    largest_weights_bytes,
+    read_machine,
+    usable_bytes,
+)
+from server.sizes import size_text
 
 logger = logging.getLogger(__name__)
+
+CONVERTED_SHARE = 0.5
+"""Of the memory that weights and state may take, for weights in a faster precision; the rest stays for state."""
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -36,26 +55,78 @@ class Service:
     engine: Engine
     num_parameters: int
     """Weights; a quantized matrix counts those that it stands for."""
-    weights_bytes: int
-    budget_bytes: int
+    memory: MemoryPlan
+    precision: Precision
+    """How the weights are held."""
+    stored_bytes: int
+    """What the weights take on disk."""
+    seconds_per_token: float | None
+    """About how long a token of an answer takes, measured on one matrix; None on a graphics processor."""
     model_context_tokens: int
     """The model's own limit; `model.context_tokens` may be lower."""
 
 
-def open_service(config: ServerConfig) -> Service:
-    """Loads the first of the configured models; blocks while it does. Raises ModelError."""
+def open_service(
+    config: ServerConfig, others: Sequence[Claim] = (), tell: Callable[[str], object] = lambda step: None
+) -> Service:
+    """Loads the first of the configured models; blocks while it does.
+
+    `others` are servers that have claimed memory; `tell` is told what is being done. Raises ModelError, and
+    StartError for a model or a budget that this machine cannot hold.
+    """
     name = config.models[0]
     path = resolve(name)
-    loaded = load(path, model_id(name))
-    weights_bytes = _weights_bytes(loaded.model)
+    machine = read_machine(mx.device_info())
+    stored_bytes = weights.total_bytes(path)
+    _check_weights_fit(name, stored_bytes, largest_weights_bytes(machine))
+    others_bytes = sum(claim.memory_bytes for claim in others)
+    is_cpu = mx.default_device().type == mx.cpu
+    convertible_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * CONVERTED_SHARE) if is_cpu else 0
+    loaded = load(path, model_id(name), max_converted_bytes=convertible_bytes, tell=tell)
+    plan = _plan(config, machine, _weights_bytes(loaded.model), others_bytes)
+    _bound_pool(choose_pool_bytes(plan.budget_bytes))
+    served = _served_model(loaded, config)
+    return Service(
+        model=served,
+        engine=Engine.for_model(loaded, _engine_config(config, plan, served)),
+        num_parameters=int(get_total_parameters(loaded.model)),
+        memory=plan,
+        precision=loaded.precision,
+        stored_bytes=stored_bytes,
+        seconds_per_token=seconds_per_token(loaded.model, _active_share(loaded.config)) if is_cpu else None,
+        model_context_tokens=loaded.context_tokens,
+    )
+
+
+def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
+    """Raises StartError for weights that the machine cannot hold."""
+    if weights_bytes <= limit_bytes:
+        return
+    smaller = suggest_smaller(name, limit_bytes)
+    advice = f"; {smaller} would fit: mlx-serve pull {smaller}" if smaller is not None else ""
+    raise StartError(
+        f"the weights of {name} take {size_text(weights_bytes)}, and this machine has memory for "
+        f"{size_text(max(limit_bytes, 0))} of weights{advice}"
+    )
+
+
+def _plan(config: ServerConfig, machine: Machine, weights_bytes: int, others_bytes: int) -> MemoryPlan:
+    """Returns how the machine is shared out; raises StartError for more than it has."""
     budget_bytes = config.cache_memory_bytes
     if budget_bytes is None:
-        budget_bytes = choose_budget_bytes(read_machine(mx.device_info()), weights_bytes)
-    _bound_pool(choose_pool_bytes(budget_bytes))
-    served = _served_model(loaded, config)
-    engine_config = EngineConfig(
+        budget_bytes = choose_budget_bytes(machine, weights_bytes, others_bytes)
+    plan = MemoryPlan(machine.memory_bytes, weights_bytes, budget_bytes, others_bytes)
+    excess = find_excess(plan)
+    if excess is not None:
+        fits = size_text(choose_budget_bytes(machine, weights_bytes))
+        raise StartError(f"{excess}; {fits} is what --cache-memory would be by default")
+    return plan
+
+
+def _engine_config(config: ServerConfig, plan: MemoryPlan, served: ServedModel) -> EngineConfig:
+    return EngineConfig(
         max_slots=config.slots,
-        budget_bytes=budget_bytes,
+        budget_bytes=plan.budget_bytes,
         context_tokens=served.context_tokens,
         chunk_tokens=config.chunk_tokens,
         max_waiting=config.max_waiting,
@@ -63,14 +134,14 @@ def open_service(config: ServerConfig) -> Service:
         disk_bytes=config.cache_disk_bytes or 0,
         disk_write_bytes_per_day=config.cache_disk_write_bytes_per_day,
     )
-    return Service(
-        model=served,
-        engine=Engine.for_model(loaded, engine_config),
-        num_parameters=int(get_total_parameters(loaded.model)),
-        weights_bytes=weights_bytes,
-        budget_bytes=budget_bytes,
-        model_context_tokens=loaded.context_tokens,
-    )
+
+
+def _active_share(config: dict[str, Any]) -> float:
+    """Returns which part of the experts a token goes through; 1 where there are none, or nothing says so."""
+    found = {**config, **(config.get("text_config") or {})}
+    active = found.get("num_experts_per_tok")
+    experts = found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts")
+    return active / experts if isinstance(active, int) and isinstance(experts, int) else 1.0
 
 
 def _bound_pool(num_bytes: int) -> None:

@@ -35,6 +35,7 @@ from cache.disk.spans import FileLoader, FileSnapshot, FileSpan, FileState, Stor
 from cache.disk.tree import START, DiskTree
 from cache.disk.write_budget import WriteBudget
 from cache.disk.write_queue import WriteQueue
+from cache.errors import FolderUnusable
 from cache.layers.points import PointState
 from cache.layers.segments import Segment
 from cache.trie import Place, TokenArray
@@ -97,8 +98,8 @@ class DiskTier:
         `max_in_flight_bytes`, or one piece of state, wait in memory to be written, and as many are read ahead. `now`
         is the wall clock, `elapsed` one that never goes back.
 
-        Raises DiskInUse while another process has the folder, and FolderUnsafe if it is another user's or others
-        could write into it. If it cannot be used for any other reason, logs a warning and returns an empty tier.
+        Raises DiskInUse while another process has the folder, FolderUnsafe if it is another user's or others could
+        write into it, and FolderUnusable if it cannot be used for any other reason.
         """
         make = partial(
             cls,
@@ -113,10 +114,9 @@ class DiskTier:
             store = DiskStore.open(files or FileSystem(), folder, fingerprint)
             return _attached(make, store)
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
-            logger.warning("cache folder %s cannot be used, nothing is kept on disk: %s", folder, error)
             if store is not None:
                 store.close()
-            return make(None)
+            raise FolderUnusable(folder, error) from error
 
     def _attach(self, store: DiskStore) -> None:
         self._tree.attach(store.rows(), store.hasher, lambda row: _file_of(row, self._reader))

@@ -1,4 +1,4 @@
-"""The command line: `mlx-serve serve`, `run`, `list`, `pull` and `doctor`.
+"""The command line: `mlx-serve serve`, `run`, `list`, `pull`, `doctor` and `cache`.
 
 The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
 What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -11,17 +11,21 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import Field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from cache.errors import FolderUnsafe
-from models.errors import ModelError
+from cache.errors import FolderError
+from models.errors import ModelError, reason
+from models.fast_blas import load_fast_blas
 from models.names import resolve
+from server.cli.interrupts import interruptible
 from server.config import GIGABYTE, ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 
@@ -34,6 +38,8 @@ app = typer.Typer(
 )
 
 MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a short name such as qwen3:0.6b."
+
+KEY_VARIABLE = "MLX_SERVE_API_KEY"
 
 _UNIT_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "ki": 2**10,
@@ -63,7 +69,7 @@ def execute(arguments: Sequence[str]) -> int:
         return _tell(_usage_message(error), error.exit_code)
     except ConfigError as error:
         return _tell(str(error), 2)
-    except (ModelError, StartError, DoctorError, FolderUnsafe) as error:
+    except (ModelError, StartError, DoctorError, FolderError) as error:
         return _tell(str(error), 1)
 
 
@@ -107,13 +113,14 @@ def _root(
 
 def _serve(**given: Any) -> None:
     """Serve a model over HTTP, with an OpenAI-compatible API."""
-    config = config_from(given)
+    config = config_from(given, os.environ)
     if len(config.models) > 1:
         raise ConfigError(f"{len(config.models)} models were named; one model at a time for now")
     with _loading(config.models[0]):
+        fast_blas = load_fast_blas()
         from server.cli.serve import serve
 
-    raise typer.Exit(serve(config))
+    raise typer.Exit(serve(config, runtime_folder(os.environ, tempfile.gettempdir()), fast_blas))
 
 
 @app.command()
@@ -128,6 +135,7 @@ def run(
     """Chat with a model in the terminal."""
     config = config_from({"models": [model], "context_tokens": context, "cache_memory_bytes": cache_memory})
     with _loading(config.models[0]):
+        load_fast_blas()
         from server.cli.chat import chat
 
     raise typer.Exit(chat(config, system))
@@ -183,16 +191,71 @@ def doctor(
         examine_file(Path(file), speed)
 
 
-def config_from(given: dict[str, Any]) -> ServerConfig:
+cache_app = typer.Typer(help="Manage what --cache-disk keeps of conversations.", invoke_without_command=True)
+app.add_typer(cache_app, name="cache")
+
+_CACHE_DIR = ServerConfig.cache_dir
+_CacheDir = Annotated[
+    str, typer.Option(metavar="TEXT", help=f"The folder that servers were given. Default: {_CACHE_DIR}.")
+]
+
+
+@cache_app.callback()
+def _cache(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@cache_app.command("list")
+def list_cache(
+    cache_dir: _CacheDir = _CACHE_DIR,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List each model's folder, its size, and whether a server has it open."""
+    from server.cli.cache import show
+
+    show(cache_dir, as_json=as_json)
+
+
+@cache_app.command("rm")
+def remove_cache(
+    folders: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` shows it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove every folder.")] = False,
+    cache_dir: _CacheDir = _CACHE_DIR,
+) -> None:
+    """Remove the conversations of a model from the disk."""
+    from server.cli.cache import remove_folders
+
+    if bool(folders) == everything:
+        raise ConfigError("give the folders to remove, or --all")
+    remove_folders(folders or [], cache_dir, everything=everything)
+
+
+def config_from(given: dict[str, Any], environment: Mapping[str, str] = MappingProxyType({})) -> ServerConfig:
     """Returns the checked settings for what was given, by field name; None means not given. Raises ConfigError."""
     settings = {setting.name: setting for setting in fields(ServerConfig)}
     values = {name: _value(settings[name], value) for name, value in given.items() if value not in (None, [], ())}
+    values |= _key_from_elsewhere(values, environment)
     config = ServerConfig(**values)
     try:
         config.check()
     except ConfigError as error:
         raise ConfigError(_with_flag(str(error), settings)) from error
     return config
+
+
+def _key_from_elsewhere(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the API key of a file or, where nothing is said on the command line, of the environment."""
+    file = values.get("api_key_file")
+    if file is None:
+        key = environment.get(KEY_VARIABLE, "") if "api_key" not in values else ""
+        return {"api_key": key} if key else {}
+    if "api_key" in values:
+        raise ConfigError("give --api-key or --api-key-file, not both")
+    try:
+        return {"api_key": Path(file).expanduser().read_text(encoding="utf-8").strip()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {file} cannot be read: {reason(error)}") from error
 
 
 def _value(setting: "Field[Any]", value: Any) -> Any:
@@ -205,6 +268,12 @@ def _value(setting: "Field[Any]", value: Any) -> Any:
         # A switch is given to get what is not the default.
         return not setting.default
     return tuple(value) if isinstance(value, list) else value
+
+
+def runtime_folder(environment: Mapping[str, str], temporary: str) -> Path:
+    """Returns this user's folder for what running servers tell each other; it need not exist."""
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "mlx-serve" if runtime else Path(temporary) / f"mlx-serve-{os.geteuid()}"
 
 
 def _with_flag(message: str, settings: "dict[str, Field[Any]]") -> str:
@@ -283,7 +352,9 @@ def _loading(model: str) -> Iterator[None]:
     # A name that stands for nothing is told at once.
     resolve(model)
     console = Console()
-    with console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
+    with interruptible(), console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
+        # Ctrl-C would leave the terminal without one.
+        console.show_cursor(True)
         yield
 
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from models.names import installed
+from server.sizes import size_text
 
 
 def show_installed() -> None:
@@ -44,14 +45,6 @@ def pull_with_progress(name: str) -> None:
         folder = pull(name, lambda done, total: progress.update(task, completed=done, total=total))
     console.print(f"{name} is here: {folder}", soft_wrap=True)
     console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
-
-
-def size_text(num_bytes: int) -> str:
-    """Returns a size as people read it, such as `3.4 GB`; a GB is 10^9 bytes."""
-    for unit, bytes_per_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if num_bytes >= bytes_per_unit:
-            return f"{num_bytes / bytes_per_unit:.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def _progress(console: Console) -> Progress:

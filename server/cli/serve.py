@@ -10,28 +10,33 @@ import asyncio
 import contextlib
 import errno
 import gc
-import json
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import uvicorn
 from rich.console import Console
 from rich.markup import escape
 from starlette.applications import Starlette
 
+from cache.errors import FolderUnusable
+from server import claims
 from server.app import create_app, start_draining
-from server.cli.models import size_text
-from server.config import ServerConfig
+from server.claims import Claim, OwnClaim
+from server.cli.addresses import is_for_this_machine, urls
+from server.cli.interrupts import interruptible
+from server.cli.start_report import Surroundings, example_call, facts, slowness
+from server.config import ConfigError, ServerConfig
 from server.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.engine.engine import Engine
 from server.errors import StartError
 from server.log import configure_logging
-from server.service import Service, open_service
+from server.service import Service, model_id, open_service
 
 logger = logging.getLogger(__name__)
 
@@ -43,26 +48,103 @@ KERNEL_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 
-def serve(config: ServerConfig) -> int:
-    """Serves until asked to stop and returns the exit status. Raises StartError and ModelError."""
+def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
+    """Serves until asked to stop and returns the exit status.
+
+    `runtime` is the folder in which this user's servers tell each other what they take; `fast_blas` is the library
+    that was loaded to multiply matrices. Raises ConfigError, StartError, ModelError and FolderError.
+    """
     configure_logging(config.log_level)
     signal.signal(signal.SIGTERM, _exit_before_start)
     console = Console(highlight=False, soft_wrap=True)
-    with contextlib.closing(bind(config.host, config.port)) as listener:
-        service = _open(config, console)
-        # What has been loaded stays: looking through it for garbage would stop all threads for a tenth of a second.
-        gc.collect()
-        gc.freeze()
-        sys.setswitchinterval(SWITCH_SECONDS)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
+        address, port = listener.getsockname()[:2]
+        _check_exposure(config, address)
+        _check_cache_dir(config)
         max_connections = find_max_connections()
-        service.engine.start()
+        claim, others = _claim(runtime, stack)
+        around = Surroundings(others, fast_blas, urls(address, port))
+        service = _start(config, console, around, claim)
         try:
-            return asyncio.run(_serve(service, config, listener, console, max_connections))
+            on_listening = partial(show_banner, console, service, config, around)
+            return asyncio.run(_serve(service, config, listener, max_connections, on_listening))
         finally:
             # It ends in a moment anyway, and a signal now would only change the exit status.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             service.engine.stop()
+
+
+def _check_exposure(config: ServerConfig, address: str) -> None:
+    """Raises ConfigError where other machines could use the server without a key, unless that was asked for."""
+    if config.api_key is None and not config.insecure_no_key and not is_for_this_machine(address):
+        raise ConfigError(
+            f"other machines can reach {config.host}, and without a key anyone there could use this server: give "
+            "--api-key-file FILE, or --insecure-no-key if that is meant"
+        )
+
+
+def _check_cache_dir(config: ServerConfig) -> None:
+    """Raises FolderUnusable before a model is loaded for a folder that cannot be made or written to."""
+    if config.cache_disk_bytes is None:
+        return
+    folder = Path(config.cache_dir).expanduser()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderUnusable(folder, error) from error
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise FolderUnusable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
+def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None, list[Claim]]:
+    """Returns this server's claim, given up at the end, and those of servers that run already."""
+    try:
+        own, others = claims.take(runtime, Claim(os.getpid(), "", 0, ""))
+    except OSError as error:
+        logger.warning("other servers on this machine are not seen: %s", error)
+        return None, []
+    stack.callback(own.close)
+    return own, others
+
+
+def _start(config: ServerConfig, console: Console, around: Surroundings, claim: OwnClaim | None) -> Service:
+    """Returns the service with its engine running."""
+    with interruptible(), _progress(console, model_id(config.models[0])) as tell:
+        service = open_service(config, around.others, tell)
+        if claim is not None:
+            taken_bytes = service.memory.weights_bytes + service.memory.budget_bytes
+            claim.tell(Claim(os.getpid(), service.model.id, taken_bytes, around.urls[0]))
+        warning = slowness(service)
+        if warning is not None:
+            console.print(warning, markup=False)
+        tell("trying it out")
+        # What has been loaded stays: looking through it for garbage would stop all threads for a tenth of a second.
+        gc.collect()
+        gc.freeze()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        service.engine.start()
+    return service
+
+
+@contextlib.contextmanager
+def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]:
+    """Gives a function that shows what is being done, in place of what was done before; on a terminal only."""
+    if not (console.is_terminal and sys.stderr.isatty()):
+        yield lambda step: logger.debug("%s: %s", model, step)
+        return
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    with console.status(f"Loading {escape(model)} …") as status:
+        # Whoever ends the process now would leave the terminal without one.
+        console.show_cursor(True)
+        # While the line is there, what goes to standard error is written above it.
+        streams = [handler.setStream(sys.stderr) for handler in handlers]
+        try:
+            yield lambda step: status.update(f"Loading {escape(model)}: {escape(step)} …")
+        finally:
+            for handler, stream in zip(handlers, streams, strict=True):
+                handler.setStream(stream or sys.__stderr__)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -91,17 +173,16 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
     return StartError(f"cannot listen on {host}, port {port}: {error.strerror}")
 
 
-def _open(config: ServerConfig, console: Console) -> Service:
-    with console.status(f"Loading {config.models[0]} …") if console.is_terminal else contextlib.nullcontext():
-        return open_service(config)
-
-
 async def _serve(
-    service: Service, config: ServerConfig, listener: socket.socket, console: Console, max_connections: int
+    service: Service,
+    config: ServerConfig,
+    listener: socket.socket,
+    max_connections: int,
+    on_listening: Callable[[], None],
 ) -> int:
     app = create_app(service.engine, service.model, config)
     limits = Limits(config.client_seconds, max_connections)
-    server = _Server(app, limits, lambda: show_banner(console, service, config, listener))
+    server = _Server(app, limits, on_listening)
     stopper = _Stopper(server, service.engine, app, config.drain_seconds)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -179,54 +260,9 @@ def _exit_before_start(_signal: int, _frame: object) -> None:
     os._exit(0)
 
 
-def show_banner(console: Console, service: Service, config: ServerConfig, listener: socket.socket) -> None:
+def show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:
     """Prints what is served, within which limits, where, and how to ask it."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://{_url_host(host)}:{port}"
-    for label, text in _facts(service, config, url):
+    for label, text in facts(service, config, around):
         console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
-    example = example_call(url, service.model.id, config.api_key is not None)
+    example = example_call(around.urls[0], service.model.id, config.api_key is not None)
     console.print(f"\nTry it:\n{example}\n\nCtrl-C stops the server.\n", markup=False)
-
-
-def _facts(service: Service, config: ServerConfig, url: str) -> Iterator[tuple[str, str]]:
-    model = service.model
-    yield "model", f"{model.id}, {count_text(service.num_parameters)} parameters, {size_text(service.weights_bytes)}"
-    limit = "" if model.context_tokens < service.model_context_tokens else " (the model's limit)"
-    yield "context", f"{model.context_tokens} tokens{limit}"
-    source = "chosen with --cache-memory" if config.cache_memory_bytes else "set another with --cache-memory"
-    yield "memory", f"{size_text(service.budget_bytes)} for the state of past tokens ({source})"
-    if config.cache_disk_bytes is not None:
-        per_day = config.cache_disk_write_bytes_per_day
-        limit = f", at most {size_text(per_day)} written a day" if per_day is not None else ""
-        is_kept = service.engine.stats().cache.keeps_on_disk
-        size = size_text(config.cache_disk_bytes)
-        kept, dropped = (
-            f"{size} in {config.cache_dir}{limit}",
-            f"nothing, for the reason above, in {config.cache_dir}",
-        )
-        yield "disk", kept if is_kept else dropped
-    yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
-    yield "address", f"{url}/v1"
-
-
-def _url_host(host: str) -> str:
-    """Returns a host that a client on this machine can use."""
-    if host in ("0.0.0.0", "::"):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
-
-
-def example_call(url: str, model: str, needs_key: bool) -> str:
-    """Returns a command for the shell that asks the server something."""
-    key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
-    return f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
-
-
-def count_text(number: int) -> str:
-    """Returns a count as people read it, such as `1.7 million`."""
-    for word, unit in (("billion", 10**9), ("million", 10**6)):
-        if number >= unit:
-            return f"{number / unit:.1f} {word}"
-    return f"{number}"

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from cache.disk import model_folders
 from cache.disk.tier import DiskTier
-from cache.errors import DiskInUse
 from cache.prefix_cache import PrefixCache
 from models.inference.runner import Runner
 from models.loader import LoadedModel
@@ -262,18 +262,14 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     if config.disk_folder is None:
         return None
-    try:
-        return DiskTier.open(
-            # One folder for each model: what older versions of the libraries left there is found, and removed.
-            config.disk_folder / loaded.fingerprint[:16],
-            budget_bytes=config.disk_bytes,
-            write_budget_bytes_per_day=config.disk_write_bytes_per_day,
-            fingerprint=loaded.state_fingerprint,
-            max_in_flight_bytes=_in_flight_bytes(config),
-        )
-    except DiskInUse as error:
-        logger.warning("%s; this one keeps nothing on disk", error)
-        return None
+    return DiskTier.open(
+        # One folder for each model: what older versions of the libraries left there is found, and removed.
+        model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint),
+        budget_bytes=config.disk_bytes,
+        write_budget_bytes_per_day=config.disk_write_bytes_per_day,
+        fingerprint=loaded.state_fingerprint,
+        max_in_flight_bytes=_in_flight_bytes(config),
+    )
 
 
 def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> None:

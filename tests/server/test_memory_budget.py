@@ -7,8 +7,11 @@ import pytest
 from server.memory_budget import (
     SMALLEST_BUDGET_BYTES,
     Machine,
+    MemoryPlan,
     choose_budget_bytes,
     choose_pool_bytes,
+    find_excess,
+    largest_weights_bytes,
     read_machine,
 )
 
@@ -57,3 +60,20 @@ def test_freed_buffers_have_a_sixteenth_of_the_budget_within_bounds() -> None:
     assert choose_pool_bytes(GIB) == GIB // 8
     assert choose_pool_bytes(256 << 20) == 128 << 20
     assert choose_pool_bytes(100 * GIB) == GIB
+
+
+def test_weights_may_take_what_metal_recommends_or_the_machine_has() -> None:
+    assert largest_weights_bytes(Machine(16 * GIB)) == int(16 * GIB * 0.9) - SMALLEST_BUDGET_BYTES
+    assert largest_weights_bytes(Machine(16 * GIB, 10 * GIB)) == int(10 * GIB * 0.9) - SMALLEST_BUDGET_BYTES
+
+
+def test_others_leave_less() -> None:
+    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, 5 * GIB) == 3 * GIB
+    assert choose_budget_bytes(Machine(16 * GIB), 4 * GIB, 50 * GIB) == SMALLEST_BUDGET_BYTES
+
+
+def test_a_plan_fits_the_machine_or_says_why_not() -> None:
+    assert find_excess(MemoryPlan(16 * GIB, 4 * GIB, 12 * GIB, 10 * GIB)) is None
+    assert MemoryPlan(16 * GIB, 4 * GIB, 12 * GIB, 10 * GIB).rest_bytes == -10 * GIB
+    found = find_excess(MemoryPlan(16 * 10**9, 4 * 10**9, 13 * 10**9, 0))
+    assert found == "13.0 GB of cache memory and 4.0 GB of weights are more than the 16.0 GB of this machine"

@@ -15,7 +15,7 @@ import pytest
 
 from cache.disk.spans import FileSnapshot, FileSpan
 from cache.disk.tier import DiskTier
-from cache.errors import DiskFault
+from cache.errors import DiskFault, FolderUnusable
 from tests.support import disk_driver
 from tests.support.disk_driver import (
     CountingFiles,
@@ -71,7 +71,10 @@ def assert_right_or_gone(tier: DiskTier) -> int:
 
 def use(folder: Path, files: CountingFiles) -> None:
     """Does everything a server does with a tier, in a folder that holds something already."""
-    tier = open_tier(folder, files=files)
+    try:
+        tier = open_tier(folder, files=files)
+    except FolderUnusable:
+        return
     for number, tokens in enumerate((*TOKENS, tokens_of(range(100, 140)))):
         span, snapshot = write(tier, tokens), snap(tier, tokens)
         tier.prefetch(item for item in (span, snapshot) if item is not None)

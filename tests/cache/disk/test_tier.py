@@ -14,7 +14,7 @@ from cache.disk.spans import FileSnapshot, FileSpan
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START
 from cache.disk.write_queue import RETRY_SECONDS
-from cache.errors import DiskFault, DiskInUse
+from cache.errors import DiskFault, DiskInUse, FolderUnusable
 from cache.layers.points import PointState
 from cache.trie import TokenArray, common_prefix_length
 from tests.support import disk_driver
@@ -625,16 +625,10 @@ def test_writing_goes_on_some_time_after_a_failure(tmp_path: Path, caplog: pytes
     tier.close()
 
 
-def test_an_unusable_folder_means_a_tier_without_content(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unusable_folder_is_told_and_not_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    tier = open_tier(tmp_path / "file" / "cache")
-    assert write(tier, FIRST) is None and snap(tier, FIRST) is None
-    assert find_span(tier, FIRST) is None and entries(tier) == []
-    touch(tier, FIRST)
-    tier.clear()
-    assert tier.prefetch([]).is_done and tier.num_gone == 0 and tier.flush(1)
-    tier.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(FolderUnusable, match=r"file/cache cannot be used: not a directory"):
+        open_tier(tmp_path / "file" / "cache")
 
 
 def test_nothing_to_keep_is_no_snapshot(tier: DiskTier) -> None:

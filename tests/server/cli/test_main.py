@@ -30,7 +30,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     status, output, errors = run(capsys)
     assert (status, errors) == (0, "")
-    for command in ("serve", "run", "list", "pull", "doctor"):
+    for command in ("serve", "run", "list", "pull", "doctor", "cache"):
         assert re.search(rf"^  {command} +\S", output, re.MULTILINE)
 
 
@@ -61,7 +61,8 @@ def test_the_docs_have_one_row_per_setting() -> None:
     expected = {}
     for setting in fields(ServerConfig):
         value: Any = setting.default
-        default = "" if value in (None, True, ()) else value[0] if isinstance(value, tuple) else value
+        is_shown = value not in (None, ()) and not isinstance(value, bool)
+        default = (value[0] if isinstance(value, tuple) else value) if is_shown else ""
         if value and setting.metadata["unit"] == "bytes":
             default = f"{value // 2**20}MiB"
         if setting.metadata["unit"] == "bytes/day":
@@ -187,7 +188,15 @@ def test_what_is_no_size(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["['serve', '--help']", "['--version']", "['list']", "['pull']", "['doctor', '--file', 'none']"]
+    "arguments",
+    [
+        "['serve', '--help']",
+        "['--version']",
+        "['list']",
+        "['pull']",
+        "['cache', 'list']",
+        "['doctor', '--file', 'none']",
+    ],
 )
 def test_quick_commands_do_not_load_what_is_slow(arguments: str, tmp_path: Path) -> None:
     code = f"""

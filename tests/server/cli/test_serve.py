@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import ipaddress
 import json
 import logging
 import os
@@ -12,25 +13,32 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import mlx.core as mx
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from server.cli.serve import _Stopper, bind, count_text, example_call
+from server.claims import Claim, running
+from server.cli.addresses import is_for_this_machine, urls
+from server.cli.main import KEY_VARIABLE
+from server.cli.serve import _Stopper, bind
+from server.cli.start_report import count_text, example_call
 from server.config import ServerConfig
 from server.errors import StartError
+from server.memory_budget import Machine
 from server.service import _bound_pool, model_id, open_service, read_sampling
 from tests.support.tiny_models import write
 
 JSON = {"Content-Type": "application/json"}
-
+GB = 10**9
 COMMAND = [sys.executable, "-c", "from server.cli.main import main; main()", "serve"]
 DEADLINE_SECONDS = 120.0
 
@@ -38,13 +46,25 @@ DEADLINE_SECONDS = 120.0
 class Process:
     """A server process, its output so far, and the address that it reported."""
 
-    def __init__(self, *arguments: str, limits: Mapping[int, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        limits: Mapping[int, int] = MappingProxyType({}),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         def limit() -> None:
             for name, value in limits.items():
                 resource.setrlimit(name, (value, value))
 
+        self._runtime = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=limit
+            [*COMMAND, *arguments],
+            # What other servers on this machine have claimed is not for a test to see.
+            env={**os.environ, "XDG_RUNTIME_DIR": self._runtime.name, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=limit,
         )
         self.output = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -76,6 +96,7 @@ class Process:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(DEADLINE_SECONDS)
+        self._runtime.cleanup()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -189,15 +210,25 @@ def test_what_does_not_finish_in_time_is_told_so(folder: Path) -> None:
         assert "Traceback" not in server.output
 
 
-def test_the_report_says_whether_anything_is_kept_on_disk(folder: Path, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_used_ends_the_start_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     with serving(folder, "--cache-disk", "8MB", "--cache-dir", str(tmp_path / "file")) as server:
-        server.wait_for("Try it:")
-        assert "cannot be used" in server.output
-        assert f"disk      nothing, for the reason above, in {tmp_path / 'file'}\n" in server.output
-    with serving(folder, "--cache-disk", "8MB", "--cache-dir", str(tmp_path / "new")) as server:
+        assert server.wait() == 1
+        assert server.output == f"mlx-serve: the cache folder {tmp_path / 'file'} cannot be used: file exists\n"
+
+
+def test_the_cache_folder_has_the_models_name_and_one_server_at_a_time(folder: Path, tmp_path: Path) -> None:
+    arguments = ("--cache-disk", "8MB", "--cache-dir", str(tmp_path / "new"))
+    with serving(folder, *arguments) as server:
         server.wait_for("Try it:")
         assert f"disk      8.0 MB in {tmp_path / 'new'}, at most 100.0 GB written a day\n" in server.output
+        assert [path.name[:-16] for path in (tmp_path / "new").iterdir()] == ["tiny-"]
+        with serving(folder, *arguments) as second:
+            assert second.wait() == 1
+            assert "is in use by another process" in second.output.splitlines()[-1]
+            assert "Try it:" not in second.output and "Traceback" not in second.output
 
 
 def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
@@ -244,6 +275,73 @@ def test_a_key_is_asked_for_and_not_shown(folder: Path) -> None:
         assert "Bearer YOUR_KEY" in server.output
 
 
+def test_a_key_comes_from_a_file_or_the_environment(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("geheim\n")
+    for arguments, environment in ((("--api-key-file", str(tmp_path / "key")), {}), ((), {KEY_VARIABLE: "geheim"})):
+        with serving(folder, *arguments, environment=environment) as server:
+            assert get(server.port, "/v1/models")[0] == 401
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_SECONDS)
+            connection.request("GET", "/v1/models", headers={"Authorization": "Bearer geheim"})
+            assert connection.getresponse().status == 200
+            connection.close()
+            assert "geheim" not in server.output
+
+
+def test_an_address_that_others_reach_needs_a_key(folder: Path) -> None:
+    with serving(folder, "--host", "0.0.0.0") as server:
+        assert server.wait() == 2
+        assert "--insecure-no-key" in server.output and "Try it:" not in server.output
+    with serving(folder, "--host", "0.0.0.0", "--insecure-no-key") as server:
+        assert get(server.port, "/health")[0] == 200
+        assert "key       none: anyone" in server.output
+        others = re.findall(r"^ {10}(http://\S+)/v1 from other machines$", server.output, re.MULTILINE)
+        assert not any(ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback for url in others)
+        assert all(urlsplit(url).port == server.port for url in others)
+
+
+@pytest.mark.parametrize(
+    ("address", "is_ours"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.0.2.7", False),
+    ],
+)
+def test_only_the_loopback_is_for_this_machine_alone(address: str, is_ours: bool) -> None:
+    assert is_for_this_machine(address) == is_ours
+    host = f"[{address}]" if ":" in address else address
+    first = urls(address, 80)[0]
+    assert first == ("http://127.0.0.1:80" if address in ("0.0.0.0", "::") else f"http://{host}:80")
+
+
+def test_two_servers_see_what_the_other_has_claimed(folder: Path, tmp_path: Path) -> None:
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with serving(folder, "--cache-memory", "3GB", environment=environment) as first:
+        url = f"http://127.0.0.1:{first.port}"
+        claim = running(tmp_path / "mlx-serve")[0]
+        assert (claim.model, claim.url) == ("tiny", url) and 3 * 10**9 < claim.memory_bytes < 3.1 * 10**9
+        assert "beside" not in first.output
+        with serving(folder, environment=environment) as second:
+            second.wait_for("Try it:")
+            assert f"beside    3.0 GB are claimed by tiny, process {claim.pid}" in second.output
+            assert "what others leave" in second.output
+        first.signal(signal.SIGKILL)
+        first.wait()
+    assert running(tmp_path / "mlx-serve") == []
+
+
+@pytest.mark.parametrize("moment", ["", "weights", "trying"])
+def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path) -> None:
+    with serving(folder, "--log-level", "debug") as server:
+        server.wait_for(moment)
+        server.signal(signal.SIGINT)
+        assert server.wait() in (130, -signal.SIGINT)
+        assert "Traceback" not in server.output
+
+
 def test_a_taken_port_is_told_before_the_model_is_loaded(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -286,6 +384,31 @@ def test_the_example_is_a_call_that_a_shell_understands() -> None:
     words = subprocess.run(["sh", "-c", call.replace("curl", "printf '%s\\n'", 1)], capture_output=True, check=True)
     body = words.stdout.decode().splitlines()[-1]
     assert json.loads(body)["model"] == "org/it's"
+
+
+def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.service.weights.total_bytes", lambda path: 200 * GB)
+    monkeypatch.setattr("server.service.read_machine", lambda info: Machine(8 * GB))
+    monkeypatch.setattr("server.service.resolve", lambda name: folder)
+    with pytest.raises(StartError, match=r"take 200.0 GB, .* memory for 6.9 GB of weights; qwen3:8b would fit"):
+        open_service(ServerConfig(models=("qwen3:30b",)))
+
+
+def test_a_budget_beyond_the_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.service.read_machine", lambda info: Machine(8 * GB))
+    with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; 6.0 GB is"):
+        open_service(ServerConfig(models=(str(folder),), cache_memory_bytes=8 * GB))
+
+
+def test_the_budget_leaves_what_others_have_claimed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.service.read_machine", lambda info: Machine(8 * GB))
+    config = ServerConfig(models=(str(folder),))
+    alone = open_service(config).memory
+    beside = open_service(config, [Claim(1, "a", 2 * GB, ""), Claim(2, "b", GB, "")]).memory
+    assert alone.budget_bytes - beside.budget_bytes == 3 * GB
+    assert alone.rest_bytes == beside.rest_bytes == 2 * GB
 
 
 @pytest.mark.parametrize(

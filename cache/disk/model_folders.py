@@ -1,0 +1,110 @@
+"""The folders of a cache directory, one for each model: what they are called, what they take, and removing them.
+
+A folder is called `NAME-FINGERPRINT`. The name is for people; the fingerprint says whose state it is, so a model that
+is called by another name finds its folder again. Only files that the disk tier wrote are ever removed.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache.errors import DiskInUse
+
+FINGERPRINT_DIGITS = 16
+LONGEST_NAME = 80
+LOCK = "lock"
+"""The file that `cache.disk.folder` locks."""
+_FOLDER = re.compile(rf"(?:(?P<name>.+)-)?(?P<fingerprint>[0-9a-f]{{{FINGERPRINT_DIGITS}}})")
+_OURS = re.compile(r"lock|secret|index\.sqlite3?.*|[0-9a-f]{32}\.safetensors(\.tmp)?")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """One model's folder."""
+
+    path: Path
+    model: str
+    """The name under which the model was served first, with `-` for what no file name should hold; maybe empty."""
+    num_bytes: int
+    last_used: float
+    """Seconds since 1970; 0 if nothing was ever written."""
+    is_in_use: bool
+    """Whether a server has it open now."""
+
+
+def place(parent: Path, model: str, fingerprint: str) -> Path:
+    """Returns the folder of a model in `parent`: the one that is there, or else the one to make.
+
+    A folder that an older version named by the fingerprint alone gets its name.
+    """
+    digits = fingerprint[:FINGERPRINT_DIGITS]
+    wanted = parent / f"{_file_name(model)}-{digits}"
+    with contextlib.suppress(OSError):
+        found = next((path for path in _folders(parent) if path.name.endswith(digits)), wanted)
+        return found.rename(wanted) if found.name == digits else found
+    return wanted
+
+
+def find_all(parent: Path) -> list[ModelFolder]:
+    """Returns the models' folders in `parent` by name; none if it does not exist. Raises OSError."""
+    return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []
+
+
+def remove(folder: ModelFolder) -> bool:
+    """Deletes what the disk tier wrote; returns False if files of others stay, and the folder with them.
+
+    Raises DiskInUse while a server has the folder open, and OSError.
+    """
+    with _locked(folder.path):
+        # The lock goes last: until then no server can open what is half removed.
+        for path in sorted(folder.path.iterdir(), key=lambda path: path.name == LOCK):
+            if _OURS.fullmatch(path.name):
+                path.unlink()
+    if any(folder.path.iterdir()):
+        return False
+    folder.path.rmdir()
+    return True
+
+
+def _folders(parent: Path) -> Iterator[Path]:
+    return (path for path in parent.iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir())
+
+
+def _describe(path: Path) -> ModelFolder:
+    match = _FOLDER.fullmatch(path.name)
+    assert match is not None
+    written = [file for file in path.iterdir() if _OURS.fullmatch(file.name) and file.name not in (LOCK, "secret")]
+    stats = [file.stat() for file in written if file.is_file()]
+    num_bytes, last_used = sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=0.0)
+    return ModelFolder(path, match["name"] or "", num_bytes, last_used, _is_in_use(path))
+
+
+def _is_in_use(path: Path) -> bool:
+    if not (path / LOCK).exists():
+        return False
+    try:
+        with _locked(path):
+            return False
+    except DiskInUse:
+        return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock that a server holds while it has a folder open; raises DiskInUse."""
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise DiskInUse(folder) from error
+    finally:
+        os.close(descriptor)
+
+
+def _file_name(model: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._@+]+", "-", model).strip("-.")[:LONGEST_NAME] or "model"
