@@ -135,8 +135,8 @@ def test_of_small_files_no_more_go_at_once_than_a_few(small_files: DiskTier) -> 
     assert sum(file.num_bytes for file in many) >= used // 2
 
 
-def test_entries_of_files_that_are_gone_do_not_pile_up() -> None:
-    order, tier = LruOrder(), open_tier(Path("/dev/null/none"))
+def test_entries_of_files_that_are_gone_do_not_pile_up(tmp_path: Path) -> None:
+    order, tier = LruOrder(), open_tier(tmp_path / "cache")
     loader = tier._reader
     for number in range(5 * MIN_GARBAGE):
         file = StoredFile(loader, "", 0, 1, 1, last_used=number)
