@@ -278,6 +278,20 @@ class SmallDevice(FakeRunner):
         return step
 
 
+@pytest.mark.parametrize("layout", ["T", "W", "R", "WR"])
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(40, 30), (100, 300), (200, 600)])
+def test_an_answer_that_was_estimated_to_fit_is_not_cut_short(
+    layout: str, num_prompt: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though an allocator hands out larger buffers than it is asked for, and what was measured exceeds the budget."""
+    live_bytes = Layout.live_bytes
+    monkeypatch.setattr(Layout, "live_bytes", lambda layout, caches: live_bytes(layout, caches) + 8192)
+    harness = Tight(num_prompt + max_tokens, layout)
+    sink = harness.submit(prompt_of(1, num_prompt), max_tokens=max_tokens, ignore_eos=True)
+    harness.run()
+    assert len(sink.tokens) == max_tokens
+
+
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_rows_that_the_device_cannot_hold_together_are_not_tried_together_again(overlaps: bool) -> None:
     """They failed with every token or two, and all of their prompts were evaluated again each time."""
