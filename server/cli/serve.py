@@ -42,7 +42,7 @@ KERNEL_BACKLOG = 2048
 
 def serve(config: ServerConfig) -> int:
     """Serves until asked to stop and returns the exit status. Raises StartError and ModelError."""
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, config.log_format)
     signal.signal(signal.SIGTERM, _exit_before_start)
     console = Console(highlight=False, soft_wrap=True)
     with contextlib.closing(bind(config.host, config.port)) as listener:
