@@ -134,16 +134,23 @@ def run(
 
 
 @app.command("list")
-def list_models() -> None:
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
     """List the models on this machine."""
     from server.cli.models import show_installed
 
-    show_installed()
+    show_installed(as_json=as_json)
 
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(metavar="org/name[@revision]", help="Or a short name such as qwen3:0.6b.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="org/name[@revision]", help="Or its address on the hub, or a short name such as qwen3:0.6b."
+        ),
+    ],
 ) -> None:
     """Download a model into the Hugging Face cache, or resume doing so."""
     from server.cli.models import pull_with_progress
