@@ -105,7 +105,6 @@ def one_line(errors: str) -> str:
         ("serve --drain nan", "--drain"),
         ("serve demo org/other", "one model at a time for now"),
         ("run --context 3", "--context is 3"),
-        ("run a b", "b"),
         ("pull", "org/name"),
         ("pull a/b c/d", "c/d"),
     ],
