@@ -46,6 +46,7 @@ from models.names import (
     cache_folder,
     parse_repository,
     resolve,
+    suggest,
 )
 
 Report: TypeAlias = Callable[[int, int], None]
@@ -106,9 +107,7 @@ def pull(name: str, report: Report = lambda done, total: None) -> Path:
         return resolve(DEMO)
     repository = parse_repository(name)
     if repository is None:
-        raise ModelNotFound(
-            f"{name!r} is no repository; give org/name, org/name@revision or a short name such as qwen3:4b"
-        )
+        raise ModelNotFound(f"{name!r} is no repository org/name: {suggest(name)}")
     with _explained(repository):
         download = _plan(repository)
         _require_weights(download)

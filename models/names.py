@@ -1,7 +1,8 @@
 """What a MODEL name stands for on this machine. Never touches the network.
 
 A name is `demo` (the model that comes with the project), a folder, a short name such as `qwen3:0.6b`, or a
-Hugging Face repository `org/name[@revision]` that is in the local cache. `models.hub` brings repositories there.
+Hugging Face repository that is in the local cache, as `org/name[@revision]` or by its address on the hub.
+`models.hub` brings repositories there.
 """
 
 import difflib
@@ -9,6 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 from models.errors import ModelBroken, ModelNotFound, reason
 
@@ -41,6 +43,13 @@ IGNORED_PATTERNS = ["*/*"]
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.)){_PART}/{_PART}(?:@[A-Za-z0-9][A-Za-z0-9_./+-]*)?")
 
+_ADDRESS = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/(?P<revision>refs/[^/?#]+/[^/?#]+|[^/?#]+)[^?#]*)?/?(?:[?#].*)?",
+    re.IGNORECASE,
+)
+"""A page of a repository as a browser shows it, or the short form of its address."""
+
 
 @dataclass(frozen=True)
 class RepositoryName:
@@ -66,9 +75,17 @@ class InstalledModel:
     short_name: str = ""
 
 
+def shorten(name: str) -> str:
+    """Returns `org/name[@revision]` for a repository's address on the hub; any other name as it is."""
+    address = _ADDRESS.fullmatch(name.strip())
+    if address is None:
+        return name
+    return str(RepositoryName(unquote(address["repository"]), unquote(address["revision"] or "main")))
+
+
 def parse_repository(name: str) -> RepositoryName | None:
-    """Returns the repository that `name` stands for, short names included; None if it can be none."""
-    head, at, revision = name.partition("@")
+    """Returns the repository that `name` stands for, short names and addresses included; None if it can be none."""
+    head, at, revision = shorten(name).partition("@")
     full = SHORT_NAMES.get(head.lower(), head)
     if len(full) > 96 or not _REPOSITORY.fullmatch(full + at + revision):
         return None
@@ -92,7 +109,7 @@ def resolve(name: str) -> Path:
         raise ModelNotFound(f"There is no folder {name}.")
     repository = parse_repository(name)
     if repository is None:
-        raise ModelNotFound(f"There is no model {name!r}: {_suggestion(name)}")
+        raise ModelNotFound(f"There is no model {name!r}: {suggest(name)}")
     return _cached(name, repository)
 
 
@@ -125,7 +142,7 @@ def _cached(name: str, repository: RepositoryName) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
-    pull = f"mlx-serve pull {name}"
+    pull = f"mlx-serve pull {shorten(name)}"
     try:
         folder = snapshot_download(
             repository.repository,
@@ -151,13 +168,25 @@ def _complete(folder: Path, what: str, advice: str) -> Path:
     return folder
 
 
-def _suggestion(name: str) -> str:
-    known = [DEMO, *SHORT_NAMES]
-    close = [short for short in known if short.startswith(f"{name.lower()}:")]
-    close = close or difflib.get_close_matches(name.lower(), known, n=1)
+def suggest(name: str) -> str:
+    """Returns what to type instead of a name that stands for nothing."""
+    sizes = _sizes_of(name)
+    if sizes:
+        return f"choose a size: {', '.join(sizes)}"
+    close = difflib.get_close_matches(name.lower(), [DEMO, *SHORT_NAMES], n=1)
     if close:
-        return f"did you mean {' or '.join(close)}?"
+        return f"did you mean {close[0]}?"
     return "give 'demo', a folder, a repository org/name, or one of " + ", ".join(SHORT_NAMES)
+
+
+def _sizes_of(name: str) -> list[str]:
+    """Returns the short names of a family, or of all that begin so: `qwen3`, `Qwen-3:7b` and `llama` are families."""
+    family = _family(name)
+    return [short for short in SHORT_NAMES if family and _family(short).startswith(family)]
+
+
+def _family(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.partition(":")[0]).lower()
 
 
 def _cached_models() -> list[InstalledModel]:

@@ -187,6 +187,12 @@ class ServerConfig:
         flag="--log-level",
         choices=("debug", "info", "warning", "error"),
     )
+    log_format: str = _setting(
+        "text",
+        "How the log is written: 'text' for people, 'json' for programs, one object per line.",
+        flag="--log-format",
+        choices=("text", "json"),
+    )
 
     def check(self) -> None:
         """Raises ConfigError for the first setting that cannot be used."""

@@ -1,11 +1,22 @@
-"""How the process writes its log: one line per message to standard error, UTC, level and module."""
+"""How the process writes its log to standard error: for a terminal, for a file, or as JSON lines.
 
+In a terminal a line has the time of day, is coloured unless NO_COLOR is set, and is broken where the terminal ends;
+how far a long prompt is stands on one line that is written again and again. In a file each event is one line with
+date and level. Whatever a client sent is escaped, so that no name can forge a line or reach the terminal.
+"""
+
+import json
 import logging
+import os
 import sys
 import time
+import traceback
+from typing import TextIO
 
-LINE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+from rich.console import Console
+
+from server.log_events import LogEntry, Part, PrefillProgress, Tone, printable
+from server.log_layout import lay_out, one_line
 
 NOISY_LOGGERS = (
     "sse_starlette",
@@ -19,26 +30,131 @@ NOISY_LOGGERS = (
 )
 """Libraries whose INFO and DEBUG lines say nothing about this server."""
 
+PROGRESS_SECONDS = 2.0
+"""The line in a terminal changes no faster than this, however many prompts are evaluated."""
+PROGRESS_IN_FILES = 5
+"""A file gets the first of so many entries about one prompt."""
+DEFAULT_COLUMNS = 80
 
-class _OneLineFormatter(logging.Formatter):
-    """Keeps a message on its line: names come from clients, and a line break could forge a log entry."""
-
-    @staticmethod
-    def converter(timestamp: float | None) -> time.struct_time:
-        """Returns UTC, whatever the machine's own time zone."""
-        return time.gmtime(timestamp)
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
-        """Returns the line without the trace that may follow it."""
-        return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+_ERASE_LINE = "\r\x1b[K"
+_RESET = "\x1b[0m"
+_COLOURS = {Tone.QUIET: "\x1b[2m", Tone.WARNING: "\x1b[33m", Tone.ERROR: "\x1b[31m"}
 
 
-def configure_logging(level: str) -> None:
-    """Sends messages of `level` ("debug" to "error") and above to standard error. Call it once per process."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLineFormatter(LINE_FORMAT, TIME_FORMAT))
+def configure_logging(level: str, log_format: str = "text") -> None:
+    """Sends messages of `level` ("debug" to "error") and above to standard error. Call it once per process.
+
+    `log_format` is "text" or "json".
+    """
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    root.handlers[:] = [make_handler(sys.stderr, log_format)]
     root.setLevel(level.upper())
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def make_handler(stream: TextIO, log_format: str) -> logging.Handler:
+    """Returns what writes the log to `stream` in the way that suits it."""
+    console = Console(file=stream)
+    if log_format == "text" and console.is_terminal and not console.is_dumb_terminal:
+        return _TerminalHandler(stream, is_coloured=not console.no_color)
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(_is_for_files)
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else _FileFormatter())
+    return handler
+
+
+def _is_for_files(record: logging.LogRecord) -> bool:
+    return not isinstance(record.msg, PrefillProgress) or record.msg.number % PROGRESS_IN_FILES == 0
+
+
+def _trace(record: logging.LogRecord) -> str:
+    if record.exc_info is None or record.exc_info[0] is None:
+        return ""
+    return "".join(traceback.format_exception(*record.exc_info)).rstrip()
+
+
+class _FileFormatter(logging.Formatter):
+    """One line per event: date and time in UTC, level, what happened. A trace follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        origin = "" if isinstance(record.msg, LogEntry) else f"{record.name}: "
+        line = f"{stamp} {record.levelname:<7} {origin}{printable(record.getMessage())}"
+        trace = _trace(record)
+        return f"{line}\n{trace}" if trace else line
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per event, on one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the object as text."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = {"time": f"{stamp}.{int(record.msecs):03d}Z", "level": record.levelname.lower()}
+        if isinstance(record.msg, LogEntry):
+            return json.dumps({**fields, **record.msg.figures()})
+        trace = _trace(record)
+        said = {"event": "message", "module": record.name, "message": record.getMessage()}
+        return json.dumps({**fields, **said, **({"trace": trace} if trace else {})})
+
+
+class _TerminalHandler(logging.StreamHandler[TextIO]):
+    """Writes lines for people to a terminal of any width."""
+
+    def __init__(self, stream: TextIO, *, is_coloured: bool) -> None:
+        super().__init__(stream)
+        self._is_coloured = is_coloured
+        self._has_progress = False
+        """Whether the cursor stands behind a line that the next one replaces."""
+        self._progress_at = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one record; a failure to do so is logging's to handle."""
+        try:
+            is_progress = isinstance(record.msg, PrefillProgress)
+            if is_progress and record.created - self._progress_at < PROGRESS_SECONDS:
+                return
+            text = self._progress_line(record) if is_progress else self.format(record) + "\n"
+            self.stream.write((_ERASE_LINE if self._has_progress or is_progress else "") + text)
+            self._has_progress = is_progress
+            self._progress_at = record.created if is_progress else self._progress_at
+            self.flush()
+        except Exception:  # as every handler of the standard library does
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the lines that a record takes."""
+        lines = lay_out(_time_of_day(record), _parts(record), self._num_columns(), self._paint)
+        trace = _trace(record)
+        return f"{lines}\n{trace}" if trace else lines
+
+    def _progress_line(self, record: logging.LogRecord) -> str:
+        """Returns what must not reach the end of the line, or erasing it would leave the rest."""
+        words = "  ".join([_time_of_day(record), *(part.text for part in _parts(record))])
+        return self._paint(one_line(words, self._num_columns() - 1), Tone.QUIET)
+
+    def _paint(self, text: str, tone: Tone) -> str:
+        colour = _COLOURS.get(tone, "")
+        return f"{colour}{text}{_RESET}" if colour and self._is_coloured else text
+
+    def _num_columns(self) -> int:
+        try:
+            return os.get_terminal_size(self.stream.fileno()).columns or DEFAULT_COLUMNS
+        except (OSError, ValueError):
+            return DEFAULT_COLUMNS
+
+
+def _time_of_day(record: logging.LogRecord) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(record.created))
+
+
+def _parts(record: logging.LogRecord) -> list[Part]:
+    if isinstance(record.msg, LogEntry):
+        return [Part(printable(part.text), part.tone) for part in record.msg.parts()]
+    message = printable(record.getMessage())
+    if record.levelno >= logging.WARNING:
+        tone = Tone.ERROR if record.levelno >= logging.ERROR else Tone.WARNING
+        return [Part(f"{record.levelname.lower()}: {message}", tone)]
+    return [Part(message) if record.levelno >= logging.INFO else Part(f"{record.name}: {message}", Tone.QUIET)]

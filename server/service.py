@@ -18,7 +18,7 @@ from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import get_total_parameters
-from models.names import DEMO, resolve
+from models.names import DEMO, resolve, shorten
 from models.output.tool_format import ToolFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
@@ -156,7 +156,7 @@ def model_id(name: str) -> str:
     """
     path = Path(name).expanduser()
     if name == DEMO or not path.is_dir():
-        return name
+        return shorten(name)
     # Not `resolve`: a link has a name of its own, and what it leads to may be called by a hash.
     return Path(os.path.abspath(path)).name or name  # noqa: PTH100
 

@@ -10,15 +10,21 @@ from typing import TypeAlias
 
 from server.api.context import EnginePort
 from server.api.dialect import Exchange, OutputEvent
+from server.api.errors import as_api_error
 from server.api.session_records import TurnRecord
-from server.engine.diagnosis import Miss
 from server.engine.errors import EngineStopped
-from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started
+from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
+from server.log_events import MissFigures, PrefillProgress, RequestEnded
 
 logger = logging.getLogger(__name__)
 
-OnTurn: TypeAlias = Callable[[str, str, TurnRecord], None]
-"""Takes namespace, session and turn."""
+OnTurn: TypeAlias = Callable[[str, str, TurnRecord], int]
+"""Takes namespace, session and turn; returns the number of the turn in its session, from 1."""
+
+LONG_PREFILL_SECONDS = 3.0
+"""A prompt that takes longer shows in the log how far it is."""
+PROGRESS_SECONDS = 2.0
+"""Time between two such entries of one request."""
 
 
 class Answer:
@@ -51,6 +57,12 @@ class Answer:
         self._outcome: str | None = None
         self._is_closed = False
         self._progress = "waiting"
+        self._turn_record: TurnRecord | None = None
+        self._turn_number: int | None = None
+        self._timings: Timings | None = None
+        self._error: Exception | None = None
+        self._next_note = 0.0
+        self._num_notes = 0
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields the output and its end; raises the engine's error where the request failed or was stopped."""
@@ -97,14 +109,18 @@ class Answer:
         self._is_closed = True
         if self._outcome is None:
             self._generation.cancel()
-        self._log(self._outcome or "cancelled")
         self._report_turn()
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(self._entry())
 
     def _report_turn(self) -> None:
         """Calls `on_turn` once: at the last event, or when the client left before it."""
-        on_turn, self._on_turn = self._on_turn, None
-        if on_turn is not None and self.request.session_id is not None and self._started is not None:
-            on_turn(self.request.namespace, self.request.session_id, self._turn(self._started))
+        if self._started is None or self._turn_record is not None:
+            return
+        self._turn_record = self._turn(self._started)
+        if self._on_turn is not None and self.request.session_id is not None:
+            session = (self.request.namespace, self.request.session_id)
+            self._turn_number = self._on_turn(*session, self._turn_record)
 
     def _turn(self, started: Started) -> TurnRecord:
         prompt_ms = self._prompt_ms
@@ -131,10 +147,12 @@ class Answer:
         match event:
             case Started():
                 self._started, self._started_at = event, time.monotonic()
+                self._next_note = self._started_at + LONG_PREFILL_SECONDS
                 self._progress = f"prefill {event.hit_tokens} of {event.prompt_tokens}"
             case Progress():
                 self._num_evaluated = event.evaluated - (self._started.hit_tokens if self._started else 0)
                 self._progress = f"prefill {event.evaluated} of {event.total}"
+                self._note_progress(event)
             case Delta():
                 self._progress = "generating"
                 self._texts.append(event.text)
@@ -145,11 +163,11 @@ class Answer:
                 if event.reason is not FinishReason.CANCELLED:
                     self._num_evaluated, self._prompt_ms = event.timings.evaluated_tokens, event.timings.prompt_ms
                 self._num_predicted = event.timings.predicted_tokens
-                self._outcome = event.reason.value
+                self._outcome, self._timings = event.reason.value, event.timings
                 self._remember_reply(event)
                 self._report_turn()
             case Failed():
-                self._outcome = f"failed ({type(event.error).__name__})"
+                self._outcome, self._error = f"failed ({type(event.error).__name__})", event.error
                 self._report_turn()
 
     def _remember_reply(self, finished: Finished) -> None:
@@ -162,27 +180,63 @@ class Answer:
             renderer = self._exchange.model.renderer
             renderer.remember_reply(self._exchange.prompt, "".join(self._texts), self._token_ids)
 
-    def _log(self, outcome: str) -> None:
-        first_ms = None if self._first_text is None else round((self._first_text - self._received) * 1000)
-        logger.info(
-            "%s session=%s model=%s prompt=%d cached=%d predicted=%d ttft_ms=%s total_ms=%d finish=%s%s",
-            self.request.request_id,
-            self.request.session_id or "-",
-            self._exchange.model.id,
-            len(self.request.tokens),
-            self._started.hit_tokens if self._started else 0,
-            self._num_predicted,
-            "-" if first_ms is None else first_ms,
-            round((time.monotonic() - self._received) * 1000),
-            outcome,
-            _miss_text(self._started.reuse.miss if self._started else None),
+    # ------------------------------------------------------------------------------------------------ the log
+
+    def _note_progress(self, progress: Progress) -> None:
+        """Logs how far a long prompt is, every few seconds."""
+        now = time.monotonic()
+        if now < self._next_note or progress.evaluated >= progress.total - 1 or not logger.isEnabledFor(logging.INFO):
+            return
+        entry = PrefillProgress(
+            request_id=self.request.request_id,
+            session_id=self.request.session_id,
+            evaluated_tokens=progress.evaluated,
+            prompt_tokens=progress.total,
+            tokens_per_second=self._num_evaluated / (now - self._started_at),
+            number=self._num_notes,
+        )
+        self._next_note, self._num_notes = now + PROGRESS_SECONDS, self._num_notes + 1
+        logger.info(entry)
+
+    def _entry(self) -> RequestEnded:
+        turn, started, timings = self._turn_record, self._started, self._timings
+        return RequestEnded(
+            request_id=self.request.request_id,
+            session_id=self.request.session_id,
+            model=self._exchange.model.id,
+            turn=self._turn_number,
+            prompt_tokens=len(self.request.tokens),
+            cached_tokens=started.hit_tokens if started else 0,
+            evaluated_tokens=self._num_evaluated,
+            predicted_tokens=self._num_predicted,
+            first_token_ms=None if self._first_text is None else round(1000 * (self._first_text - self._received), 1),
+            total_ms=round(1000 * (time.monotonic() - self._received), 1),
+            tokens_per_second=_speed_of(timings) if timings else None,
+            finish=self._outcome or "cancelled",
+            error=_reason_of(self._error) if self._error else None,
+            kept=turn.kept if turn else None,
+            tier=turn.tier if turn else None,
+            miss=_miss_of(turn) if turn else None,
         )
 
 
-def _miss_text(miss: Miss | None) -> str:
-    """Returns the reason of a miss for the log; no words of the prompt, which may be private."""
+def _speed_of(timings: Timings) -> float | None:
+    """Returns tokens per second. The time runs from the first token to the last, so one token fewer counts."""
+    seconds = timings.predicted_ms / 1000
+    return (
+        round((timings.predicted_tokens - 1) / seconds, 2) if seconds > 0 and timings.predicted_tokens > 1 else None
+    )
+
+
+def _reason_of(error: Exception) -> str:
+    known = as_api_error(error)
+    return known.message if known else type(error).__name__
+
+
+def _miss_of(turn: TurnRecord) -> MissFigures | None:
+    """Returns why and where, without the words that changed: they are the prompt's, which may be private."""
+    miss = turn.miss
     if miss is None:
-        return ""
-    token = "" if miss.token is None else f" token={miss.token}"
-    message = "" if miss.role is None else f" in={miss.role}[{miss.message_index}]"
-    return f" miss={miss.reason.value}{token}{message}"
+        return None
+    seconds = round(turn.lost_seconds, 3)
+    return MissFigures(miss.reason.value, miss.message_index, miss.role, miss.token, turn.lost_tokens, seconds)

@@ -1,5 +1,6 @@
 """The outermost ASGI layer: names each request, finds its dialect, and answers every exception in that dialect."""
 
+import logging
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code, explain
+from server.api.other_apis import explain_unknown_path
+from server.log_events import MAX_REASON_LENGTH, RequestRefused, cut
+
+logger = logging.getLogger(__name__)
 
 
 class ErrorBoundary:
@@ -36,9 +41,20 @@ class ErrorBoundary:
             await self._app(scope, receive, tracked)
         except Exception as error:  # the border of the process: nothing may pass it
             answer = explain(error, request_id)
+            _log_refusal(scope, request_id, answer)
             if tracked.has_started:
                 raise
             await dialect.error_response(answer)(scope, receive, tracked)
+
+
+def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
+    """Logs what was refused: faults of the server as warnings, a client's mistakes as information."""
+    level = logging.WARNING if error.status >= 500 else logging.INFO
+    # What a template says may quote the conversation, which is the client's alone.
+    message = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
+    reason = cut(message, MAX_REASON_LENGTH)
+    refused = RequestRefused(request_id, scope["method"], scope["path"], error.status, error.code.value, reason)
+    logger.log(level, refused)
 
 
 class _TrackedSend:
@@ -61,7 +77,7 @@ def raise_http_error(request: Request, error: Exception) -> Response:
     """Raises the router's own errors as ours: an unknown path, a method that a path does not take."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
-    code, message = Code.UNKNOWN_PATH, f"there is no {method} {path} here"
+    code, message = Code.UNKNOWN_PATH, explain_unknown_path(method, path)
     if error.status_code == 405:
         code, message = Code.METHOD_NOT_ALLOWED, f"{path} does not take the method {method}"
     raise ApiError(code, message, headers=error.headers or {})

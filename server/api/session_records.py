@@ -85,17 +85,19 @@ class SessionRecords:
         self._max_sessions = max_sessions
         self._num_sessions = 0
 
-    def record(self, namespace: str, session_id: str, turn: TurnRecord) -> None:
-        """Adds a turn to a session; an unknown session begins with it."""
+    def record(self, namespace: str, session_id: str, turn: TurnRecord) -> int:
+        """Adds a turn to a session, and returns its number there; an unknown session begins with it."""
         sessions = self._namespaces.setdefault(namespace, OrderedDict())
         if session_id not in sessions:
             sessions[session_id] = SessionRecord(session_id, created=turn.ended)
             self._num_sessions += 1
-        sessions[session_id].add(turn)
+        session = sessions[session_id]
+        session.add(turn)
         sessions.move_to_end(session_id)
         self._namespaces.move_to_end(namespace)
         if self._num_sessions > self._max_sessions:
             self._drop_one()
+        return session.num_turns
 
     def sessions(self, namespace: str) -> Iterable[SessionRecord]:
         """Returns the sessions of a namespace, the last used first."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import Field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -28,6 +28,9 @@ from models.names import resolve
 from server.cli.interrupts import interruptible
 from server.config import GIGABYTE, ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
+
+if TYPE_CHECKING:
+    from server.cli.repl.joined import Served
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -126,32 +129,75 @@ def _serve(**given: Any) -> None:
 @app.command()
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = "demo",
+    question: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="QUESTION", help="Answer this and end; what comes through a pipe is added to it."),
+    ] = None,
     system: Annotated[str, typer.Option(metavar="TEXT", help="A system message to start with.")] = "",
     context: Annotated[int | None, typer.Option(metavar="TOKENS", help="Longest conversation.")] = None,
     cache_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory for the conversation's state.")
     ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="Load the model here, even if a server on this machine has it loaded.")
+    ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", envvar="MLX_SERVE_API_KEY", help="The key of a server that has the model."),
+    ] = None,
 ) -> None:
-    """Chat with a model in the terminal."""
+    """Chat with a model in the terminal, or ask it one question."""
+    from server.cli.chat import Opening, chat
+
     config = config_from({"models": [model], "context_tokens": context, "cache_memory_bytes": cache_memory})
+    opening = Opening(system, " ".join(question or ()))
+    # Limits are for a copy of one's own, and a folder may have another's name.
+    wants_own = local or context is not None or cache_memory is not None or Path(model).expanduser().is_dir()
+    served = None if wants_own else _find_served(model, api_key)
+    if served is not None:
+        from server.cli.repl.joined import JoinedModel
+
+        raise typer.Exit(chat(JoinedModel(served, api_key), opening, f" · joined the server at {served.url}"))
     with _loading(config.models[0]):
         load_fast_blas()
-        from server.cli.chat import chat
+        from server.cli.repl.local import local_model
+    with local_model(config) as answerer:
+        raise typer.Exit(chat(answerer, opening))
 
-    raise typer.Exit(chat(config, system))
+
+def _find_served(model: str, api_key: str | None) -> "Served | None":
+    """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
+    from server.claims import running
+    from server.cli.repl.joined import KeyNeeded, find_served
+    from server.doctor.fetch import DEFAULT_URL
+
+    # One of another user, or in a container, is known by its usual address only.
+    known = [claim.url for claim in running(runtime_folder(os.environ, tempfile.gettempdir())) if claim.url]
+    try:
+        return find_served(model, list(dict.fromkeys([*known, DEFAULT_URL])), api_key)
+    except KeyNeeded as error:
+        typer.echo(f"The server at {error} asks for a key; give it with --api-key to join it.", err=True)
+        return None
 
 
 @app.command("list")
-def list_models() -> None:
+def list_models(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
     """List the models on this machine."""
     from server.cli.models import show_installed
 
-    show_installed()
+    show_installed(as_json=as_json)
 
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(metavar="org/name[@revision]", help="Or a short name such as qwen3:0.6b.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="org/name[@revision]", help="Or its address on the hub, or a short name such as qwen3:0.6b."
+        ),
+    ],
 ) -> None:
     """Download a model into the Hugging Face cache, or resume doing so."""
     from server.cli.models import pull_with_progress

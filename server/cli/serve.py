@@ -54,7 +54,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     `runtime` is the folder in which this user's servers tell each other what they take; `fast_blas` is the library
     that was loaded to multiply matrices. Raises ConfigError, StartError, ModelError and FolderError.
     """
-    configure_logging(config.log_level)
+    configure_logging(config.log_level, config.log_format)
     signal.signal(signal.SIGTERM, _exit_before_start)
     console = Console(highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from models import names
 from models.errors import ModelBroken, ModelNotFound
-from models.names import RepositoryName, installed, missing_files, parse_repository, resolve
+from models.names import RepositoryName, installed, missing_files, parse_repository, resolve, shorten
 
 COMMIT = "a" * 40
 OTHER_COMMIT = "b" * 40
@@ -118,11 +118,13 @@ def test_an_interrupted_download_is_not_taken_for_a_model(hub_cache: Path) -> No
 
 
 def test_a_misspelt_short_name_gets_a_suggestion(hub_cache: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"did you mean qwen3:0\.6b\?"):
+    with pytest.raises(ModelNotFound, match=r"choose a size: qwen3:0\.6b"):
         resolve("qwen3:0.5b")
+    with pytest.raises(ModelNotFound, match=r"did you mean qwen3:0\.6b\?"):
+        resolve("qwne3:0.6b")
     with pytest.raises(ModelNotFound, match="did you mean demo"):
         resolve("demoo")
-    with pytest.raises(ModelNotFound, match=r"llama3\.2:1b or llama3\.2:3b"):
+    with pytest.raises(ModelNotFound, match=r"llama3\.2:1b, llama3\.2:3b"):
         resolve("llama3.2")
 
 
@@ -172,3 +174,53 @@ def test_every_listed_model_resolves_by_its_listed_name(hub_cache: Path) -> None
     write_download(hub_cache, "org/model", OTHER_COMMIT, "v1")
     for model in installed():
         assert resolve(model.name) == model.path
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("https://huggingface.co/org/name", "org/name"),
+        ("http://www.huggingface.co/org/name/", "org/name"),
+        ("huggingface.co/org/name?library=mlx#files", "org/name"),
+        ("hf.co/org/name", "org/name"),
+        ("https://hf.co/org/name/tree/main", "org/name"),
+        ("https://huggingface.co/org/name/tree/v1.0", "org/name@v1.0"),
+        ("https://huggingface.co/org/name/tree/refs%2Fpr%2F3", "org/name@refs/pr/3"),
+        ("https://huggingface.co/org/name/tree/refs/pr/3", "org/name@refs/pr/3"),
+        ("https://huggingface.co/org/name/blob/dev/config.json", "org/name@dev"),
+    ],
+)
+def test_an_address_of_the_hub_is_the_repository(address: str, name: str) -> None:
+    assert shorten(address) == name
+    assert str(parse_repository(address)) == name
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "https://huggingface.co/org",
+        "https://huggingface.co/datasets/org/name",
+        "https://example.com/org/name",
+        "hf.co",
+    ],
+)
+def test_an_address_of_anything_else_is_no_repository(address: str) -> None:
+    assert shorten(address) == address
+    assert parse_repository(address) is None
+
+
+@pytest.mark.parametrize("typed", ["qwen3", "Qwen-3", "qwen3:7b", "qwen"])
+def test_a_family_suggests_its_sizes(typed: str) -> None:
+    sizes = [short for short in names.SHORT_NAMES if short.startswith("qwen3:")]
+    assert names.suggest(typed) == f"choose a size: {', '.join(sizes)}"
+
+
+def test_a_name_that_is_nearly_right_is_suggested() -> None:
+    assert names.suggest("dmeo") == "did you mean demo?"
+
+
+def test_an_address_is_resolved_from_the_cache(hub_cache: Path) -> None:
+    folder = write_download(hub_cache, "org/name")
+    assert resolve("https://huggingface.co/org/name") == folder
+    with pytest.raises(ModelNotFound, match=r"mlx-serve pull org/other$"):
+        resolve("hf.co/org/other")

@@ -43,6 +43,8 @@ class Script:
     stop_text: str | None = None
     miss: Miss | None = None
     lost_tokens: int = 0
+    progress: tuple[int, ...] = ()
+    """How much of the prompt is evaluated after each of its chunks but the last."""
 
 
 @dataclass
@@ -103,7 +105,7 @@ class FakeEngine:
         generation.post([self._started(request, script)])
         if script.prefill_seconds:
             await self._pause(request, script.prefill_seconds)
-        generation.post([Progress(num_prompt, num_prompt)])
+        generation.post([Progress(done, num_prompt) for done in (*script.progress, num_prompt)])
         num_predicted = await self._say(request, script, generation)
         self.finished.add(request.request_id)
         generation.post([self._end(request, script, num_predicted)])

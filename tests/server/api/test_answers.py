@@ -10,8 +10,10 @@ from starlette.testclient import TestClient
 from cache.restore_points import RestorePointKind
 from server.app import create_app
 from server.config import ServerConfig
+from server.engine.diagnosis import Miss, MissReason
 from server.engine.events import FinishReason
 from server.engine.request import Priority
+from server.log_events import PrefillProgress, RequestEnded
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 CHAT = "/v1/chat/completions"
@@ -303,13 +305,54 @@ def test_every_finished_request_is_one_line_in_the_log(
     engine.script = Script(hit_tokens=2)
     body = ask(client, session_id="chat-7")
     chunks = ask(client, stream=True)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2
-    assert lines[0].startswith(body["id"])
-    for part in ("session=chat-7", "model=tiny", "prompt=8", "cached=2", "predicted=3", "finish=stop"):
-        assert part in lines[0]
-    assert lines[1].startswith(chunks[0]["id"])
-    assert "session=-" in lines[1]
+    named, unnamed = (record.msg for record in caplog.records)
+    assert isinstance(named, RequestEnded)
+    assert isinstance(unnamed, RequestEnded)
+    assert named.figures() | {"first_token_ms": 0, "total_ms": 0, "tokens_per_second": 0} == {
+        "event": "request",
+        "request_id": body["id"],
+        "session_id": "chat-7",
+        "model": "tiny",
+        "turn": 1,
+        "prompt_tokens": 8,
+        "cached_tokens": 2,
+        "evaluated_tokens": 6,
+        "predicted_tokens": 3,
+        "first_token_ms": 0,
+        "total_ms": 0,
+        "tokens_per_second": 0,
+        "finish": "stop",
+        "error": None,
+        "kept": body["cache"]["kept"],
+        "tier": "memory",
+        "miss": None,
+    }
+    assert (unnamed.request_id, unnamed.session_id, unnamed.turn) == (chunks[0]["id"], None, None)
+
+
+def test_the_log_counts_turns_and_says_what_a_miss_cost_without_its_words(
+    client: TestClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "server")
+    miss = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 2, before="secret", after="words")
+    engine.script = Script(hit_tokens=2, miss=miss, lost_tokens=5)
+    ask(client, session_id="chat-7")
+    ask(client, session_id="chat-7")
+    text = caplog.messages[1]
+    assert "turn 2" in text
+    assert "system changed in message 0 (system): 5 tokens evaluated again" in text
+    assert "secret" not in text
+
+
+def test_a_long_prefill_shows_how_far_it_is(
+    client: TestClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "server")
+    monkeypatch.setattr("server.api.answer.LONG_PREFILL_SECONDS", 0.0)
+    engine.script = Script(hit_tokens=2, progress=(4, 5, 6))
+    ask(client)
+    [first] = [record.msg for record in caplog.records if isinstance(record.msg, PrefillProgress)]
+    assert (first.evaluated_tokens, first.prompt_tokens, first.number) == (4, 8, 0), "the others came too soon"
 
 
 def test_fields_without_meaning_are_listed_at_debug(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,11 +13,13 @@ from models.errors import InvalidParameter
 from models.prompt.chat_template import ChatTemplateError
 from server.api.admin.health import CacheCountsBody
 from server.api.errors import as_api_error
+from server.api.other_apis import find_other_api
 from server.api.session_id import SessionIdError
-from server.app import create_app, start_draining
+from server.app import ADMIN_ROUTES, APIS, create_app, start_draining
 from server.config import ServerConfig
 from server.engine.errors import EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull, StepFailed
 from server.engine.events import FinishReason
+from server.log_events import RequestRefused
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 JSON = {"Content-Type": "application/json"}
@@ -273,3 +275,74 @@ def test_health_does_not_wait_for_a_running_request() -> None:
             assert engine.cancelled
 
     asyncio.run(scenario())
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[RequestRefused]:
+    return [record.msg for record in caplog.records if isinstance(record.msg, RequestRefused)]
+
+
+def test_every_refused_request_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server")
+    client = client_of(FakeEngine(max_waiting=0), api_key="sesame")
+    key = {"Authorization": "Bearer sesame"}
+    answers = [
+        client.post(CHAT, json=HI),
+        client.post(CHAT, json={**HI, "temperature": 9}, headers=key),
+        client.post(CHAT, json=HI, headers=key),
+        client.delete("/v1/models", headers=key),
+        client.get("/nothing?key=sesame", headers=key),
+    ]
+    lines = refusals(caplog)
+    assert [line.request_id for line in lines] == [answer.headers["x-request-id"] for answer in answers]
+    assert [(line.method, line.path, line.status, line.code) for line in lines] == [
+        ("POST", CHAT, 401, "invalid_api_key"),
+        ("POST", CHAT, 400, "invalid_value"),
+        ("POST", CHAT, 429, "queue_full"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "/nothing", 404, "unknown_path"),
+    ]
+    assert [line.reason for line in lines] == [answer.json()["error"]["message"] for answer in answers]
+    assert "sesame" not in caplog.text
+
+
+def test_what_a_template_says_of_a_conversation_stays_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server")
+    engine = FakeEngine(Script(texts=(), error=ChatTemplateError("cannot follow 'my secret'")))
+    assert "my secret" in client_of(engine).post(CHAT, json=HI).text
+    [line] = refusals(caplog)
+    assert line.reason == "the model's chat template refuses these messages"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name"),
+    [
+        ("POST", "/v1/messages", "Anthropic's Messages API"),
+        ("POST", "/v1/messages/count_tokens", "Anthropic's Messages API"),
+        ("POST", "/v1/responses", "OpenAI's Responses API"),
+        ("POST", "/responses", "OpenAI's Responses API"),
+        ("POST", "/v1/embeddings", "OpenAI's embeddings"),
+        ("POST", "/v1/audio/transcriptions", "OpenAI's audio API"),
+        ("POST", "/v1/images/generations", "OpenAI's images API"),
+        ("GET", "/api/tags", "Ollama's own API"),
+        ("POST", "/api/chat", "Ollama's own API"),
+        ("GET", "/api/v0/models", "LM Studio's own API"),
+        ("POST", "/tokenize", "the API of llama.cpp and vLLM for tokens"),
+        ("POST", "/v1/v1/chat/completions", "leave it out of the address"),
+    ],
+)
+def test_an_unknown_path_of_a_known_api_says_which_one(
+    method: str, path: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "server")
+    assert name in error_of(client_of().request(method, path), 404)["message"]
+    assert name in refusals(caplog)[0].reason
+
+
+@pytest.mark.parametrize("path", ["/", "/apis", "/v1/message", "/favicon.ico"])
+def test_a_path_of_no_api_is_only_unknown(path: str) -> None:
+    assert error_of(client_of().get(path), 404)["message"] == f"there is no GET {path} here"
+
+
+def test_no_path_that_is_served_is_called_missing() -> None:
+    served = [route.path for api in APIS for route in api.routes] + [route.path for route in ADMIN_ROUTES]
+    assert not [path for path in served if find_other_api(path)]

@@ -1,13 +1,18 @@
 """The chat in the terminal: its logic on a scripted engine, and one real round in a terminal of its own."""
 
+import io
 import os
 import pty
+import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,11 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import Message, RenderedPrompt
-from server.cli.chat import Chat, describe
+from server.cli.chat import Chat, Opening, chat
+from server.cli.repl.local import LocalModel
+from server.cli.repl.screen import Screen
+from server.cli.repl.speech import AnswerCosts
 from server.engine.errors import StepFailed
-from server.engine.events import Timings
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.tiny_models import write
 
@@ -50,17 +57,17 @@ class Talk:
         self.prompts: list[str] = []
         self._lines = iter(lines)
         self._seen: list[str] = []
-        self.chat = Chat(
-            fake_model(renderer=self.transcript, **model),
-            self.engine,
-            system=system,
-            read_line=self._read,
-            write=self._seen.append,
-        )
+        self.on_write: Callable[[str], None] = lambda text: None
+        answerer = LocalModel(fake_model(renderer=self.transcript, **model), self.engine)
+        self.chat = Chat(answerer, Screen(self._write), system=system, read_line=self._read)
 
     def run(self) -> str:
         self.chat.run()
         return "".join(self._seen)
+
+    def _write(self, text: str) -> None:
+        self._seen.append(text)
+        self.on_write(text)
 
     def _read(self, prompt: str) -> str:
         self.prompts.append(prompt)
@@ -122,8 +129,8 @@ def test_stats_are_of_the_last_answer_and_gone_after_new() -> None:
 
 
 def test_speed_counts_the_tokens_made_between_the_first_and_the_last() -> None:
-    assert describe(Timings(0, 10, 5.0, 101, 500.0)).endswith("answer: 101 tokens, 200.0 tokens/s")
-    assert describe(Timings(0, 10, 5.0, 1, 0.0)).endswith("answer: 1 tokens")
+    assert AnswerCosts(0, 10, 5.0, 101, 500.0).describe().endswith("answer: 101 tokens, 200.0 tokens/s")
+    assert AnswerCosts(0, 10, 5.0, 1, 0.0).describe().endswith("answer: 1 tokens")
 
 
 def test_an_unknown_command_is_not_sent_to_the_model_but_a_path_is() -> None:
@@ -132,7 +139,39 @@ def test_an_unknown_command_is_not_sent_to_the_model_but_a_path_is() -> None:
     assert talk.transcript.texts == ["user: /etc/hosts is what?"]
 
 
-@pytest.mark.parametrize("line", ["/bye", " /bye "])
+def test_pasted_lines_are_a_message_whatever_they_begin_with() -> None:
+    talk = Talk("/etc\nis a folder", "one\\\ntwo\\")
+    talk.run()
+    assert [text.rpartition("user: ")[2] for text in talk.transcript.texts] == ["/etc\nis a folder", "one\\\ntwo\\"]
+
+
+def test_retry_asks_again_in_place_of_the_answer() -> None:
+    talk = Talk("/retry", "Hi", "/retry", "/clear", "/retry")
+    assert talk.run().count("There is no message to ask again.") == 2
+    assert talk.transcript.texts == ["user: Hi", "user: Hi"]
+
+
+def test_retry_after_a_failure_keeps_earlier_turns() -> None:
+    talk = Talk("Hi", "Hi", "/retry")
+    scripts = iter([Script(texts=("One",)), Script(texts=(), error=StepFailed("it broke")), Script()])
+    talk.engine.script = lambda _: next(scripts)
+    talk.run()
+    assert talk.transcript.texts[-1] == "user: Hi|assistant: One|user: Hi"
+
+
+def test_an_empty_message_is_told_and_not_sent() -> None:
+    talk = Talk("", "  ")
+    assert talk.run().count("Nothing to send") == 2
+    assert not talk.engine.requests
+
+
+def test_ctrl_c_twice_at_the_prompt_leaves() -> None:
+    talk = Talk(KeyboardInterrupt, "Hi", KeyboardInterrupt, KeyboardInterrupt, "never read")
+    talk.run()
+    assert len(talk.engine.requests) == 1
+
+
+@pytest.mark.parametrize("line", ["/bye", " /bye ", "/exit", "/quit"])
 def test_bye_leaves(line: str) -> None:
     talk = Talk(line, "never read")
     talk.run()
@@ -149,31 +188,30 @@ def test_ctrl_c_in_an_answer_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch
     talk = Talk("Hi", "Go on")
     # The pause before " three" outlasts any delay until the signal is handled.
     talk.engine.script = Script(texts=("One", " two", " three"), step_seconds=1.5)
-    seen = talk.chat.write
 
     def interrupt(text: str) -> None:
-        seen(text)
         if text == " two":
             talk.engine.script = Script(texts=("Four",))
             os.kill(os.getpid(), signal.SIGINT)
 
-    talk.chat.write = interrupt
+    talk.on_write = interrupt
     assert talk.run() == "One two …\nFour\n\n"
     assert talk.transcript.texts[-1] == "user: Hi|assistant: One two|user: Go on"
     assert talk.engine.requests[0].request_id in talk.engine.cancelled
 
 
-def test_a_failure_is_one_line_and_the_message_is_taken_back() -> None:
+def test_a_failure_is_one_line_and_the_message_is_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
     talk = Talk("Hi", "Hi again")
     talk.engine.script = Script(texts=(), error=StepFailed("it broke"))
-    assert talk.run() == "mlx-serve: it broke\nmlx-serve: it broke\n\n"
+    assert talk.run() == "\n"
+    assert capsys.readouterr().err == "mlx-serve: it broke\n" * 2
     assert talk.transcript.texts == ["user: Hi", "user: Hi again"]
 
 
-def test_a_full_context_is_told_and_new_helps() -> None:
+def test_a_full_context_is_told_and_new_helps(capsys: pytest.CaptureFixture[str]) -> None:
     talk = Talk("x" * 100, "/new", "Hi", context_tokens=60)
     output = talk.run()
-    assert "has 106 tokens and the context 60; /new starts another" in output
+    assert "has 106 tokens and the context 60; /new starts another" in capsys.readouterr().err
     assert output.endswith("Hello there.\n\n")
 
 
@@ -181,6 +219,9 @@ def test_a_full_context_is_told_and_new_helps() -> None:
 
 
 DEADLINE_SECONDS = 120.0
+PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
+"""What a line editor tells the terminal when it begins and ends to read."""
+CONTROL = re.compile(r"\x1b\[[\d?;]*.")
 
 
 class Terminal:
@@ -188,6 +229,7 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
+        ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         command = [sys.executable, "-c", "from server.cli.main import main; main()", "run", *arguments]
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
         os.close(slave)
@@ -202,8 +244,12 @@ class Terminal:
         return self.output.index(text, since) + len(text)
 
     def wait_for_more(self, since: int) -> None:
-        """Reads until anything was shown after position `since`."""
-        self._read_until(lambda: len(self.output) > since)
+        """Reads until any letter was shown after position `since`; moves of the cursor are none."""
+        self._read_until(lambda: bool(CONTROL.sub("", self.output[since:]).strip()))
+
+    def wait_for_prompt(self, since: int = 0) -> int:
+        """Reads until a message can be typed or pasted; returns where that was shown."""
+        return self.wait_for(">>>", self.wait_for(PASTE_ON, since))
 
     def _read_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
@@ -234,34 +280,63 @@ def terminal(folder: Path) -> Iterator[Terminal]:
 
 
 def test_ctrl_c_stops_a_real_answer_and_not_the_program(terminal: Terminal) -> None:
-    at = terminal.wait_for("tiny · /help")
-    at = terminal.wait_for(">>> ", at)
-    terminal.type("Write a long story\n")
-    at = terminal.wait_for("Write a long story\r\n", at)
+    at = terminal.wait_for_prompt(terminal.wait_for("tiny · /help"))
+    terminal.type("Write a long story\r")
+    at = terminal.wait_for(PASTE_OFF, at)
     terminal.wait_for_more(at)
     os.killpg(terminal.process.pid, signal.SIGINT)
-    at = terminal.wait_for(" …", at)
-    at = terminal.wait_for(">>> ", at)
-    terminal.type("/stats\n")
-    at = terminal.wait_for("answer: ", at)
-    # What is typed before the prompt is there may be thrown away with the answer's keys.
-    terminal.wait_for(">>> ", at)
+    at = terminal.wait_for_prompt(terminal.wait_for(" …", at))
+    terminal.type("/stats\r")
+    terminal.wait_for_prompt(terminal.wait_for("answer: ", at))
     terminal.type("\x04")
     assert terminal.process.wait(DEADLINE_SECONDS) == 0
 
 
+def test_pasted_lines_are_one_message_and_ctrl_c_twice_leaves(terminal: Terminal) -> None:
+    at = terminal.wait_for_prompt()
+    # The backslash at the end of what is pasted continues nothing.
+    terminal.type("\x1b[200~/system one\rtwo 猫 👩‍🚀\\\x1b[201~")
+    at = terminal.wait_for("two", at)
+    terminal.type("\r")
+    at = terminal.wait_for_prompt(terminal.wait_for("The system message is set.", at))
+    terminal.type("/system\r")
+    at = terminal.wait_for_prompt(terminal.wait_for("one\r\ntwo 猫 👩‍🚀\\", terminal.wait_for(PASTE_OFF, at)))
+    terminal.type("\x03")
+    at = terminal.wait_for_prompt(terminal.wait_for("Ctrl-C again", at))
+    terminal.type("\x03")
+    assert terminal.process.wait(DEADLINE_SECONDS) == 0
+
+
+def run_in_pipe(*arguments: str, sent: bytes) -> "subprocess.CompletedProcess[bytes]":
+    command = [sys.executable, "-c", "from server.cli.main import main; main()", "run", *arguments]
+    return subprocess.run(command, input=sent, capture_output=True, timeout=DEADLINE_SECONDS, check=False)
+
+
 def test_a_pipe_is_one_message(folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from server.cli.main import main; main()",
-        "run",
-        str(folder),
-        "--context",
-        "64",
-    ]
-    ended = subprocess.run(command, input=b"a\nb\n", capture_output=True, timeout=DEADLINE_SECONDS, check=False)
+    ended = run_in_pipe(str(folder), "--context", "64", sent=b"a\nb\n")
     assert ended.returncode == 0
     assert ended.stderr == b""
     assert len(ended.stdout) > 1
     assert b">>>" not in ended.stdout
+    assert b"\x1b" not in ended.stdout
+
+
+def test_an_empty_pipe_says_so(folder: Path) -> None:
+    ended = run_in_pipe(str(folder), sent=b" \n")
+    assert (ended.returncode, ended.stdout) == (1, b"")
+    assert ended.stderr == b"mlx-serve: there is no question: standard input is empty\n"
+
+
+@pytest.mark.parametrize(
+    ("question", "piped", "message"),
+    [("What is it?", "a text\n", "What is it?\n\na text"), ("Why?", "", "Why?"), ("", "Because.\n", "Because.")],
+)
+def test_what_is_piped_stands_below_the_question(
+    question: str, piped: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transcript = Transcript()
+    answerer = LocalModel(fake_model(renderer=transcript), FakeEngine(Script(texts=("Hello", " there."))))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+    assert chat(answerer, Opening("Be kind.", question)) == 0
+    assert transcript.texts == [f"system: Be kind.|user: {message}"]
+    assert capsys.readouterr().out == "Hello there.\n"

@@ -1,6 +1,7 @@
 """The command line as a person meets it: help, versions, mistakes. Nothing here loads a model."""
 
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -105,7 +106,6 @@ def one_line(errors: str) -> str:
         ("serve --drain nan", "--drain"),
         ("serve demo org/other", "one model at a time for now"),
         ("run --context 3", "--context is 3"),
-        ("run a b", "b"),
         ("pull", "org/name"),
         ("pull a/b c/d", "c/d"),
     ],
@@ -214,3 +214,41 @@ def test_the_signature_of_serve_is_that_of_the_settings() -> None:
     from server.cli.main import _serve
 
     assert list(inspect.signature(_serve).parameters) == [setting.name for setting in fields(ServerConfig)]
+
+
+@pytest.fixture
+def long_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose path is wider than any terminal, and the only model."""
+    folder = tmp_path / ("x" * 120) / ("y" * 120)
+    model = names.InstalledModel("org/猫", folder, 2_500_000, "llama", "4 bit", "cat:1b")
+    monkeypatch.setattr("server.cli.models.installed", lambda: [model])
+    return folder
+
+
+def test_the_list_in_a_pipe_breaks_no_line(long_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, output, _ = run(capsys, "list")
+    assert status == 0
+    head, row = output.splitlines()
+    assert head.split() == ["NAME", "SIZE", "ARCHITECTURE", "WEIGHTS", "FOLDER"]
+    assert row == f"org/猫 (cat:1b)  2.5 MB  llama         4 bit    {long_path}"
+
+
+def test_the_list_as_json(long_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, output, _ = run(capsys, "list", "--json")
+    [model] = json.loads(output)
+    assert model == {
+        "name": "org/猫",
+        "short_name": "cat:1b",
+        "size_bytes": 2_500_000,
+        "architecture": "llama",
+        "quantization": "4 bit",
+        "path": str(long_path),
+    }
+    page = DOCS.partition("## `mlx-serve list`")[2].partition("##")[0]
+    assert set(model) <= set(re.findall(r"`(\w+)`", page))
+
+
+def test_a_bare_family_is_answered_with_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, errors = run(capsys, "pull", "qwen3")
+    assert status == 1
+    assert "choose a size: qwen3:0.6b, qwen3:1.7b" in one_line(errors)

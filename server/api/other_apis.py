@@ -1,0 +1,59 @@
+"""Names the API that a path belongs to which is not served here, so that people learn why their client fails.
+
+One table: a path that comes to be served loses its place in it. Pure.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OtherApi:
+    """An API, and the first segments of its paths, without `/v1`."""
+
+    name: str
+    paths: tuple[str, ...]
+
+
+OTHER_APIS = (
+    OtherApi("Anthropic's Messages API", ("messages", "complete")),
+    OtherApi("OpenAI's Responses API", ("responses", "conversations")),
+    OtherApi("OpenAI's embeddings", ("embeddings",)),
+    OtherApi("OpenAI's audio API", ("audio",)),
+    OtherApi("OpenAI's images API", ("images",)),
+    OtherApi("OpenAI's videos API", ("videos",)),
+    OtherApi("OpenAI's moderations", ("moderations",)),
+    OtherApi("OpenAI's files and uploads", ("files", "uploads", "vector_stores", "containers")),
+    OtherApi("OpenAI's batches", ("batches",)),
+    OtherApi("OpenAI's fine-tuning", ("fine_tuning",)),
+    OtherApi("OpenAI's Assistants API", ("assistants", "threads")),
+    OtherApi("OpenAI's Realtime API", ("realtime",)),
+    OtherApi("Azure OpenAI", ("openai/deployments",)),
+    OtherApi("LM Studio's own API", ("api/v0", "api/v1")),
+    OtherApi("Ollama's own API", ("api",)),
+    OtherApi("Google's Gemini API", ("v1beta",)),
+    OtherApi("llama.cpp's own API", ("completion", "infill", "props", "slots", "apply-template", "lora-adapters")),
+    OtherApi("the API of llama.cpp and vLLM for tokens", ("tokenize", "detokenize")),
+    OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
+    OtherApi("a reranking API", ("rerank", "reranking", "score")),
+)
+"""The first match counts, so narrower paths stand before wider ones."""
+
+
+def find_other_api(path: str) -> OtherApi | None:
+    """Returns the API that has `path`, with or without `/v1`; None for a path that is no API's."""
+    asked = path.strip("/").removeprefix("v1/")
+    for api in OTHER_APIS:
+        if any(asked == known or asked.startswith(f"{known}/") for known in api.paths):
+            return api
+    return None
+
+
+def explain_unknown_path(method: str, path: str) -> str:
+    """Returns one sentence for a path that is not served: which API it is of, or how the address is to be mended."""
+    said = f"there is no {method} {path[:200]} here"
+    api = find_other_api(path)
+    if api is not None:
+        return f"{said}: it belongs to {api.name}, which this server does not have"
+    if path.startswith("/v1/v1/"):
+        return f"{said}: the client adds /v1 itself, so leave it out of the address that it is given"
+    return said

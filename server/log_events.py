@@ -1,0 +1,241 @@
+"""What the log tells of requests: figures for programs, and the same in words for people.
+
+An entry is handed to `logging` as the message itself. Its `str` is one line for a file; `parts` are the pieces of a
+line for a terminal, each with its tone, between which the line may be broken. Nothing here is text of a prompt, and
+no key. Pure: no clock, no stream.
+"""
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+SHORT_ID_LENGTH = 6
+MAX_SESSION_LENGTH = 24
+"""Letters of a session's name that a line for people shows."""
+MAX_REASON_LENGTH = 300
+MAX_PATH_LENGTH = 200
+
+
+class Tone(StrEnum):
+    """How a part of a line is to be read."""
+
+    PLAIN = "plain"
+    QUIET = "quiet"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Words of a line that belong together."""
+
+    text: str
+    tone: Tone = Tone.PLAIN
+
+
+class LogEntry:
+    """One event of the log. The fields of the dataclass are what `--log-format json` writes."""
+
+    event: ClassVar[str]
+
+    def parts(self) -> list[Part]:
+        """Returns the line for people, without its time."""
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, Any]:
+        """Returns all that is known, ready for JSON."""
+        return {"event": self.event, **asdict(self)}  # type: ignore[call-overload]
+
+    def __str__(self) -> str:
+        """Returns the line for a file, the request's whole name included."""
+        return "  ".join([*(part.text for part in self.parts()), *self.names()])
+
+    def names(self) -> list[str]:
+        """Returns the names by which the request can be found, where `parts` has them only in short."""
+        return []
+
+
+@dataclass(frozen=True)
+class PrefillProgress(LogEntry):
+    """A prompt that is being evaluated for seconds already."""
+
+    event: ClassVar[str] = "prefill"
+
+    request_id: str
+    session_id: str | None
+    evaluated_tokens: int
+    """Of the prompt, restored ones included."""
+    prompt_tokens: int
+    tokens_per_second: float
+    number: int
+    """How many such entries the request has had before."""
+
+    def parts(self) -> list[Part]:
+        """Returns how far the prompt is, how fast, and for how long still."""
+        share = percent_text(self.evaluated_tokens, self.prompt_tokens)
+        done = f"prefill {grouped(self.evaluated_tokens)} of {grouped(self.prompt_tokens)} tokens, {share}"
+        parts = [Part(label(self.request_id, self.session_id)), Part(done, Tone.QUIET)]
+        if self.tokens_per_second > 0:
+            left = seconds_text((self.prompt_tokens - self.evaluated_tokens) / self.tokens_per_second)
+            parts.append(Part(f"{rate_text(self.tokens_per_second)} tokens/s, {left} to go", Tone.QUIET))
+        return parts
+
+    def names(self) -> list[str]:
+        """Returns the request's name."""
+        return [self.request_id]
+
+
+@dataclass(frozen=True)
+class MissFigures:
+    """Why a prompt was evaluated again, and where."""
+
+    reason: str
+    message_index: int | None
+    role: str | None
+    token: int | None
+    lost_tokens: int
+    lost_seconds: float
+
+
+@dataclass(frozen=True)
+class RequestEnded(LogEntry):
+    """A request that was taken, however it ended. Times count from its arrival, in milliseconds."""
+
+    event: ClassVar[str] = "request"
+
+    request_id: str
+    session_id: str | None
+    model: str
+    turn: int | None
+    """Of its session, from 1."""
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    predicted_tokens: int
+    first_token_ms: float | None
+    total_ms: float
+    tokens_per_second: float | None
+    """Of the answer, from its first token to its last."""
+    finish: str
+    error: str | None
+    kept: float | None
+    """Share of the session's previous prompt that was reused, 0 to 1."""
+    tier: str | None
+    miss: MissFigures | None
+
+    def parts(self) -> list[Part]:
+        """Returns who asked, what was reused, how fast it came, and what broke."""
+        reused = percent_text(self.cached_tokens, self.prompt_tokens)
+        parts = [Part(label(self.request_id, self.session_id))]
+        if self.turn is not None:
+            parts.append(Part(f"turn {self.turn}"))
+        parts += [Part(f"{grouped(self.prompt_tokens)} tokens, {reused} reused"), Part(self._speed())]
+        return parts + self._end() + self._broken()
+
+    def names(self) -> list[str]:
+        """Returns the request's name, and the session's where it is shown cut off."""
+        is_cut = self.session_id is not None and len(self.session_id) > MAX_SESSION_LENGTH
+        return [self.request_id, *([f"session {self.session_id}"] if is_cut else [])]
+
+    def _speed(self) -> str:
+        if self.first_token_ms is None:
+            return f"{seconds_text(self.total_ms / 1000)} without a token"
+        first = f"{seconds_text(self.first_token_ms / 1000)} to first token"
+        return first if self.tokens_per_second is None else f"{first}, {rate_text(self.tokens_per_second)} tokens/s"
+
+    def _end(self) -> list[Part]:
+        if self.error is not None:
+            return [Part(f"failed: {self.error}", Tone.ERROR)]
+        if self.finish == "cancelled":
+            return [Part(f"stopped by the client after {grouped(self.predicted_tokens)} tokens", Tone.QUIET)]
+        return [] if self.finish == "stop" else [Part(f"ended by {self.finish}", Tone.QUIET)]
+
+    def _broken(self) -> list[Part]:
+        miss = self.miss
+        if miss is None or (miss.reason == "cold" and not miss.lost_tokens):
+            return []
+        where = "" if miss.role is None else f" in message {miss.message_index} ({miss.role})"
+        why = miss.reason.replace("_", " ") + where
+        if not miss.lost_tokens:
+            return [Part(why, Tone.QUIET)]
+        cost = f"{grouped(miss.lost_tokens)} tokens evaluated again, {seconds_text(miss.lost_seconds)}"
+        return [Part(f"{why}: {cost}", Tone.WARNING)]
+
+
+@dataclass(frozen=True)
+class RequestRefused(LogEntry):
+    """A request that was answered with an error instead."""
+
+    event: ClassVar[str] = "refused"
+
+    request_id: str
+    method: str
+    path: str
+    """Without the query, which may hold a key."""
+    status: int
+    code: str
+    reason: str
+
+    def parts(self) -> list[Part]:
+        """Returns what was asked for and why it was refused."""
+        tone = Tone.ERROR if self.status >= 500 else Tone.WARNING
+        asked = f"{self.method[: SHORT_ID_LENGTH * 2]} {cut(self.path, MAX_PATH_LENGTH)}"
+        return [Part(short_id(self.request_id)), Part(asked), Part(f"{self.status} {self.reason}", tone)]
+
+    def names(self) -> list[str]:
+        """Returns the request's name."""
+        return [self.request_id]
+
+
+# ------------------------------------------------------------------------------------------------------- words
+
+
+def label(request_id: str, session_id: str | None) -> str:
+    """Returns what a line for people calls a request: its session, or the beginning of its own name."""
+    return cut(session_id, MAX_SESSION_LENGTH) if session_id else short_id(request_id)
+
+
+def short_id(request_id: str) -> str:
+    """Returns the first letters of what is unique in `chatcmpl-3f9a…` and the like."""
+    return request_id.replace("_", "-").rpartition("-")[2][:SHORT_ID_LENGTH]
+
+
+def cut(text: str, length: int) -> str:
+    """Returns a text of at most `length` letters, with a sign where it was cut."""
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def grouped(number: int) -> str:
+    """Returns a whole number with its thousands set apart, such as `12 340`."""
+    return f"{number:,}".replace(",", " ")
+
+
+def percent_text(part: int, whole: int) -> str:
+    """Returns a share such as `98 %`; 100 % is said of the whole only, 0 % of nothing only."""
+    percent = 100 * part / whole if whole else 0.0
+    rounded = round(percent)
+    if part and rounded == 0:
+        return "under 1 %"
+    return f"{min(rounded, 99) if part < whole else rounded} %"
+
+
+def seconds_text(seconds: float) -> str:
+    """Returns a time as people say it: `0.03 s`, `0.3 s`, `41 s`, `3 min 20 s`."""
+    if 0 < seconds < 0.095:
+        return f"{max(seconds, 0.01):.2f} s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60} s"
+
+
+def rate_text(per_second: float) -> str:
+    """Returns a speed with as many digits as it is known to."""
+    return f"{per_second:.1f}" if per_second < 9.95 else grouped(round(per_second))
+
+
+def printable(text: str) -> str:
+    """Returns a text in which nothing moves a cursor, breaks a line or reverses a direction: those are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
