@@ -50,7 +50,7 @@ def find_machine_problem(system: str, machine: str) -> str | None:
 def find_system_problem(system: str, version: str) -> str | None:
     """Returns why MLX is not made for a system, given the version of macOS or of the C library; None if it is.
 
-    Asked before anything is installed. An empty version, as of a Linux without glibc, is one that MLX is not made for.
+    Asked before anything is installed. An empty version, as of a Linux without glibc, is not enough.
     """
     needed = {"Darwin": ("macOS", (14,)), "Linux": ("glibc", (2, 35))}[system]
     if tuple(int(part) for part in version.split(".") if part.isdigit()) >= needed[1]:
