@@ -94,11 +94,15 @@ def require_usable_python() -> None:
 def require_usable_machine() -> None:
     """Ends the program on a machine that MLX is not made for. Only for an interpreter that passed the check above."""
     sys.path.insert(0, str(ROOT))
-    from mlx_serve import find_machine_problem
+    from mlx_serve import find_machine_problem, find_system_problem
 
-    problem = find_machine_problem(platform.system(), platform.machine())
+    system = platform.system()
+    problem = find_machine_problem(system, platform.machine())
+    if problem is None:
+        version = platform.mac_ver()[0] if system == "Darwin" else platform.libc_ver()[1]
+        problem = find_system_problem(system, version)
     if problem is not None:
-        sys.exit(problem)
+        sys.exit("mlx-serve: " + problem)
 
 
 def install(options: "list[str]") -> None:

@@ -68,8 +68,8 @@ def slowness(service: Service) -> str | None:
     if seconds is None or seconds < SLOW_SECONDS:
         return None
     cure = "a smaller model is faster, as is a Mac with Apple silicon"
-    if service.precision is not Precision.FLOAT32 and service.stored_bytes < service.memory.weights_bytes * 4:
-        cure += ", or more memory, for float32 weights"
+    if service.precision is Precision.FLOAT32_SCALES:
+        cure = f"with memory for float32 weights it would be faster; {cure}"
     return f"Expect about {seconds:.1f} s per token on this processor: {cure}."
 
 
@@ -81,8 +81,8 @@ def _cache_text(service: Service, config: ServerConfig) -> str:
     if config.cache_memory_bytes is not None:
         source = ""
     elif service.memory.others_bytes:
-        source = ": what others leave (--cache-memory)"
-    return f"{size_text(budget_bytes)} of memory{tokens}{source}"
+        source = ", beside others (--cache-memory)"
+    return f"{size_text(budget_bytes)}{tokens}{source}"
 
 
 def _rest_text(service: Service) -> str:

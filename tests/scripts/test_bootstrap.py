@@ -119,6 +119,25 @@ def test_a_machine_without_mlx_is_told_which_ones_have_it(system: str, machine: 
     assert problem is not None and "Apple silicon" in problem and words in problem
 
 
+@pytest.mark.parametrize(
+    ("system", "version", "words"),
+    [
+        ("Darwin", "13.6.1", "macOS 14 or newer; this is macOS 13.6.1"),
+        ("Linux", "2.31", "glibc 2.35 or newer (Debian 12, Ubuntu 22.04 or newer); this is glibc 2.31"),
+        ("Linux", "", "this is a system without glibc"),
+        ("Darwin", "14.0", None),
+        ("Darwin", "26.1", None),
+        ("Linux", "2.35", None),
+        ("Linux", "3.0", None),
+    ],
+)
+def test_a_system_that_is_too_old_is_told_before_anything_is_fetched(
+    system: str, version: str, words: str | None
+) -> None:
+    problem = mlx_serve.find_system_problem(system, version)
+    assert problem is None if words is None else words in str(problem)
+
+
 @pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Linux", "x86_64"), ("Linux", "aarch64")])
 def test_machines_with_mlx(system: str, machine: str) -> None:
     assert mlx_serve.find_machine_problem(system, machine) is None

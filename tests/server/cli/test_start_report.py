@@ -1,0 +1,98 @@
+"""What a person reads when a server has started, and before it has."""
+
+from dataclasses import replace
+
+import pytest
+
+from models.precision import Precision
+from server.claims import Claim
+from server.cli.start_report import Surroundings, facts, round_count, slowness
+from server.config import ServerConfig
+from server.memory_budget import MemoryPlan
+from server.service import Service, open_service
+from tests.support.tiny_models import write
+
+GB = 10**9
+ALONE = Surroundings((), "libopenblas.so.0", ["http://127.0.0.1:8080"])
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
+    folder = write("qwen3", tmp_path_factory.mktemp("models") / "tiny")
+    return open_service(ServerConfig(models=(str(folder),)))
+
+
+def told(service: Service, around: Surroundings = ALONE, **settings: object) -> dict[str, str]:
+    config = ServerConfig(**settings)  # type: ignore[arg-type]
+    return dict(facts(service, config, around))
+
+
+def test_memory_is_shared_out_to_the_last_byte(service: Service) -> None:
+    report = told(replace(service, memory=MemoryPlan(25 * GB, 3 * GB, 16 * GB, 0)))
+    assert report["weights"] == "3.0 GB"
+    assert report["cache"] == "16.0 GB (--cache-memory)"
+    assert report["rest"] == "6.0 GB of 25.0 GB for everything else on this machine"
+
+
+def test_tokens_are_told_once_the_engine_has_measured_them(service: Service) -> None:
+    service.engine.start()
+    try:
+        assert "tokens (--cache-memory)" in told(service)["cache"]
+    finally:
+        service.engine.stop()
+
+
+def test_others_are_named_and_too_much_is_called_that(service: Service) -> None:
+    crowded = replace(service, memory=MemoryPlan(25 * GB, 3 * GB, 16 * GB, 9 * GB))
+    report = told(crowded, replace(ALONE, others=(Claim(7, "org/big", 9 * GB, ""),)))
+    assert report["beside"] == "9.0 GB are claimed by org/big, process 7"
+    assert report["rest"].startswith("none: over the machine's 25.0 GB in all")
+    assert report["cache"].endswith("beside others (--cache-memory)")
+
+
+@pytest.mark.parametrize("fast_blas", ["libopenblas.so.0", None])
+def test_the_blas_is_named_or_how_to_get_one(
+    fast_blas: str | None, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    on_cpu = replace(service, seconds_per_token=0.1)
+    assert told(on_cpu, replace(ALONE, fast_blas=fast_blas))["blas"] == (
+        fast_blas or "MLX's own, slow with long prompts; apt install libopenblas0-pthread"
+    )
+    assert "blas" not in told(replace(service, seconds_per_token=None))
+
+
+def test_weights_that_are_not_held_as_stored_say_so(service: Service) -> None:
+    plan = MemoryPlan(25 * GB, 3 * GB, 16 * GB, 0)
+    converted = replace(service, memory=plan, precision=Precision.FLOAT32, stored_bytes=423_000_000)
+    assert told(converted)["weights"] == "3.0 GB, as float32: fastest on this CPU (423.0 MB on disk)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "precision", "words"),
+    [
+        (None, Precision.STORED, None),
+        (0.1, Precision.STORED, None),
+        (6.1, Precision.STORED, "Expect about 6.1 s per token"),
+        (0.6, Precision.FLOAT32_SCALES, "with memory for float32 weights"),
+    ],
+)
+def test_a_slow_model_is_told(
+    seconds: float | None, precision: Precision, words: str | None, service: Service
+) -> None:
+    found = slowness(replace(service, seconds_per_token=seconds, precision=precision))
+    assert found is None if words is None else words in str(found)
+
+
+def test_lines_fit_a_terminal(service: Service) -> None:
+    around = Surroundings((Claim(123_456, "qwen3:4b", 9 * GB, ""),), None, ["http://127.0.0.1:8080"] * 2)
+    slow = replace(service, seconds_per_token=9.0, memory=MemoryPlan(25 * GB, 3 * GB, 16 * GB, 9 * GB))
+    config = ServerConfig(insecure_no_key=True, cache_disk_bytes=20 * GB)
+    assert [text for _, text in facts(slow, config, around) if len(text) > 70] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(7.9, "7"), (1234, "1 200"), (137_900, "137 000"), (4_120_000, "4.1 million")]
+)
+def test_estimates_have_the_digits_that_mean_something(number: float, text: str) -> None:
+    assert round_count(number) == text
