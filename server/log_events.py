@@ -71,14 +71,15 @@ class PrefillProgress(LogEntry):
     """How many such entries the request has had before."""
 
     def parts(self) -> list[Part]:
-        """Returns how far the prompt is, how fast, and for how long still."""
-        share = percent_text(self.evaluated_tokens, self.prompt_tokens)
-        done = f"prefill {grouped(self.evaluated_tokens)} of {grouped(self.prompt_tokens)} tokens, {share}"
-        parts = [Part(label(self.request_id, self.session_id)), Part(done, Tone.QUIET)]
+        """Returns how far the prompt is and for how long still, first of all, and then whose it is and how fast."""
+        share, left = percent_text(self.evaluated_tokens, self.prompt_tokens), ""
+        amount = f"{grouped(self.evaluated_tokens)} of {grouped(self.prompt_tokens)} tokens"
         if self.tokens_per_second > 0:
-            left = seconds_text((self.prompt_tokens - self.evaluated_tokens) / self.tokens_per_second)
-            parts.append(Part(f"{rate_text(self.tokens_per_second)} tokens/s, {left} to go", Tone.QUIET))
-        return parts
+            seconds = (self.prompt_tokens - self.evaluated_tokens) / self.tokens_per_second
+            left = f", {seconds_text(seconds)} to go"
+            amount += f", {rate_text(self.tokens_per_second)} tokens/s"
+        name = label(self.request_id, self.session_id)
+        return [Part(f"prefill {share}{left}", Tone.QUIET), Part(name), Part(amount, Tone.QUIET)]
 
     def names(self) -> list[str]:
         """Returns the request's name."""

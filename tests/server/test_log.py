@@ -99,6 +99,11 @@ def test_times_have_the_digits_that_matter(seconds: float, text: str) -> None:
     assert seconds_text(seconds) == text
 
 
+def test_a_long_prompt_says_first_how_long_it_takes_still() -> None:
+    assert texts(PROGRESS) == ["prefill 7 %, 5 min 29 s to go", "3f9a1c", "8 192 of 120 000 tokens, 340 tokens/s"]
+    assert texts(replace(PROGRESS, tokens_per_second=0.0))[0] == "prefill 7 %"
+
+
 @pytest.mark.parametrize("name", ["chatcmpl-3f9a1c0000", "req_3f9a1c0000", "3f9a1c0000"])
 def test_a_short_id_is_what_differs(name: str) -> None:
     assert short_id(name) == "3f9a1c"

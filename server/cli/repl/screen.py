@@ -74,10 +74,11 @@ class Screen:
 def fold(line: str, width: int) -> str:
     """Returns a line broken at words; of a line of two columns the second stays one, where there is space for it."""
     column = _TWO_COLUMNS.match(line)
-    indent = column.end() if column is not None and 2 * column.end() <= width else 0
-    return textwrap.fill(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, replace_whitespace=False
-    )
+    if column is None or 2 * column.end() > width:
+        wrap = WordWrap()
+        return wrap.feed(line, width) + wrap.finish(width)
+    indent = " " * column.end()
+    return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, replace_whitespace=False)
 
 
 def standard_screen(*, is_coloured: bool) -> Screen:
