@@ -22,7 +22,9 @@ from cache.restore_points import RestorePoint, RestorePointKind
 from cache.sizes import SequenceSizes
 from cache.slots import Slot, SlotView, choose_slot
 from cache.snapshots import deepest_up_to
-from cache.trie import Match, Node, TokenArray
+from cache.token_trie import Match
+from cache.tokens import TokenArray
+from cache.trie import Node, NodeMatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +194,7 @@ class Admission:
         ends = [p.offset for p in request.restore_points if p.kind is RestorePointKind.PROMPT_END]
         slot.turn_start = min(ends, default=len(request.tokens) - 1)
 
-    def _make_lease(self, request: CacheRequest, slot: Slot, match: Match, tier: Tier | None) -> Lease:
+    def _make_lease(self, request: CacheRequest, slot: Slot, match: NodeMatch, tier: Tier | None) -> Lease:
         points = self._plan(request, slot.offset, match.length) if request.reuse else ()
         kind = Lease if request.reuse else PrivateLease
         return kind(self._recorder, slot, request.tokens, match, points, tier)

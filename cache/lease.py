@@ -9,7 +9,8 @@ import numpy as np
 from cache.layers.layout import Layout
 from cache.restore_points import RestorePoint, RestorePointKind, chunk_end
 from cache.slots import Slot
-from cache.trie import Match, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import NodeMatch
 from cache.types import LayerCache
 
 
@@ -59,7 +60,7 @@ class Lease:
         owner: LeaseOwner,
         slot: Slot,
         tokens: TokenArray,
-        match: Match,
+        match: NodeMatch,
         points: Iterable[RestorePoint],
         tier: Tier | None,
     ) -> None:

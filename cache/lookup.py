@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from cache.layers.layout import Layout
 from cache.slots import Slot
 from cache.snapshots import deepest, rows_before
-from cache.trie import Match, Node, Place, PrefixTrie, TokenArray
+from cache.token_trie import Match, Place
+from cache.tokens import TokenArray
+from cache.trie import Node, NodeMatch, PrefixTrie
 
 
 class Lookup:
@@ -20,9 +22,9 @@ class Lookup:
         self.namespace = namespace
         self.tokens = tokens[:-1]
         """What of the prompt may be restored."""
-        self._place: Place | None = None
+        self._place: Place[Node] | None = None
 
-    def match(self, trie: PrefixTrie) -> Match:
+    def match(self, trie: PrefixTrie) -> NodeMatch:
         """Matches the prompt as the trie of its namespace is now."""
         place = self._place
         if place is None or not place.length or place.is_gone:
@@ -38,7 +40,7 @@ class LookupResult:
     Eviction changes it: it spares `nodes_to_restore` only, so the prompt is looked up again afterwards.
     """
 
-    match: Match
+    match: NodeMatch
     stored: int
     """Tokens that can be restored from the trie."""
     shared: list[int]
@@ -62,7 +64,7 @@ class LookupResult:
         return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)
 
 
-def look_up(match: Match, slots: Sequence[Slot], layout: Layout) -> LookupResult:
+def look_up(match: NodeMatch, slots: Sequence[Slot], layout: Layout) -> LookupResult:
     """Finds out how much of a match can be restored."""
     path, length = set(match.path), match.length
     # Sequences with a common prefix share the nodes of a trie, so no tokens are compared here.

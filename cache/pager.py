@@ -21,7 +21,8 @@ from cache.memory_tier import MemoryTier
 from cache.restore_points import RestorePointKind
 from cache.slots import Slot, TokenLog
 from cache.snapshots import Snapshot, cover, is_restorable, window_rows
-from cache.trie import Node, PrefixTrie, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache
 
 CLEAR_BYTES = 64 << 20

@@ -7,7 +7,8 @@ from cache.pager import Pager
 from cache.pins import PinName, Pins, choose_nodes, path_nodes
 from cache.sizes import SequenceSizes
 from cache.slots import Slot
-from cache.trie import Node, PrefixTrie, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import Node, PrefixTrie
 
 
 class Pinning:

@@ -35,7 +35,7 @@ from cache.restore_points import RestorePoint
 from cache.sizes import SequenceSizes
 from cache.slots import Slot
 from cache.stats import CacheStats
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from cache.types import LayerCache
 from cache.view import CacheView, StateBytes, disk_views, views
 

@@ -14,7 +14,8 @@ from cache.pager import Pager
 from cache.reclaim import Reclaimer
 from cache.restore_points import RestorePointKind
 from cache.snapshots import Snapshot
-from cache.trie import Match, PrefixTrie, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import NodeMatch, PrefixTrie
 
 MAX_READS = 8
 """Files that may prove unreadable before a prompt is evaluated without the disk."""
@@ -42,7 +43,7 @@ class Promotion:
         """Returns what memory holds of a prompt."""
         return self.result_of(lookup.match(self._memory.find_trie(lookup.namespace)))
 
-    def result_of(self, match: Match) -> LookupResult:
+    def result_of(self, match: NodeMatch) -> LookupResult:
         """Returns what of a match can be restored now."""
         return look_up(match, self._pager.slots, self._pager.layout)
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cache.restore_points import RestorePointKind
-from cache.trie import Node, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import Node
 from cache.types import LayerCache
 
 

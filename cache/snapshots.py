@@ -12,7 +12,8 @@ from typing import Any
 from cache.layers.layout import Layout
 from cache.layers.points import PointState
 from cache.layers.segments import Segment
-from cache.trie import Match, Node
+from cache.token_trie import Match
+from cache.trie import Node, NodeMatch
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Snapshot:
         return Snapshot(offset, before, None), Snapshot(self.offset, after, self.points)
 
 
-def deepest(layout: Layout, match: Match) -> int:
+def deepest(layout: Layout, match: NodeMatch) -> int:
     """Returns the deepest offset on a match at which every layer can be restored from the trie."""
     if not layout.needs_snapshots:
         return match.length

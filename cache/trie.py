@@ -1,26 +1,20 @@
-"""A path-compressed prefix trie over token ids, with the state of those tokens hung on its nodes.
+"""The prefix trie of the memory tier: nodes with the state of their tokens, stored or live in a slot.
 
-Invariants, checked by `PrefixTrie.check`:
+Invariants, checked by `PrefixTrie.check` besides those of `cache.token_trie`:
 
-* a child starts where its parent stops, and an edge is as long as the range it covers;
-* no two siblings begin with the same token;
 * a node below the root holds the span state of exactly its edge: in a stored `span`, or live in its `home`;
 * a snapshot's rows end at its node's `stop`;
 * below a volatile node all nodes are volatile: a request that had the later tokens had the earlier ones too.
 
-The trie decides where state belongs, not what it is: a span and a snapshot are anything that can be split
-and joined. It knows no arrays, no clock and no budget. Token comparison is by whole edges, byte by byte, so a match
-costs microseconds per thousand tokens and no Python object per token.
+The trie decides where state belongs, not what it is: a span and a snapshot are anything that can be split and joined.
+It knows no arrays, no clock and no budget.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-TokenArray: TypeAlias = NDArray[np.int32]
+from cache.token_trie import Match, Place, TokenNode, TokenTrie
+from cache.tokens import TokenArray
 
 
 class Span(Protocol):
@@ -56,12 +50,10 @@ class NodeSnapshot(Protocol):
         """Returns what remains valid at `offset` (None if nothing) and what remains at the old `stop`."""
 
 
-class Node:
-    """One edge `[start, stop)` of the trie and the state that belongs to it."""
+class Node(TokenNode):
+    """One edge of the trie, the state that belongs to it, and what is known of its use."""
 
     __slots__ = (
-        "children",
-        "data",
         "home",
         "is_background",
         "is_explicit",
@@ -72,22 +64,14 @@ class Node:
         "last_used_behind",
         "num_pins",
         "num_slots",
-        "parent",
         "place",
         "session_id",
         "snapshot",
         "span",
-        "start",
-        "stop",
-        "tokens",
     )
 
     def __init__(self, parent: "Node | None", tokens: TokenArray, start: int) -> None:
-        self.parent = parent
-        self.hold(np.asarray(tokens, np.int32).tobytes())
-        self.start = start
-        self.stop = start + len(tokens)
-        self.children: dict[int, Node] = {}
+        super().__init__(parent, tokens, start)
         self.span: Span | None = None
         self.snapshot: NodeSnapshot | None = None
         self.home: Any = None
@@ -112,86 +96,63 @@ class Node:
         """A restore point that a client asked for: never merged away."""
         self.is_volatile = False
         """All requests with its tokens were volatile: none of its state may be written to disk."""
-        self.place: Place | None = None
+        self.place: Place[TokenNode] | None = None
         """Where its tokens end in the trie of the disk tier, as it was last found; not used by this trie."""
-
-    def hold(self, data: bytes) -> None:
-        """Sets the edge's tokens from their bytes in memory; the caller sets `start` and `stop`."""
-        self.data = data
-        """The same as `tokens`: bytes are compared in one call, arrays in several."""
-        self.tokens: TokenArray = np.frombuffer(data, np.int32)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of stored state on this node, span and snapshot."""
         return (self.span.num_bytes if self.span else 0) + (self.snapshot.num_bytes if self.snapshot else 0)
 
-    def path(self) -> "list[Node]":
-        """Returns the nodes from below the root down to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        nodes.reverse()
-        return nodes
+    def divide_state(self, upper: "Node", offset: int) -> None:
+        """Splits span and snapshot; see `TokenNode`."""
+        # Whatever may fail comes before the first change.
+        spans = self.span.split(offset) if self.span is not None else (None, None)
+        snapshots = self.snapshot.split(offset) if self.snapshot is not None else (None, None)
+        upper.home, upper.last_used, upper.is_volatile = self.home, self.last_used, self.is_volatile
+        upper.last_used_behind = self.last_used_behind
+        (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
-    def meeting(self, others: Collection["Node"]) -> "Node":
-        """Returns the nearest of `others` on the way up from here, this node included; the root if there is none."""
-        node = self
-        while node.parent is not None and node not in others:
-            node = node.parent
-        return node
+    def may_join(self, parent: "Node") -> bool:
+        """Whether nothing needs the border.
 
-    def __repr__(self) -> str:
-        return f"Node[{self.start}, {self.stop}) with {len(self.children)} children"
+        A snapshot of the parent needs it, as do a slot, a pin and an explicit restore point. The spans must be of one
+        kind: both stored, or both live in the same slot.
+        """
+        needs_border = parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None
+        return (
+            not needs_border
+            and parent.home is self.home
+            and parent.is_volatile is self.is_volatile
+            and (parent.span is None) == (self.span is None)
+        )
 
+    def join_state(self, parent: "Node") -> None:
+        """Joins the spans, if they are stored; see `TokenNode`."""
+        if self.span is not None and parent.span is not None:
+            self.span = parent.span.join(self.span)
 
-@dataclass(frozen=True)
-class Match:
-    """The longest stored prefix of some tokens: `path` covers `[0, length)`, its last node maybe in part."""
+    def drop_state(self) -> None:
+        """Drops span and snapshot."""
+        self.span = self.snapshot = self.home = None
 
-    path: list[Node]
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the longest stored prefix of some tokens ends: after `length` tokens, on the edge of `node`.
-
-    Remains valid when edges are split and added, until it `is_gone`.
-    """
-
-    node: Node
-    length: int
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether its node has left the trie since: the tokens must be matched from the root again."""
-        return self.length > 0 and self.node.parent is None
-
-    def edges(self, start: int, stop: int) -> Iterator[Node]:
-        """Yields the nodes on the path to the place whose edges overlap `[start, stop)`, the last one first."""
-        node, stop = self.node, min(stop, self.length)
-        while start < stop and node.parent is not None and node.stop > start:
-            if node.start < stop:
-                yield node
-            node = node.parent
+    def check(self) -> None:
+        """Asserts what is true of the node's state."""
+        assert (self.span is None) != (self.home is None), f"{self} must be stored or live, not both"
+        if self.span is not None:
+            assert (self.span.start, self.span.stop) == (self.start, self.stop), f"{self} holds a foreign span"
+        is_public = not self.is_volatile
+        assert not (is_public and self.parent is not None and self.parent.is_volatile), (
+            f"{self} is volatile no more, what is before it is"
+        )
+        assert self.num_slots >= 0, f"{self} was left by more slots than entered it"
 
 
-TOKEN_BYTES = 4
+NodeMatch: TypeAlias = Match[Node]
 
 
-def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
-    """Returns how many leading tokens two arrays share."""
-    num = min(len(left), len(right))
-    differs = left[:num] != right[:num]
-    first = int(differs.argmax()) if num else 0
-    return first if num and differs[first] else num
-
-
-class PrefixTrie:
-    """Edges and nodes for one namespace. Single-threaded, like everything in `cache`.
+class PrefixTrie(TokenTrie[Node]):
+    """Edges and state for one namespace. Single-threaded, like everything in `cache`.
 
     Three callbacks follow what happens. `count_bytes` gets the bytes of stored state that a change adds, negative
     when it frees some. `changed` gets every node whose edge, span or children have changed, and every node that was
@@ -205,134 +166,30 @@ class PrefixTrie:
         changed: Callable[[Node], None] = lambda node: None,
         snapped: Callable[[Node], None] = lambda node: None,
     ) -> None:
-        self.namespace = namespace
-        """Not used by the trie."""
-        self.root = Node(None, np.empty(0, np.int32), 0)
-        self.num_nodes = 0
+        super().__init__(Node, namespace, changed)
         self._count_bytes = count_bytes
-        self._changed = changed
         self._snapped = snapped
 
-    def match(self, tokens: TokenArray) -> Match:
-        """Finds the longest stored prefix of `tokens`, comparing every token."""
-        place = self.follow(Place(self.root, 0), tokens)
-        return Match(place.node.path(), place.length)
-
-    def follow(self, place: Place, tokens: TokenArray) -> Place:
-        """Returns the place where matching goes on with `tokens`, those after `place`; every one is compared."""
-        node, length, done = place.node, place.length, 0
-        while node.parent is not None and length <= node.start:
-            node = node.parent  # the edge was cut since
-        data = np.ascontiguousarray(tokens, np.int32).data.cast("B") if len(tokens) else memoryview(b"")
-        while done < len(tokens):
-            if length == node.stop:
-                child = node.children.get(tokens.item(done))
-                if child is None:
-                    break
-                node = child
-            edge_done, edge_left = length - node.start, node.stop - length
-            # A path has many edges, most of them known in full: this is what takes the time of a match.
-            piece = data[TOKEN_BYTES * done : TOKEN_BYTES * (done + edge_left)]
-            if node.data.startswith(piece, TOKEN_BYTES * edge_done):
-                matched = len(piece) // TOKEN_BYTES
-            else:
-                matched = common_prefix_length(node.tokens[edge_done:], tokens[done:])
-            length, done = length + matched, done + matched
-            if matched < edge_left:
-                break
-        return Place(node, length)
-
-    def extend(self, node: Node, tokens: TokenArray, *, may_split: bool = True) -> Node:
-        """Returns the node at which `tokens` end below `node`, splitting and adding edges as needed.
-
-        Without `may_split`, returns the start of the edge if the tokens end inside one. An added edge holds no state
-        yet: the caller gives it a span or a home at once. Existing nodes are changed by splitting only.
-        """
-        done = 0
-        while done < len(tokens):
-            child = node.children.get(int(tokens[done]))
-            if child is None:
-                return self._add(node, tokens[done:])
-            matched = common_prefix_length(child.tokens, tokens[done:])
-            done += matched
-            if matched < len(child.tokens) and done == len(tokens) and not may_split:
-                return node
-            node = child if matched == len(child.tokens) else self.split(child, child.start + matched)
-        return node
-
     def split(self, node: Node, offset: int) -> Node:
-        """Cuts `node` at `offset` and returns the new upper half; `node` stays the lower one.
-
-        Each half gets its part of the span. References to `node` keep their `stop`.
-        """
-        if not node.start < offset < node.stop or node.parent is None:
-            raise ValueError(f"cannot split {node} at {offset}")
-        cut = offset - node.start
+        """Cuts `node` at `offset`, see `TokenTrie.split`; a half of shared rows may weigh more than its share."""
         before = node.num_bytes
-        # Whatever may fail comes before the first change.
-        spans = node.span.split(offset) if node.span is not None else (None, None)
-        snapshots = node.snapshot.split(offset) if node.snapshot is not None else (None, None)
-        upper = Node(node.parent, node.tokens[:cut], node.start)
-        upper.home, upper.last_used, upper.is_volatile = node.home, node.last_used, node.is_volatile
-        upper.last_used_behind = node.last_used_behind
-        (upper.span, node.span), (upper.snapshot, node.snapshot) = spans, snapshots
+        upper = super().split(node, offset)
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
-        upper.parent.children[int(upper.tokens[0])] = upper  # type: ignore[union-attr]
-        node.hold(node.data[TOKEN_BYTES * cut :])
-        node.parent, node.start = upper, offset
-        upper.children[int(node.tokens[0])] = node
-        self.num_nodes += 1
-        self._changed(upper)
-        self._changed(node)
         return upper
 
-    def can_absorb_parent(self, node: Node) -> bool:
-        """Whether `node` and its parent are one edge in two pieces, with nothing that needs the border.
-
-        A snapshot of the parent needs it, as do a slot, a pin, an explicit restore point and a second child. Their
-        spans must be of one kind: both stored, or both live in the same slot.
-        """
-        parent = node.parent
-        return (
-            parent is not None
-            and parent.parent is not None
-            and len(parent.children) == 1
-            and not (parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None)
-            and parent.home is node.home
-            and parent.is_volatile is node.is_volatile
-            and (parent.span is None) == (node.span is None)
-        )
-
     def absorb_parent(self, node: Node) -> None:
-        """Joins `node` with its parent, which disappears. Needs `can_absorb_parent(node)`."""
-        parent = node.parent
-        if parent is None or parent.parent is None or not self.can_absorb_parent(node):
-            raise ValueError(f"{node} cannot absorb its parent")
-        before = parent.num_bytes + node.num_bytes
-        if node.span is not None and parent.span is not None:
-            node.span = parent.span.join(node.span)
+        """Joins `node` with its parent, see `TokenTrie.absorb_parent`."""
+        before = node.num_bytes + (node.parent.num_bytes if node.parent is not None else 0)
+        super().absorb_parent(node)
         self._count_bytes(node.num_bytes - before)
-        node.hold(parent.data + node.data)
-        node.start = parent.start
-        node.parent = parent.parent
-        node.parent.children[int(node.tokens[0])] = node
-        parent.parent = None
-        self.num_nodes -= 1
-        self._changed(parent)
-        self._changed(node)
 
     def remove(self, leaf: Node) -> None:
-        """Removes a leaf and the state that it holds."""
-        if leaf.children or leaf.parent is None or leaf.num_slots:
+        """Removes a leaf and the state that it holds; no slot may end there."""
+        if leaf.num_slots:
             raise ValueError(f"{leaf} is not a removable leaf")
-        parent = leaf.parent
-        del parent.children[int(leaf.tokens[0])]
-        self._count_bytes(-leaf.num_bytes)
-        leaf.parent = leaf.span = leaf.snapshot = leaf.home = None
-        leaf.hold(b"")  # references to a removed node keep no tokens alive
-        self.num_nodes -= 1
-        self._changed(parent)
-        self._changed(leaf)
+        num_bytes = leaf.num_bytes
+        super().remove(leaf)
+        self._count_bytes(-num_bytes)
 
     def store(self, node: Node, span: Span) -> None:
         """Stores a span on a node, which is then no longer live in a slot."""
@@ -355,36 +212,3 @@ class PrefixTrie:
         node.snapshot = snapshot
         self._count_bytes(node.num_bytes - before)
         self._snapped(node)
-
-    def nodes(self) -> Iterator[Node]:
-        """Yields every node below the root, parents before children."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-    def check(self) -> None:
-        """Asserts the module's invariants; for tests, and cheap enough to call after every step of one."""
-        num_nodes = 0
-        for node in self.nodes():
-            num_nodes += 1
-            parent = node.parent
-            assert parent is not None and parent.stop == node.start, f"{node} does not start at its parent's stop"
-            assert len(node.tokens) > 0, f"{node} has an empty edge"
-            assert node.stop - node.start == len(node.tokens), f"{node} is not as long as its edge"
-            assert parent.children.get(int(node.tokens[0])) is node, f"{node} is not under its first token"
-            assert (node.span is None) != (node.home is None), f"{node} must be stored or live, not both"
-            if node.span is not None:
-                assert (node.span.start, node.span.stop) == (node.start, node.stop), f"{node} holds a foreign span"
-            assert node.is_volatile or not parent.is_volatile, f"{node} is volatile no more, what is before it is"
-            assert node.num_slots >= 0, f"{node} was left by more slots than entered it"
-        assert num_nodes == self.num_nodes, f"{num_nodes} nodes found, {self.num_nodes} counted"
-
-    def _add(self, parent: Node, tokens: TokenArray) -> Node:
-        node = Node(parent, tokens, parent.stop)
-        parent.children[int(node.tokens[0])] = node
-        self.num_nodes += 1
-        self._changed(parent)
-        self._changed(node)
-        return node

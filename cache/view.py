@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from cache.disk.listing import DiskEntry
 from cache.disk.write_budget import DiskWrites
 from cache.restore_points import RestorePointKind
-from cache.trie import Node, PrefixTrie, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import Node, PrefixTrie
 
 PREVIEW_TOKENS = 24
 

@@ -18,12 +18,14 @@ from cache import restore_points
 from cache.disk.read_ahead import Prefetch
 from cache.disk.spans import FileSnapshot, FileSpan
 from cache.disk.tier import DiskTier
-from cache.disk.tree import START
+from cache.disk.tree import START, DiskPlace
 from cache.layers.layout import Layout
 from cache.layers.segments import Segment
 from cache.restore_points import KeptPoint
 from cache.snapshots import Snapshot, window_rows
-from cache.trie import Match, Node, Place, TokenArray
+from cache.token_trie import Place, TokenNode
+from cache.tokens import TokenArray
+from cache.trie import Node, NodeMatch
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class Recall:
     """Rows of the tokens that the trie in memory lacks, up to `offset`; None if it has them all."""
     snapshot: FileSnapshot | None
     """The snapshot at `offset`; None for a model that needs none."""
-    place: Place
+    place: DiskPlace
     """The place of the prompt's tokens on the tier."""
 
     @property
@@ -63,7 +65,7 @@ class Archive:
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def find(self, namespace: str, tokens: TokenArray, match: Match, *, restorable: int) -> Recall | None:
+    def find(self, namespace: str, tokens: TokenArray, match: NodeMatch, *, restorable: int) -> Recall | None:
         """Returns what disk adds to a prompt; None if that is too little.
 
         Memory matches `match` of the prompt and can restore `restorable` tokens.
@@ -81,13 +83,13 @@ class Archive:
             return None
         return Recall(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
 
-    def _place(self, namespace: str, path: list[Node]) -> Place:
+    def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
         """Returns the place on the tier where the match of a path's tokens ends.
 
         Places are kept on the path's nodes, so that only tokens behind the last one are compared.
         """
         kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
-        place = next(kept, START)
+        place = _on_disk(next(kept, START))
         for node in path:
             if node.stop > place.length:
                 place = node.place = self.tier.follow(namespace, place, node.tokens[place.length - node.start :])
@@ -95,7 +97,7 @@ class Archive:
                     break
         return place
 
-    def _deepest(self, place: Place, stop: int) -> FileSnapshot | None:
+    def _deepest(self, place: DiskPlace, stop: int) -> FileSnapshot | None:
         """Returns the last written snapshot up to `stop`, on the way to a place, that restores every layer."""
         layout = self._layout
         for snapshot in self.tier.snapshots(place):
@@ -233,13 +235,18 @@ class Archive:
             assert found.length == place.length, f"{node} keeps a place at {place.length}, found {found.length}"
 
 
+def _on_disk(place: Place[TokenNode]) -> DiskPlace:
+    """Returns a place that was kept on a node in memory as what it is: the tries in memory know of no other tier."""
+    return cast(DiskPlace, place)
+
+
 @dataclass
 class _DiskPath:
     """A path in memory, from below the root, with the place of its tokens on the tier."""
 
     namespace: str
     path: list[Node]
-    place: Place
+    place: DiskPlace
 
     @property
     def stop(self) -> int:

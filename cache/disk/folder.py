@@ -29,7 +29,7 @@ from cache.disk.write_budget import WriteDay
 from cache.errors import DiskFault, DiskInUse, FolderUnsafe
 from cache.layers.points import PointState
 from cache.layers.segments import Segment
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 
 logger = logging.getLogger(__name__)
 

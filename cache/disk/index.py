@@ -17,7 +17,7 @@ import numpy as np
 
 from cache.disk.files import FileSystem, Receipt
 from cache.disk.write_budget import WriteDay
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 
 FORMAT = 1
 """The version of files and rows; it changes with their meaning, and state of another version is deleted."""

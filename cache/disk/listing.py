@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cache.disk.spans import FileSnapshot, FileSpan
-from cache.disk.tree import DiskTree
-from cache.trie import Node, TokenArray
+from cache.disk.tree import DiskNode, DiskTree
+from cache.tokens import TokenArray
 
 MAX_VISITED = 4096
 """No listing looks at more edges than these, listed or not."""
@@ -54,7 +54,7 @@ def list_edges(tree: DiskTree, namespace: str, max_edges: int) -> DiskListing:
 
 def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskEntry | None]:
     """Yields an entry for each edge, depth first; None for an edge that is not on disk, and nothing below it."""
-    waiting: list[tuple[DiskEntry | None, Iterator[Node]]] = [(None, tree.children(namespace))]
+    waiting: list[tuple[DiskEntry | None, Iterator[DiskNode]]] = [(None, tree.children(namespace))]
     while waiting:
         parent, children = waiting[-1]
         node = next(children, None)
@@ -67,7 +67,7 @@ def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskEntry | None]:
             waiting.append((entry, iter(node.children.values())))
 
 
-def _entry(tree: DiskTree, namespace: str, parent: DiskEntry | None, node: Node) -> DiskEntry | None:
+def _entry(tree: DiskTree, namespace: str, parent: DiskEntry | None, node: DiskNode) -> DiskEntry | None:
     span, snapshot = tree.state_on(node)
     if not span.is_written:
         return None

@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterable
 
 from cache.disk.files import Receipt
 from cache.disk.spans import FileState, StoredFile
-from cache.disk.tree import DiskTree
+from cache.disk.tree import DiskPlace, DiskTree
 from cache.disk.write_queue import WriteQueue
-from cache.trie import Place
 
 _LOW_WATERMARK = 0.95
 """Eviction goes on until the budget is full to this part, so that not every write has to evict.
@@ -101,7 +100,7 @@ class DiskSpace:
         self._tick += count
         return list(range(self._tick, self._tick - count, -1))
 
-    def touch(self, place: Place, stop: int, tick: int | None = None) -> int:
+    def touch(self, place: DiskPlace, stop: int, tick: int | None = None) -> int:
         """Records a use, at `tick` or now, of the files needed to restore at `stop` on the way to a place.
 
         Returns the tick. A file that was used later keeps its later time.

@@ -78,9 +78,6 @@ class FilePart:
 class FileSpan:
     """Span state of the tokens `[start, stop)` on disk, in one file or several. Immutable; holds no memory."""
 
-    num_bytes = 0
-    """Bytes of memory that dropping this frees."""
-
     def __init__(self, start: int, stop: int, parts: tuple[FilePart, ...] = ()) -> None:
         self.start = start
         self.stop = stop
@@ -120,12 +117,6 @@ class FileSpan:
     def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":
         """Returns `[start, offset)` and `[offset, stop)`. Reads nothing."""
         return self.clipped(self.start, offset), self.clipped(offset, self.stop)
-
-    def join(self, later: "FileSpan") -> "FileSpan":
-        """Returns one span of this one and `later`, which must start where this one stops; for `cache.trie.Span`."""
-        if later.start != self.stop:
-            raise ValueError(f"spans [{self.start}, {self.stop}) and [{later.start}, {later.stop}) do not meet")
-        return FileSpan(self.start, later.stop, merged((*self.parts, *later.parts)))
 
     def load(self) -> Segment:
         """Reads the rows into memory, evaluated. Raises DiskFault, and then the file at fault is gone."""

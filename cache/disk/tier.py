@@ -32,13 +32,13 @@ from cache.disk.read_ahead import Prefetch
 from cache.disk.reader import FileReader
 from cache.disk.space import DiskSpace
 from cache.disk.spans import FileLoader, FileSnapshot, FileSpan, FileState, StoredFile
-from cache.disk.tree import START, DiskTree
+from cache.disk.tree import START, DiskPlace, DiskTree
 from cache.disk.write_budget import WriteBudget
 from cache.disk.write_queue import WriteQueue
 from cache.errors import FolderUnusable
 from cache.layers.points import PointState
 from cache.layers.segments import Segment
-from cache.trie import Place, TokenArray
+from cache.tokens import TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -157,24 +157,24 @@ class DiskTier:
         """Returns the bytes of a namespace's files, those that wait to be written included."""
         return self._space.bytes_of(namespace)
 
-    def follow(self, namespace: str, place: Place, tokens: TokenArray) -> Place:
+    def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
         """Returns the place where the match of `tokens` ends; they follow `place`, which is `START` or not gone.
 
         The place answers the questions below until it is gone. Files that are written later may lie beyond it.
         """
         return self._tree.follow(namespace, place, tokens)
 
-    def covered(self, place: Place, start: int, stop: int) -> FileSpan:
+    def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
         """Returns what is on disk, or waits to be written, of the tokens `[start, stop)`; it may have gaps."""
         self._notice_written()
         return self._tree.covered(place, start, stop)
 
-    def snapshots(self, place: Place) -> Iterator[FileSnapshot]:
+    def snapshots(self, place: DiskPlace) -> Iterator[FileSnapshot]:
         """Yields the snapshots on the way to a place, on disk or waiting to be written, the deepest first."""
         self._notice_written()
         return map(FileSnapshot, self._tree.snapshots(place))
 
-    def goes_on(self, place: Place, num_tokens: int) -> bool:
+    def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
         """Returns whether a place stands for `num_tokens` tokens, and there is state of tokens behind them."""
         return self._tree.goes_on(place, num_tokens)
 
@@ -186,7 +186,7 @@ class DiskTier:
         tokens: TokenArray,
         segment: Segment,
         *,
-        near: Place = START,
+        near: DiskPlace = START,
         tick: int | None = None,
     ) -> FileSpan | None:
         """Has a segment written that stops at `len(tokens)`; `tokens` are all tokens from the sequence's start.
@@ -215,7 +215,7 @@ class DiskTier:
         window: Segment | None,
         points: PointState | None,
         *,
-        near: Place = START,
+        near: DiskPlace = START,
         tick: int | None = None,
     ) -> FileSnapshot | None:
         """Has a snapshot written that is valid right after `tokens`, where the window's rows end.
@@ -242,7 +242,7 @@ class DiskTier:
         self._space.drop([held] if held is not None else [])
         return FileSnapshot(new)
 
-    def _write(self, tokens: TokenArray, image: StateImage, new: list[StoredFile], place: Place) -> bool:
+    def _write(self, tokens: TokenArray, image: StateImage, new: list[StoredFile], place: DiskPlace) -> bool:
         """Hands files to the writer if memory, the day's budget and the disk budget allow it."""
         num_bytes = sum(file.num_bytes for file in new)
         if not self._queue.accepts(image.num_bytes) or not self.write_budget.allows(num_bytes):
@@ -272,7 +272,7 @@ class DiskTier:
 
     # ----------------------------------------------------------------------------------------- recency, deletion
 
-    def touch(self, place: Place, stop: int, tick: int | None = None) -> int:
+    def touch(self, place: DiskPlace, stop: int, tick: int | None = None) -> int:
         """Records a use, at `tick` or now, of the files needed to restore at `stop` on the way to a place.
 
         Returns the tick.

@@ -9,16 +9,15 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
 
 from cache.disk.index import FileRow
 from cache.disk.lru import LruOrder
 from cache.disk.spans import FilePart, FileSnapshot, FileSpan, FileState, StoredFile, merged
-from cache.trie import Node, Place, PrefixTrie, TokenArray
-
-START = Place(PrefixTrie().root, 0)
-"""The place before the first token, in any namespace."""
+from cache.token_trie import Place, TokenNode, TokenTrie
+from cache.tokens import TokenArray
 
 MAX_SPARE_FILES = 16
 """So many files are evicted at once at most, unless more are needed: the worker waits meanwhile."""
@@ -34,74 +33,104 @@ class Hasher(Protocol):
         """Returns the key of the prefix."""
 
 
-@dataclass(frozen=True)
-class _SnapshotFile:
-    """The file of the snapshot at the end of a node; a split of the edge leaves it on the lower node."""
+class DiskNode(TokenNode):
+    """One edge, and the files that hold state of its tokens."""
 
-    file: StoredFile
+    __slots__ = ("parts", "snapshot_file")
+
+    def __init__(self, parent: "DiskNode | None", tokens: TokenArray, start: int) -> None:
+        super().__init__(parent, tokens, start)
+        self.parts: tuple[FilePart, ...] = ()
+        """Rows of the edge's tokens, ascending, without overlap."""
+        self.snapshot_file: StoredFile | None = None
+        """The snapshot at its end; files that are gone may still be here until they are pruned."""
 
     @property
-    def num_bytes(self) -> int:
-        return 0
+    def span(self) -> FileSpan:
+        """What files hold of the edge's tokens."""
+        return FileSpan(self.start, self.stop, self.parts)
 
-    def split(self, offset: int) -> "tuple[None, _SnapshotFile]":
-        """Returns nothing for the upper node and the whole snapshot for the lower one."""
-        return None, self
+    def divide_state(self, upper: "DiskNode", offset: int) -> None:
+        """Divides the rows; the snapshot stays where it ends."""
+        above, below = self.span.split(offset)
+        upper.parts, self.parts = above.parts, below.parts
+
+    def drop_state(self) -> None:
+        """Lets go of the files."""
+        self.parts, self.snapshot_file = (), None
+
+    def check(self) -> None:
+        """Asserts that the rows are of this edge and the snapshot is at its end."""
+        done = self.start
+        for part in _live_parts(self):
+            assert done <= part.start < part.stop <= self.stop, f"{self} holds a part that is not its own"
+            assert part.file.start <= part.start and part.stop <= part.file.stop
+            done = part.stop
+        file = _snapshot_file(self)
+        assert file is None or file.stop == self.stop, f"{self} holds a foreign snapshot"
+
+
+START = Place(DiskNode(None, np.empty(0, np.int32), 0), 0)
+"""The place before the first token, in any namespace."""
+
+
+DiskTrie: TypeAlias = TokenTrie[DiskNode]
+DiskPlace: TypeAlias = Place[DiskNode]
 
 
 class _End(NamedTuple):
     """The place of a file's `stop`, and the trie that it is in."""
 
-    trie: PrefixTrie
-    place: Place
+    trie: DiskTrie
+    place: DiskPlace
 
 
 class DiskTree:
     """Files by the tokens that they hold state of."""
 
     def __init__(self) -> None:
-        self._tries: dict[str, PrefixTrie] = {}
+        self._tries: dict[str, DiskTrie] = {}
         self._ends: dict[StoredFile, _End] = {}
         self._order = LruOrder()
 
     # ---------------------------------------------------------------------------------------------- questions
 
-    def follow(self, namespace: str, place: Place, tokens: TokenArray) -> Place:
+    def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
         """Returns the place where the match of `tokens` ends; they follow `place`, which is not gone."""
         trie = self._tries.get(namespace)
         # A question must not create a namespace: a client may name a new one with each request.
         return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
 
-    def locate(self, namespace: str, tokens: TokenArray, near: Place) -> Place:
+    def locate(self, namespace: str, tokens: TokenArray, near: DiskPlace) -> DiskPlace:
         """Returns the place where the match of `tokens` ends; `near`, a place on the way to it, saves comparing."""
         start = near if not near.is_gone else START
         return self.follow(namespace, start, tokens[start.length :])
 
-    def covered(self, place: Place, start: int, stop: int) -> FileSpan:
+    def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
         """Returns what files hold of the tokens `[start, stop)` on the way to a place; it may have gaps."""
         last = min(stop, place.length)
         edges = reversed(list(place.edges(start, stop)))
         parts = [part.clipped(start, last) for node in edges for part in _live_parts(node)]
         return FileSpan(start, stop, merged(part for part in parts if part is not None))
 
-    def snapshots(self, place: Place) -> Iterator[StoredFile]:
+    def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
         """Yields the files of the snapshots on the way to a place, the deepest first."""
         for node in place.edges(0, place.length):
             file = _snapshot_file(node) if node.stop <= place.length else None
             if file is not None:
                 yield file
 
-    def snapshot(self, place: Place, offset: int) -> StoredFile | None:
+    def snapshot(self, place: DiskPlace, offset: int) -> StoredFile | None:
         """Returns the file of the snapshot at `offset`; None if there is none."""
         ends = (node for node in place.edges(offset - 1, offset) if node.stop == offset <= place.length)
         return next((file for node in ends if (file := _snapshot_file(node)) is not None), None)
 
-    def goes_on(self, place: Place, num_tokens: int) -> bool:
+    def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
         """Returns whether a place stands for `num_tokens` tokens, and there are files of tokens behind them."""
         last = next(place.edges(num_tokens - 1, num_tokens), None)
         return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
 
-    def on_path(self, place: Place, stop: int) -> list[StoredFile]:
+    def on_path(self, place: DiskPlace, stop: int) -> list[StoredFile]:
         """Returns the files needed to restore at `stop`, on the way to a place, as far as they exist."""
         last = min(stop, place.length)
         files = [part.file for node in place.edges(0, stop) for part in _live_parts(node) if part.start < last]
@@ -113,12 +142,12 @@ class DiskTree:
         trie = self._tries.get(namespace)
         return trie.num_nodes if trie is not None else 0
 
-    def children(self, namespace: str) -> Iterator[Node]:
+    def children(self, namespace: str) -> Iterator[DiskNode]:
         """Yields the nodes below the root of a namespace."""
         trie = self._tries.get(namespace)
         return iter(trie.root.children.values()) if trie is not None else iter(())
 
-    def state_on(self, node: Node) -> tuple[FileSpan, FileSnapshot | None]:
+    def state_on(self, node: DiskNode) -> tuple[FileSpan, FileSnapshot | None]:
         """Returns what files hold of a node's edge, and the snapshot at its end; either may still be pending."""
         file = _snapshot_file(node)
         snapshot = FileSnapshot(file) if file is not None else None
@@ -132,7 +161,7 @@ class DiskTree:
         """Returns all files, or those of one namespace."""
         return list(dict.fromkeys(file for node in self.nodes(namespace) for file in _files(node)))
 
-    def nodes(self, namespace: str | None = None) -> Iterator[Node]:
+    def nodes(self, namespace: str | None = None) -> Iterator[DiskNode]:
         """Yields all nodes, or those of one namespace, parents before children."""
         for name, trie in self._tries.items():
             if namespace in (None, name):
@@ -142,14 +171,6 @@ class DiskTree:
         """Asserts the module's invariants."""
         for trie in self._tries.values():
             trie.check()
-        for node in self.nodes():
-            done = node.start
-            for part in _live_parts(node):
-                assert done <= part.start < part.stop <= node.stop, f"{node} holds a part that is not its own"
-                assert part.file.start <= part.start and part.stop <= part.file.stop
-                done = part.stop
-            file = _snapshot_file(node)
-            assert file is None or file.stop == node.stop, f"{node} holds a foreign snapshot"
         files = set(self.files())
         assert files == set(self._ends) == self._order.files(), (
             "a file is missing from the tree, its ends or the LRU order"
@@ -159,7 +180,7 @@ class DiskTree:
 
     # ------------------------------------------------------------------------------------------------ changes
 
-    def add(self, tokens: TokenArray, file: StoredFile, near: Place) -> None:
+    def add(self, tokens: TokenArray, file: StoredFile, near: DiskPlace) -> None:
         """Adds a file of rows that no other file holds, or of a snapshot; it stops at `len(tokens)`.
 
         `tokens` are those from the sequence's start on; `near` is a place on the way to their end.
@@ -169,33 +190,29 @@ class DiskTree:
         node = next((node for node in near.edges(0, length) if node.stop <= length), trie.root)
         self._add(trie, node, tokens[node.stop :], file)
 
-    def _trie(self, namespace: str) -> PrefixTrie:
-        return self._tries.setdefault(namespace, PrefixTrie(namespace=namespace))
+    def _trie(self, namespace: str) -> DiskTrie:
+        return self._tries.setdefault(namespace, TokenTrie(DiskNode, namespace))
 
-    def _add(self, trie: PrefixTrie, node: Node, tokens: TokenArray, file: StoredFile) -> None:
+    def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
         """Adds a file to the nodes of its tokens; it stops where `tokens` end below `node`."""
         last = trie.extend(node, tokens)
-        if last.span is None and last is not trie.root:
-            last.span = FileSpan(last.start, last.stop)
         self._ends[file] = _End(trie, Place(last, file.stop))
         self._order.push(file)
         if file.is_snapshot:
-            last.snapshot = _SnapshotFile(file)
+            last.snapshot_file = file
             return
         for step in last.path():
-            if step.stop > file.start and isinstance(step.span, FileSpan):
-                step.span = step.span.filled(file)
+            if step.stop > file.start:
+                step.parts = step.span.filled(file).parts
 
     def prune(self, gone: Iterable[StoredFile]) -> None:
         """Removes files that are gone, and then the edges without files on or below them."""
-        nodes: dict[Node, PrefixTrie] = {}
+        nodes: dict[DiskNode, DiskTrie] = {}
         for file in gone:
             nodes.update(dict.fromkeys(self._nodes_of(file), self._ends[file].trie))
             del self._ends[file]
         for node in nodes:
-            node.span = FileSpan(node.start, node.stop, tuple(_live_parts(node)))
-            left = _snapshot_file(node)
-            node.snapshot = _SnapshotFile(left) if left is not None else None
+            node.parts, node.snapshot_file = tuple(_live_parts(node)), _snapshot_file(node)
         for node, trie in nodes.items():
             _remove_empty(trie, node)
             if not trie.num_nodes:
@@ -235,7 +252,7 @@ class DiskTree:
         after = (other for node in self._nodes_of(file) for other in _right_after(file, node))
         return next((other for other in after if other not in chosen), None)
 
-    def _nodes_of(self, file: StoredFile) -> Iterator[Node]:
+    def _nodes_of(self, file: StoredFile) -> Iterator[DiskNode]:
         """Yields the nodes that a file is on, the last one first."""
         start = file.stop - 1 if file.is_snapshot else file.start
         return self._ends[file].place.edges(start, file.stop)
@@ -289,17 +306,16 @@ def _parent_offset(row: FileRow) -> int:
     return row.stop if row.is_snapshot else row.start
 
 
-def _live_parts(node: Node) -> list[FilePart]:
-    parts = node.span.parts if isinstance(node.span, FileSpan) else ()
-    return [part for part in parts if part.file.state is not FileState.GONE]
+def _live_parts(node: DiskNode) -> list[FilePart]:
+    return [part for part in node.parts if part.file.state is not FileState.GONE]
 
 
-def _snapshot_file(node: Node) -> StoredFile | None:
-    file = node.snapshot.file if isinstance(node.snapshot, _SnapshotFile) else None
+def _snapshot_file(node: DiskNode) -> StoredFile | None:
+    file = node.snapshot_file
     return file if file is not None and file.state is not FileState.GONE else None
 
 
-def _files(node: Node) -> list[StoredFile]:
+def _files(node: DiskNode) -> list[StoredFile]:
     return [*(part.file for part in _live_parts(node)), *_snapshots_at(node)]
 
 
@@ -308,7 +324,7 @@ def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
     return excess_bytes <= 0 and (excess_bytes <= -spare_bytes or num_chosen >= MAX_SPARE_FILES)
 
 
-def _right_after(file: StoredFile, node: Node) -> Iterator[StoredFile]:
+def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
     """Yields the files that depend on a file's rows on a node; they are on the node or below it."""
     parts = _live_parts(node)
     later = [part.file for part in parts[[part.file for part in parts].index(file) + 1 :]]
@@ -327,12 +343,12 @@ def _right_after(file: StoredFile, node: Node) -> Iterator[StoredFile]:
             yield parts[0].file
 
 
-def _snapshots_at(node: Node) -> list[StoredFile]:
+def _snapshots_at(node: DiskNode) -> list[StoredFile]:
     file = _snapshot_file(node)
     return [file] if file is not None else []
 
 
-def _remove_empty(trie: PrefixTrie, node: Node) -> None:
+def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
     """Removes a node without files on or below it, then its parent if that is true of it now, and so on."""
     while node.parent is not None and not node.children and not _files(node):
         above = node.parent

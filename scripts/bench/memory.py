@@ -31,7 +31,7 @@ from cache.layers.layout import Layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
 from scripts.bench.common import Report, Target, median, write_json

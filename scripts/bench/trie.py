@@ -22,7 +22,8 @@ import numpy as np
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
-from cache.trie import Node, PrefixTrie, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import Node, PrefixTrie
 from scripts.bench.common import Report, Target, median, write_json
 from scripts.replay.layout import SizedLayout
 

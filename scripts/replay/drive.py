@@ -17,7 +17,7 @@ from cache.errors import BudgetExceeded
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from scripts.replay.conversations import BlockNumbers, Script, Turn
 from scripts.replay.disk import SizedStore, sized_tier
 from scripts.replay.layout import SizedLayout

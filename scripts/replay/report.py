@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cache.trie import Match, PrefixTrie, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import NodeMatch, PrefixTrie
 from scripts.bench.common import markdown_table
 from scripts.replay.drive import Outcome, Request, Sample
 
@@ -121,7 +122,7 @@ class Oracle:
 
     def see(self, request: Request) -> None:
         """Looks a request up, then remembers it."""
-        match: Match = self._trie.match(request.prompt[:-1])
+        match: NodeMatch = self._trie.match(request.prompt[:-1])
         self.known[request.name] = match.length
         whole: TokenArray = np.concatenate([request.prompt, request.output[:-1]])
         self._trie.extend(self._trie.root, whole)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.pins import PinName
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from cache.view import CacheView, StateBytes
 from server.engine.worker import Worker
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from cache.trie import TokenArray, common_prefix_length
+from cache.tokens import TokenArray, common_prefix_length
 from models.prompt.outline import Outline
 from server.engine.session_history import FinishedTurn
 

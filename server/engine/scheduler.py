@@ -23,7 +23,7 @@ from typing import TypeAlias
 import numpy as np
 
 from cache.restore_points import chunk_end
-from cache.trie import common_prefix_length
+from cache.tokens import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
 MAX_PASSES = 4

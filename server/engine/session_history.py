@@ -7,7 +7,7 @@ and a prompt is compared with the one that it shares most with.
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from cache.trie import TokenArray, common_prefix_length
+from cache.tokens import TokenArray, common_prefix_length
 from models.prompt.outline import Outline
 
 MAX_TURNS = 4

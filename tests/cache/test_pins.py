@@ -6,7 +6,7 @@ import pytest
 from cache.errors import PinLimit, PinnedFull
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from tests.support import cache_driver, fake_model
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")

@@ -17,7 +17,7 @@ from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
 from cache.snapshots import Snapshot
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from cache.types import LayerCache
 from tests.support import cache_driver, fake_model
 

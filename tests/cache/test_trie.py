@@ -9,7 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache.trie import Node, Place, PrefixTrie, TokenArray, common_prefix_length
+from cache.token_trie import Place
+from cache.tokens import TokenArray, common_prefix_length
+from cache.trie import Node, PrefixTrie
 
 BYTES_PER_TOKEN = 7
 SPLIT_COST = 3
@@ -329,7 +331,7 @@ class TrieMachine(RuleBasedStateMachine):
         self.num_bytes = 0
         self.trie = PrefixTrie(self._count)
         self.known: set[tuple[int, ...]] = {()}
-        self.places: list[tuple[list[int], Place]] = []
+        self.places: list[tuple[list[int], Place[Node]]] = []
 
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes

@@ -8,7 +8,7 @@ import numpy as np
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from cache.types import LayerCache
 from tests.support import fake_model
 

@@ -22,7 +22,7 @@ from cache.disk.tier import DiskTier
 from cache.disk.tree import START
 from cache.layers.points import PointState
 from cache.layers.segments import Segment
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 
 # isort: split
 from mlx_lm.models.cache import ArraysCache

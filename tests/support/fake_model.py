@@ -14,7 +14,8 @@ from cache.layers.points import PointState
 from cache.layers.segments import Segment
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import Snapshot
-from cache.trie import Node, TokenArray
+from cache.tokens import TokenArray
+from cache.trie import Node
 from cache.types import LayerCache
 
 # isort: split

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
 from tests.support import fake_model

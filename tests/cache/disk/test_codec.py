@@ -17,7 +17,7 @@ from cache.disk.tier import DiskTier
 from cache.layers.layout import Layout
 from cache.layers.points import PointState
 from cache.layers.segments import Segment
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from tests.support import disk_driver, fake_model
 from tests.support.disk_driver import assert_rows, find_span, open_tier, segment_of, stored_names, tokens_of, write
 
@@ -138,15 +138,14 @@ def test_any_cuts_and_joins_of_a_span_load_the_right_rows(
     spans.append(rest)
     assert sum(span.file_bytes for span in spans) <= whole.file_bytes
     first = data.draw(st.integers(0, len(spans) - 1))
-    chosen = spans[first]
-    for span in spans[first + 1 : data.draw(st.integers(first, len(spans))) + 1]:
-        chosen = chosen.join(span)
+    last = data.draw(st.integers(first, len(spans) - 1))
+    chosen = whole.clipped(spans[first].start, spans[last].stop)
     segment = chosen.load()
     assert (segment.start, segment.stop) == (chosen.start, chosen.stop)
     assert_rows(segment, LONG)
 
 
-def test_cutting_and_joining_reads_nothing(tmp_path: Path) -> None:
+def test_cutting_reads_nothing(tmp_path: Path) -> None:
     files = disk_driver.CountingFiles()
     tier = open_tier(tmp_path, files=files)
     span = write(tier, LONG)
@@ -154,10 +153,8 @@ def test_cutting_and_joining_reads_nothing(tmp_path: Path) -> None:
     assert tier.flush(10)
     files.counts.clear()
     left, right = span.split(400)
-    assert left.join(right).num_bytes == left.num_bytes == 0
+    assert (left.start, left.stop, right.stop) == (span.start, 400, span.stop)
     assert files.counts == {}
-    with pytest.raises(ValueError, match="do not meet"):
-        right.join(left)
     tier.close()
 
 

@@ -14,9 +14,9 @@ from cache.disk import tree
 from cache.disk.lru import MIN_GARBAGE, LruOrder
 from cache.disk.spans import FileState, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import DiskTree
+from cache.disk.tree import DiskNode, DiskTree
 from cache.errors import DiskFault
-from cache.trie import Node, TokenArray
+from cache.tokens import TokenArray
 from tests.support.disk_driver import (
     conversation,
     entries,
@@ -53,7 +53,7 @@ def victims_by_looking(tree: DiskTree, excess_bytes: int, newest: int) -> list[S
 def _needs(tree: DiskTree) -> dict[StoredFile, StoredFile | None]:
     """Returns for each file the one that holds the tokens right before it, as far as there is one."""
     needs: dict[StoredFile, StoredFile | None] = {}
-    last: dict[Node | None, StoredFile | None] = {}
+    last: dict[DiskNode | None, StoredFile | None] = {}
     for node in tree.nodes():
         span, snapshot = tree.state_on(node)
         above = last.get(node.parent)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cache.disk import listing
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from tests.support.disk_driver import conversation, open_tier, snap, stored_names, tokens_of, write
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cache.trie import TokenArray
+from cache.tokens import TokenArray
 from models.prompt.outline import NO_OUTLINE, Outline
 from server.engine import session_history
 from server.engine.diagnosis import MissReason, Reuse, diagnose
