@@ -66,12 +66,12 @@ class LoadedModel:
 
 
 def load(
-    path: Path, name: str, *, max_converted_bytes: int = 0, tell: Callable[[str], object] = lambda step: None
+    path: Path, name: str, *, max_float32_bytes: int | None = None, tell: Callable[[str], object] = lambda step: None
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
-    Weights that take at most `max_converted_bytes` so are converted to what a CPU is fastest with, see
-    `models.precision`. `tell` is told what is being done.
+    If `max_float32_bytes` is given, weights are converted to what a CPU is fastest with, all to float32 if that takes
+    no more bytes, see `models.precision`. `tell` is told what is being done.
 
     Raises `ModelNotFound` if there is no model, and `ModelBroken`, saying what is wrong, if it cannot be used.
     """
@@ -81,7 +81,9 @@ def load(
     weights.find_weight_files(path)
     tell("reading weights")
     model, config = _load_weights(path, name)
-    precision = choose_precision(measure(model), max_converted_bytes)
+    precision = Precision.STORED
+    if max_float32_bytes is not None:
+        precision = choose_precision(measure(model), max_float32_bytes)
     convert(model, precision, lambda done, total: tell(f"making weights float32, {100 * done // total} %"))
     tell("reading the tokenizer")
     wrapper = _load_tokenizer(path, name, config)

@@ -49,14 +49,15 @@ class WeightSizes:
 
 
 def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
-    """Returns the fastest precision on a CPU whose weights take at most `limit_bytes`."""
+    """Returns the fastest precision on a CPU, float32 only if that takes at most `limit_bytes`.
+
+    Scales are a small part of quantized weights, so they are worth their bytes wherever the weights fit at all.
+    """
     if sizes.stored == sizes.as_float32:
         return Precision.STORED
     if sizes.as_float32 <= limit_bytes:
         return Precision.FLOAT32
-    if sizes.is_quantized and sizes.with_float32_scales <= limit_bytes:
-        return Precision.FLOAT32_SCALES
-    return Precision.STORED
+    return Precision.FLOAT32_SCALES if sizes.is_quantized else Precision.STORED
 
 
 def measure(model: Module) -> WeightSizes:

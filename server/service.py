@@ -41,8 +41,8 @@ from server.sizes import size_text
 
 logger = logging.getLogger(__name__)
 
-CONVERTED_SHARE = 0.5
-"""Of the memory that weights and state may take, for weights in a faster precision; the rest stays for state."""
+FLOAT32_SHARE = 0.5
+"""Of the memory for weights and state: what float32 weights may have of it, so that the rest is for state."""
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -81,8 +81,8 @@ def open_service(
     _check_weights_fit(name, stored_bytes, largest_weights_bytes(machine))
     others_bytes = sum(claim.memory_bytes for claim in others)
     is_cpu = mx.default_device().type == mx.cpu
-    convertible_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * CONVERTED_SHARE) if is_cpu else 0
-    loaded = load(path, model_id(name), max_converted_bytes=convertible_bytes, tell=tell)
+    float32_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
+    loaded = load(path, model_id(name), max_float32_bytes=float32_bytes, tell=tell)
     plan = _plan(config, machine, _weights_bytes(loaded.model), others_bytes)
     _bound_pool(choose_pool_bytes(plan.budget_bytes))
     served = _served_model(loaded, config)

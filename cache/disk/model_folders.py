@@ -80,10 +80,11 @@ def _describe(path: Path) -> ModelFolder:
     written = [file for file in path.iterdir() if _OURS.fullmatch(file.name) and file.name not in (LOCK, "secret")]
     stats = [file.stat() for file in written if file.is_file()]
     num_bytes, last_used = sum(stat.st_size for stat in stats), max((stat.st_mtime for stat in stats), default=0.0)
-    return ModelFolder(path, match["name"] or "", num_bytes, last_used, _is_in_use(path))
+    return ModelFolder(path, match["name"] or "", num_bytes, last_used, is_in_use(path))
 
 
-def _is_in_use(path: Path) -> bool:
+def is_in_use(path: Path) -> bool:
+    """Returns whether a server has a folder open now; it need not exist."""
     if not (path / LOCK).exists():
         return False
     try:

@@ -24,7 +24,10 @@ from rich.console import Console
 from rich.markup import escape
 from starlette.applications import Starlette
 
-from cache.errors import FolderUnusable
+from cache.disk import model_folders
+from cache.errors import DiskInUse, FolderUnusable
+from models import weights
+from models.names import resolve
 from server import claims
 from server.app import create_app, start_draining
 from server.claims import Claim, OwnClaim
@@ -86,7 +89,7 @@ def _check_exposure(config: ServerConfig, address: str) -> None:
 
 
 def _check_cache_dir(config: ServerConfig) -> None:
-    """Raises FolderUnusable before a model is loaded for a folder that cannot be made or written to."""
+    """Raises FolderError, before a model is loaded, for a folder that cannot be used or another server has open."""
     if config.cache_disk_bytes is None:
         return
     folder = Path(config.cache_dir).expanduser()
@@ -96,6 +99,10 @@ def _check_cache_dir(config: ServerConfig) -> None:
         raise FolderUnusable(folder, error) from error
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise FolderUnusable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    name = config.models[0]
+    own_folder = model_folders.place(folder, model_id(name), weights.fingerprint(resolve(name)))
+    if model_folders.is_in_use(own_folder):
+        raise DiskInUse(own_folder)
 
 
 def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None, list[Claim]]:
