@@ -6,19 +6,22 @@ Knows events and the clock, but no dialect. Used on the event loop.
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from server.api.context import EnginePort
 from server.api.dialect import Exchange, OutputEvent
 from server.api.session_records import TurnRecord
+from server.api.turn_account import TurnAccount
+from server.diagnosis.conversations import Conversations, Name
 from server.engine.diagnosis import Miss
 from server.engine.errors import EngineStopped
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started
 
 logger = logging.getLogger(__name__)
 
-OnTurn: TypeAlias = Callable[[str, str, TurnRecord], None]
-"""Takes namespace, session and turn."""
+OnTurn: TypeAlias = Callable[[Name, TurnRecord], None]
+"""Takes the conversation and its turn."""
 
 
 class Answer:
@@ -30,14 +33,17 @@ class Answer:
         exchange: Exchange,
         received: float,
         on_turn: OnTurn | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         """Submits the request; raises QueueFull or EngineStopped at once. `received` is `time.monotonic()`.
 
-        `on_turn` is called once for each request of a session that got a slot, however it ended.
+        `on_turn` is called once for each request that got a slot, however it ended. `conversations` are those that it
+        may go on from.
         """
         self.request = exchange.request
         self._exchange = exchange
         self._on_turn = on_turn
+        self._account = TurnAccount(conversations if conversations is not None else Conversations(), exchange)
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._received = received
@@ -45,6 +51,8 @@ class Answer:
         self._started: Started | None = None
         self._started_at = 0.0
         self._num_evaluated = 0
+        self._account_open = True
+        self._has_failed = False
         self._prompt_ms: float | None = None
         self._num_predicted = 0
         self._first_text: float | None = None
@@ -56,6 +64,10 @@ class Answer:
         """Yields the output and its end; raises the engine's error where the request failed or was stopped."""
         parser = self._exchange.parser
         async for event in self._generation:
+            if isinstance(event, Started):
+                event = await self._account.explained(event)
+            if isinstance(event, Finished):
+                event = replace(event, started=self._started)
             self._observe(event)
             match event:
                 case Delta(text):
@@ -67,6 +79,7 @@ class Answer:
                 case Finished(reason):
                     for piece in parser.finish(is_complete=reason is FinishReason.STOP):
                         yield piece
+                    self._keep_turn(event)
                     yield event
                 case Failed(error):
                     raise error
@@ -97,14 +110,25 @@ class Answer:
         self._is_closed = True
         if self._outcome is None:
             self._generation.cancel()
+        if self._account_open and self._started is not None and not self._has_failed:
+            self._keep_turn(None)
         self._log(self._outcome or "cancelled")
         self._report_turn()
+
+    def _keep_turn(self, finished: Finished | None) -> None:
+        """Keeps what was evaluated, for the next turn to be compared with, once; nothing of a failed request."""
+        account, self._account_open = self._account, False
+        num_evaluated = (self._started.hit_tokens if self._started else 0) + self._num_evaluated
+        # The last token of an answer that was cut off is not evaluated.
+        is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
+        ids = self._token_ids[:-1] if is_cut else self._token_ids
+        account.record(num_evaluated, ids, "".join(self._texts) if finished is not None else None)
 
     def _report_turn(self) -> None:
         """Calls `on_turn` once: at the last event, or when the client left before it."""
         on_turn, self._on_turn = self._on_turn, None
-        if on_turn is not None and self.request.session_id is not None and self._started is not None:
-            on_turn(self.request.namespace, self.request.session_id, self._turn(self._started))
+        if on_turn is not None and self._account.name is not None and self._started is not None:
+            on_turn(self._account.name, self._turn(self._started))
 
     def _turn(self, started: Started) -> TurnRecord:
         prompt_ms = self._prompt_ms
@@ -124,7 +148,7 @@ class Answer:
             tier=started.tier,
             kept=started.reuse.kept,
             lost_tokens=min(started.reuse.lost_tokens, self._num_evaluated),
-            miss=started.reuse.miss,
+            misses=started.reuse.misses or _one(started.reuse.miss),
         )
 
     def _observe(self, event: Event) -> None:
@@ -149,6 +173,7 @@ class Answer:
                 self._remember_reply(event)
                 self._report_turn()
             case Failed():
+                self._has_failed = True
                 self._outcome = f"failed ({type(event.error).__name__})"
                 self._report_turn()
 
@@ -177,6 +202,10 @@ class Answer:
             outcome,
             _miss_text(self._started.reuse.miss if self._started else None),
         )
+
+
+def _one(miss: Miss | None) -> tuple[Miss, ...]:
+    return () if miss is None else (miss,)
 
 
 def _miss_text(miss: Miss | None) -> str:

@@ -3,10 +3,15 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from server.doctor.causes import Cause
+from server.diagnosis.advice import TOOLS, advice
+from server.engine.diagnosis import UNBLAMED, Cause, MissReason
 
 NEGLIGIBLE_TOKENS = 128
-"""What a note beside the newest message costs: nothing to mend, as long as it is not in the head."""
+"""What it costs that state is kept at some offsets only, or that another request shares a name: nothing to mend."""
+_SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
+"""Causes that are told only where they cost more than that."""
+_PLACELESS = _SMALL | {Cause.CLEARED, Cause.DECLINED}
+"""Causes that no single message has."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,8 @@ class Loss:
     turn: int
     """From 1."""
     cause: Cause
+    place: str | None
+    """The role of the message, or `TOOLS`."""
     where: str
     """The place in the prompt, for a person: `system message`."""
     tokens: int
@@ -36,6 +43,11 @@ class Checkup:
     kept: float | None
     """How much of the prompt before a turn reused, on average, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
+    num_seen: int | None = None
+    """Turns that were looked at, where not all are kept."""
+    began: float | None = None
+    """Seconds since 1970, as is `ended`; None where no time is known."""
+    ended: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -58,6 +70,11 @@ class Finding:
     def cause(self) -> Cause:
         """The same for all its losses."""
         return self.losses[0].cause
+
+    @property
+    def cure(self) -> str:
+        """What to change, in one sentence."""
+        return advice(self.cause, self.losses[0].place)
 
     @property
     def example(self) -> Loss:
@@ -87,21 +104,41 @@ class Finding:
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
-    """Returns the losses by cause and place, the costliest first."""
-    groups: dict[tuple[Cause, str], list[Loss]] = {}
+    """Returns the losses by cause and role, the costliest first.
+
+    What changes at another message in each turn, as replies do, is one finding.
+    """
+    groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
-        groups.setdefault((loss.cause, loss.where), []).append(loss)
+        groups.setdefault((loss.cause, loss.place), []).append(loss)
     findings = [Finding(tuple(group)) for group in groups.values()]
     return sorted(findings, key=lambda finding: (finding.is_hidden, -finding.tokens))
 
 
-def is_negligible(role: str | None, tokens: int) -> bool:
-    """Whether a loss is what the newest messages of a well-made prompt cost anyway."""
-    return tokens == 0 or (role not in ("system", "developer") and tokens <= NEGLIGIBLE_TOKENS)
+def loss_of(
+    turn: int,
+    *,
+    reason: MissReason,
+    cause: Cause,
+    index: int | None,
+    role: str | None,
+    tokens: int,
+    seconds: float | None,
+    before: str,
+    after: str,
+    is_hidden: bool,
+) -> Loss | None:
+    """Returns what a miss cost, or None where there is nothing to mend."""
+    limit = NEGLIGIBLE_TOKENS if cause in _SMALL else 0
+    if cause in UNBLAMED or (tokens <= limit and not is_hidden):
+        return None
+    place = TOOLS if reason is MissReason.TOOLS_CHANGED else None if cause in _PLACELESS else role
+    where = TOOLS if place == TOOLS else place_name(index, place)
+    return Loss(turn, cause, place, where, tokens, seconds, before, after, is_hidden)
 
 
 def place_name(index: int | None, role: str | None) -> str:
-    """Returns a message's place in words."""
+    """Returns a message's place in words; empty for none."""
     if role is None or index is None:
-        return "prompt"
-    return "system message" if role in ("system", "developer") else f"message {index} ({role})"
+        return ""
+    return "system message" if role == "system" and index == 0 else f"message {index} ({role})"

@@ -10,16 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from models.text_comparison import shared_length
-from server.doctor import compare, turns
-from server.doctor.causes import ADVICE
+from server.doctor import turns
 from server.doctor.fetch import Sessions
 from server.doctor.findings import Checkup, Finding, findings_of
 from server.doctor.recorded import read_requests
 from server.errors import DoctorError
 
 NO_SESSIONS = """\
-No sessions yet under this key. A client names its conversation with session_id \
-or one of the usual headers; if it sends a key, give doctor the same with --api-key."""
+No conversations yet. A server that asks for no key shows all of them to its own machine, \
+else each key its own: give the key that the client sends with --api-key."""
 LEAD_CHARACTERS = 20
 """Shown before the words that changed."""
 
@@ -42,8 +41,10 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None) -> Non
 
 def examine_file(path: Path, tokens_per_second: float | None) -> None:
     """Prints what recorded requests would lose; raises DoctorError."""
-    conversations = read_requests(path)
-    checkups = [compare.checkup_of(name, requests, tokens_per_second) for name, requests in conversations.items()]
+    requests = read_requests(path)
+    from server.doctor.compare import checkups_of  # needs NumPy, which takes its time
+
+    checkups = checkups_of(requests, tokens_per_second)
     console = _console()
     console.print(_report(checkups))
     console.print("Tokens are estimated as characters / 4.", style="dim")
@@ -81,7 +82,7 @@ def _finding(finding: Finding) -> RenderableType:
     for label, text in _excerpts(finding.example.before, finding.example.after):
         rows.add_row(label, text)
     rows.add_row("cost", _cost(finding))
-    rows.add_row("mend", ADVICE[finding.cause])
+    rows.add_row("mend", finding.cure)
     return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
 
 
