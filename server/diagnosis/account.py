@@ -85,15 +85,22 @@ class _Loss:
         by_state = max(0, min(self._common, self._reach) - self._hit)
         by_change = max(0, self._reach - max(self._common, self._hit))
         changes = find_changes_between(self._previous.turn, self._request.prompt) if by_change else []
-        if by_state and by_change and not changes and self._is_restored_at_end:
-            # The template parts within the header of the answer, which the end of the prompt is restored before.
+        if by_change and self._is_consequence(changes):
             by_state, by_change = 0, by_change + by_state
         state = [self._state_miss(by_state)] if by_state else []
         return [*state, *self._change_misses(changes, by_change)]
 
-    @property
-    def _is_restored_at_end(self) -> bool:
-        return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
+    def _is_consequence(self, changes: Sequence[Change]) -> bool:
+        """Whether nothing would be missing before the change without it: state is kept for turns that go on.
+
+        A template that changes a reply parts within the header of the answer, which the end of the prompt is restored
+        before.
+        """
+        if self._match < self._common or self._previous.was_cleared:
+            return False
+        if not changes:
+            return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
+        return changes[0].cause is not Cause.BRANCHED
 
     def _state_miss(self, lost: int) -> Miss:
         reason, cause = MissReason.EVICTED, Cause.EVICTED

@@ -99,8 +99,13 @@ def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Change]:
         words = (excerpt(before, start), excerpt(after, start))
         yield Change(Cause.REORDERED, MissReason.TOOLS_CHANGED, None, None, *words)
     else:
-        for found in find_changes(before, after):
+        for found in find_changes(_unescaped(before), _unescaped(after)):
             yield Change(found.cause, MissReason.TOOLS_CHANGED, None, None, found.before, found.after)
+
+
+def _unescaped(text: str) -> str:
+    """Returns JSON text with line breaks and tabs in its strings, to be compared as what they are."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _tool_name(tool: str) -> str:

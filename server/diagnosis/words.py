@@ -23,6 +23,8 @@ MAX_WORD_CHARACTERS = 80
 """A longer word is shown in part."""
 MAX_WORDS = 2000
 """Where more than these lie between the first and the last change, only the first is looked for."""
+MAX_ADDED_WORDS = 6
+"""More words that were added or left out are an edit, whatever stands in them."""
 MAX_CHARACTERS = 1 << 18
 """Longer texts are not looked at as wholes, but around their first change only."""
 
@@ -84,7 +86,19 @@ def classify_text(before: str, after: str) -> Cause:
     for cause, words_at in _KINDS:
         if _changes_between(words_at(before, start), words_at(after, start)):
             return cause
-    return Cause.EDITED
+    return _cause_of_addition(before, after, start)
+
+
+def _cause_of_addition(before: str, after: str, start: int) -> Cause:
+    """Returns the kind of a few words that only one of two texts has there."""
+    tail = shared_length(before[start:][::-1], after[start:][::-1])
+    inner, other = before[start : len(before) - tail], after[start : len(after) - tail]
+    added = inner or other
+    if (inner and other) or len(added.split()) > MAX_ADDED_WORDS:
+        return Cause.EDITED
+    if any(_looks_random(word) for word in _WORD.findall(added)):
+        return Cause.NONCE
+    return Cause.CLOCK if _CLOCK.search(added) else Cause.EDITED
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:

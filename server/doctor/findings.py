@@ -1,6 +1,6 @@
 """What the turns of one session lost, added up by cause: pure, alike for a server and for recorded requests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from server.diagnosis.advice import TOOLS, advice
@@ -8,6 +8,9 @@ from server.engine.diagnosis import UNBLAMED, Cause, MissReason
 
 NEGLIGIBLE_TOKENS = 128
 """What it costs that state is kept at some offsets only, or that another request shares a name: nothing to mend."""
+SECONDS_PER_DAY = 86_400
+SHORTEST_SECONDS = 60.0
+"""Turns within less say nothing of a day."""
 _SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
 """Causes that are told only where they cost more than that."""
 _PLACELESS = _SMALL | {Cause.CLEARED, Cause.DECLINED}
@@ -101,6 +104,42 @@ class Finding:
     def is_hidden(self) -> bool:
         """Whether it cost nothing because another change always stood before it."""
         return all(loss.is_hidden for loss in self.losses)
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What all cures together would save."""
+
+    tokens: int
+    num_turns: int
+    """Turns that were looked at, good ones too."""
+    seconds: float | None
+    """None where no speed is known."""
+    seconds_per_day: float | None
+    """At the rate at which the turns came; None where that took less than a minute, or no time is known."""
+
+    @property
+    def seconds_per_turn(self) -> float | None:
+        """On average over all turns."""
+        return None if self.seconds is None else self.seconds / max(1, self.num_turns)
+
+
+def savings_of(checkups: Sequence[Checkup]) -> Savings:
+    """Returns what all conversations together would save."""
+    num_turns = sum(one.num_turns if one.num_seen is None else one.num_seen for one in checkups)
+    has_speed = any(loss.seconds is not None for one in checkups for loss in one.losses)
+    seconds = sum(one.seconds for one in checkups) if has_speed else None
+    days = _days(checkups)
+    per_day = seconds / days if seconds is not None and days is not None else None
+    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_day)
+
+
+def _days(checkups: Sequence[Checkup]) -> float | None:
+    """Returns the time from the first turn to the last one."""
+    began = [one.began for one in checkups if one.began is not None]
+    ended = [one.ended for one in checkups if one.ended is not None]
+    took = max(ended) - min(began) if began and ended else 0.0
+    return took / SECONDS_PER_DAY if took >= SHORTEST_SECONDS else None
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:

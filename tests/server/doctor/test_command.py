@@ -86,6 +86,7 @@ def test_a_running_server_is_examined(engine: FakeEngine, address: str, capsys: 
         "steady: 1 turn; nothing to mend",
         "",
         "2 sessions, 1 with something to mend: 10 tokens (0.0 s) evaluated again.",
+        "Mended, that saves 0.0 s per turn.",
     ]
 
 
@@ -130,10 +131,16 @@ def test_recorded_requests_are_examined(tmp_path: Path, capsys: pytest.CaptureFi
     assert (status, errors) == (0, "")
     assert shown[0] == "s: 3 turns, 3% of the previous prompt reused on average"
     assert shown[4] == "    cost    341 tokens evaluated again: 170 and 1.7 s per turn"
+    assert shown[-2] == "Mended, that saves 1.1 s per turn."
     assert shown[-1] == "Tokens are estimated as characters / 4."
     assert all(len(line) <= 80 for line in shown)
     _, shown, _ = doctor(capsys, "--file", str(path))
     assert shown[4] == "    cost    341 tokens evaluated again: 170 per turn"
+    _, shown, _ = doctor(capsys, "--file", str(path), "--speed", "100", "--json")
+    told = json.loads("\n".join(shown))
+    (finding,) = told["conversations"][0]["findings"]
+    assert (finding["cause"], finding["tokens"], finding["turns"]) == ("date or time", 341, 2)
+    assert told["savings"]["seconds_per_turn"] == pytest.approx(3.41 / 3)
 
 
 # ------------------------------------------------------------------------------------- what is in its way
@@ -235,5 +242,5 @@ def test_every_cause_and_every_flag_is_documented() -> None:
     section = DOCS.split("## `mlx-serve doctor")[1].split("\n## ")[0]
     told = set(re.findall(r"^\| ([a-z' ]+) \|", section, re.MULTILINE)) - {"cause"}
     assert told == {cause.value for cause in Cause}
-    assert all(f"`{flag}" in section for flag in ("--file", "--api-key", "--cache-salt", "--speed"))
+    assert all(f"`{flag}" in section for flag in ("--file", "--api-key", "--cache-salt", "--speed", "--json"))
     assert f"up to {NEGLIGIBLE_TOKENS} tokens" in section

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from server.doctor.findings import NEGLIGIBLE_TOKENS, findings_of
+from server.doctor.findings import NEGLIGIBLE_TOKENS, findings_of, savings_of
 from server.doctor.turns import checkup_of
 from server.engine.diagnosis import UNBLAMED, Cause
 
@@ -54,6 +54,16 @@ def test_what_turns_lost_is_added_up_by_cause() -> None:
     assert finding.tokens == checkup.tokens == 1600
     assert finding.seconds == pytest.approx(3.2) and checkup.seconds == pytest.approx(3.2)
     assert checkup.kept == pytest.approx(1.2 / 3)
+
+
+def test_what_would_be_saved_is_told_per_turn_and_per_day() -> None:
+    checkups = [checkup_of(session(FIRST, turn(miss(**CLOCK)))), checkup_of(session(FIRST, FINE))]
+    savings = savings_of(checkups)
+    assert (savings.tokens, savings.num_turns) == (800, 4)
+    assert savings.seconds_per_turn == pytest.approx(1.6 / 4)
+    assert savings.seconds_per_day == pytest.approx(1.6 * 24 * 60)
+    sudden = checkup_of({**session(FIRST, turn(miss(**CLOCK))), "last_used": 1.0})
+    assert savings_of([sudden]).seconds_per_day is None
 
 
 def test_turns_are_numbered_past_those_that_are_kept_no_more() -> None:
