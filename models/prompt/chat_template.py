@@ -92,7 +92,7 @@ class RenderedPrompt:
     tokens: NDArray[np.int32]
     restore_points: tuple[RestorePoint, ...] = ()
     text: str = ""
-    """What was tokenized, for a conversation."""
+    """What was tokenized."""
     outline: Outline = NO_OUTLINE
     tail: Tail | None = None
     """What a reply goes on from, where replies are remembered."""
@@ -180,7 +180,7 @@ class ChatRenderer:
         if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id and not text.endswith(eos):
             ids = ids[:-1]
         points = (RestorePoint(len(ids) - 1, RestorePointKind.PROMPT_END),) if len(ids) > 1 else ()
-        return RenderedPrompt(np.array(ids, dtype=np.int32), points)
+        return RenderedPrompt(np.array(ids, dtype=np.int32), points, text)
 
     def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
         frame = self._frame if add_special_tokens else ([], [])

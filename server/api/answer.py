@@ -6,20 +6,24 @@ Knows events and the clock, but no dialect. Used on the event loop.
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from server.api.context import EnginePort
 from server.api.dialect import Exchange, OutputEvent
 from server.api.errors import as_api_error
 from server.api.session_records import TurnRecord
+from server.api.turn_account import TurnAccount
+from server.diagnosis.conversations import Conversations, Name
+from server.engine.diagnosis import Miss
 from server.engine.errors import EngineStopped
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
 from server.log_events import MissFigures, PrefillProgress, RequestEnded
 
 logger = logging.getLogger(__name__)
 
-OnTurn: TypeAlias = Callable[[str, str, TurnRecord], int]
-"""Takes namespace, session and turn; returns the number of the turn in its session, from 1."""
+OnTurn: TypeAlias = Callable[[Name, TurnRecord], int]
+"""Takes the conversation and its turn; returns the number of the turn there, from 1."""
 
 LONG_PREFILL_SECONDS = 3.0
 """A prompt that takes longer shows in the log how far it is."""
@@ -36,14 +40,17 @@ class Answer:
         exchange: Exchange,
         received: float,
         on_turn: OnTurn | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
         """Submits the request; raises QueueFull or EngineStopped at once. `received` is `time.monotonic()`.
 
-        `on_turn` is called once for each request of a session that got a slot, however it ended.
+        `on_turn` is called once for each request that got a slot, however it ended. `conversations` are those that it
+        may go on from.
         """
         self.request = exchange.request
         self._exchange = exchange
         self._on_turn = on_turn
+        self._account = TurnAccount(conversations if conversations is not None else Conversations(), exchange)
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._received = received
@@ -51,6 +58,7 @@ class Answer:
         self._started: Started | None = None
         self._started_at = 0.0
         self._num_evaluated = 0
+        self._account_open = True
         self._prompt_ms: float | None = None
         self._num_predicted = 0
         self._first_text: float | None = None
@@ -68,6 +76,10 @@ class Answer:
         """Yields the output and its end; raises the engine's error where the request failed or was stopped."""
         parser = self._exchange.parser
         async for event in self._generation:
+            if isinstance(event, Started):
+                event = await self._account.explained(event)
+            if isinstance(event, Finished):
+                event = replace(event, started=self._started)
             self._observe(event)
             match event:
                 case Delta(text):
@@ -79,6 +91,7 @@ class Answer:
                 case Finished(reason):
                     for piece in parser.finish(is_complete=reason is FinishReason.STOP):
                         yield piece
+                    self._keep_turn(event)
                     yield event
                 case Failed(error):
                     raise error
@@ -109,18 +122,28 @@ class Answer:
         self._is_closed = True
         if self._outcome is None:
             self._generation.cancel()
+        if self._account_open and self._started is not None and self._error is None:
+            self._keep_turn(None)
         self._report_turn()
         if logger.isEnabledFor(logging.INFO):
             logger.info(self._entry())
+
+    def _keep_turn(self, finished: Finished | None) -> None:
+        """Keeps what was evaluated, for the next turn to be compared with, once; nothing of a failed request."""
+        account, self._account_open = self._account, False
+        num_evaluated = (self._started.hit_tokens if self._started else 0) + self._num_evaluated
+        # The last token of an answer that was cut off is not evaluated.
+        is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
+        ids = self._token_ids[:-1] if is_cut else self._token_ids
+        account.record(num_evaluated, ids, "".join(self._texts) if finished is not None else None)
 
     def _report_turn(self) -> None:
         """Calls `on_turn` once: at the last event, or when the client left before it."""
         if self._started is None or self._turn_record is not None:
             return
         self._turn_record = self._turn(self._started)
-        if self._on_turn is not None and self.request.session_id is not None:
-            session = (self.request.namespace, self.request.session_id)
-            self._turn_number = self._on_turn(*session, self._turn_record)
+        if self._on_turn is not None and self._account.name is not None:
+            self._turn_number = self._on_turn(self._account.name, self._turn_record)
 
     def _turn(self, started: Started) -> TurnRecord:
         prompt_ms = self._prompt_ms
@@ -140,7 +163,7 @@ class Answer:
             tier=started.tier,
             kept=started.reuse.kept,
             lost_tokens=min(started.reuse.lost_tokens, self._num_evaluated),
-            miss=started.reuse.miss,
+            misses=started.reuse.misses or _one(started.reuse.miss),
         )
 
     def _observe(self, event: Event) -> None:
@@ -182,6 +205,12 @@ class Answer:
 
     # ------------------------------------------------------------------------------------------------ the log
 
+    @property
+    def _session_id(self) -> str | None:
+        """What the conversation is called, by the client or by the server."""
+        name = self._account.name
+        return name.id if name is not None else self.request.session_id
+
     def _note_progress(self, progress: Progress) -> None:
         """Logs how far a long prompt is, every few seconds."""
         now = time.monotonic()
@@ -189,7 +218,7 @@ class Answer:
             return
         entry = PrefillProgress(
             request_id=self.request.request_id,
-            session_id=self.request.session_id,
+            session_id=self._session_id,
             evaluated_tokens=progress.evaluated,
             prompt_tokens=progress.total,
             tokens_per_second=self._num_evaluated / (now - self._started_at),
@@ -202,7 +231,7 @@ class Answer:
         turn, started, timings = self._turn_record, self._started, self._timings
         return RequestEnded(
             request_id=self.request.request_id,
-            session_id=self.request.session_id,
+            session_id=self._session_id,
             model=self._exchange.model.id,
             turn=self._turn_number,
             prompt_tokens=len(self.request.tokens),
@@ -218,6 +247,10 @@ class Answer:
             tier=turn.tier if turn else None,
             miss=_miss_of(turn) if turn else None,
         )
+
+
+def _one(miss: Miss | None) -> tuple[Miss, ...]:
+    return () if miss is None else (miss,)
 
 
 def _speed_of(timings: Timings) -> float | None:

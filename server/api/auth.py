@@ -10,7 +10,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.dialect import dialect_of
+from server.config import ServerConfig
 
+LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 OPEN_PATHS = frozenset({"/health"})
 
 
@@ -35,6 +37,23 @@ def namespace_of(request: Request, cache_salt: str | None) -> str:
 def namespace_of_query(request: Request) -> str:
     """Returns the namespace of a request without a body, from its key and `?cache_salt=`."""
     return namespace_of(request, request.query_params.get("cache_salt"))
+
+
+def is_owner(request: Request, config: ServerConfig) -> bool:
+    """Returns whether a request is made on the server's own machine, by hand, where the server asks for no key.
+
+    Who sends a key or a salt asks for what is theirs. Behind a proxy everybody would seem to be here.
+    """
+    if config.api_key is not None or dialect_of(request).api_key(request.headers):
+        return False
+    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "origin"))
+    return not is_forwarded and request.client is not None and request.client.host in LOOPBACK
+
+
+def visible_namespace(request: Request, config: ServerConfig) -> str:
+    """Returns the namespace that a request without a body is about: its own, or the one that the owner names."""
+    named = request.query_params.get("namespace")
+    return named if named is not None and is_owner(request, config) else namespace_of_query(request)
 
 
 class KeyCheck:

@@ -17,6 +17,7 @@ from server.api.errors import ApiError, Code, stopped
 from server.api.planning import Planning
 from server.api.session_records import SessionRecords
 from server.config import ServerConfig
+from server.diagnosis.conversations import Conversations
 from server.engine.command import Command
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
@@ -114,6 +115,7 @@ class ApiContext:
     engines: Mapping[str, EnginePort]
     """One engine per model, under the same ids."""
     sessions: SessionRecords = field(default_factory=SessionRecords)
+    conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)
     is_draining: bool = False
     """Set when the server is asked to stop: running answers finish, new requests are refused."""

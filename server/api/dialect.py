@@ -23,6 +23,7 @@ from server.api.context import ServedModel
 from server.api.conversation import Conversation
 from server.api.errors import ApiError
 from server.api.session_id import resolve_session_id
+from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
 from server.engine.events import Finished
 from server.engine.request import GenerationRequest
 
@@ -79,6 +80,8 @@ class Exchange(ABC):
         self.prompt = prompt
         self.is_streamed = is_streamed
         self.conversation = conversation
+        self.asked = _asked(model, request, prompt, conversation)
+        """What the prompt was made of, to be compared with other requests."""
         self.parser: OutputParser = PlainParser() if conversation is None else model.output_parser(conversation.tools)
 
     @abstractmethod
@@ -92,6 +95,15 @@ class Exchange(ABC):
     def reply_messages(self) -> list[Message]:
         """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""
         return []
+
+
+def _asked(
+    model: ServedModel, request: GenerationRequest, prompt: RenderedPrompt, conversation: Conversation | None
+) -> Prompt:
+    if conversation is None:
+        return plain_prompt(prompt.text, model=model.id, namespace=request.namespace)
+    made_of = (conversation.messages, conversation.tools, conversation.template_arguments)
+    return prompt_of(*made_of, model=model.id, namespace=request.namespace)
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,7 @@ async def _answer(
     work = partial(_open, context, request, raw, id_prefix, open_exchange)
     exchange = await context.planning.run(_client_of(request), len(raw), work)
     engine = context.running_engine(exchange.model)
-    answer = Answer(engine, exchange, received, context.sessions.record)
+    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations)
     close = partial(_close, context, answer, exchange, engine)
     if not exchange.is_streamed:
         return await _whole(answer, exchange, close)

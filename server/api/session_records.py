@@ -9,11 +9,14 @@ Pure: no clock, no engine, no HTTP.
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
+from server.diagnosis.conversations import Name
 from server.engine.diagnosis import Miss
 
 MAX_SESSIONS = 1024
 """Sessions kept in all namespaces together."""
+_LOOKED_AT = 64
 MAX_TURNS = 32
 """Turns kept of one session; the sums count dropped ones too."""
 
@@ -38,7 +41,12 @@ class TurnRecord:
     kept: float | None
     lost_tokens: int
     """Tokens evaluated because of the miss, as far as the previous prompt reached."""
-    miss: Miss | None
+    misses: tuple[Miss, ...] = ()
+
+    @property
+    def miss(self) -> Miss | None:
+        """The costliest of its misses."""
+        return max(self.misses, key=lambda miss: miss.lost_tokens, default=None)
 
     @property
     def lost_seconds(self) -> float:
@@ -52,8 +60,10 @@ class TurnRecord:
 class SessionRecord:
     """The turns of one session; changed by `SessionRecords` only."""
 
-    id: str
+    name: Name
     created: float
+    model_id: str = ""
+    """That of its last turn."""
     num_turns: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -74,6 +84,7 @@ class SessionRecord:
         self.lost_tokens += turn.lost_tokens
         self.lost_seconds += turn.lost_seconds
         self.last_miss = turn.miss or self.last_miss
+        self.model_id = turn.model_id
         self.turns.append(turn)
 
 
@@ -85,11 +96,12 @@ class SessionRecords:
         self._max_sessions = max_sessions
         self._num_sessions = 0
 
-    def record(self, namespace: str, session_id: str, turn: TurnRecord) -> int:
+    def record(self, name: Name, turn: TurnRecord) -> int:
         """Adds a turn to a session, and returns its number there; an unknown session begins with it."""
+        namespace, session_id = name.namespace, name.id
         sessions = self._namespaces.setdefault(namespace, OrderedDict())
         if session_id not in sessions:
-            sessions[session_id] = SessionRecord(session_id, created=turn.ended)
+            sessions[session_id] = SessionRecord(name, created=turn.ended)
             self._num_sessions += 1
         session = sessions[session_id]
         session.add(turn)
@@ -102,6 +114,11 @@ class SessionRecords:
     def sessions(self, namespace: str) -> Iterable[SessionRecord]:
         """Returns the sessions of a namespace, the last used first."""
         return reversed(self._namespaces.get(namespace, OrderedDict()).values())
+
+    def all_sessions(self) -> Iterable[SessionRecord]:
+        """Returns the sessions of all namespaces, the last used first."""
+        every = [session for sessions in self._namespaces.values() for session in sessions.values()]
+        return sorted(every, key=lambda session: -session.turns[-1].ended)
 
     def find(self, namespace: str, session_id: str) -> SessionRecord | None:
         """Returns a session, or None where the namespace has none of that name."""
@@ -118,6 +135,13 @@ class SessionRecords:
         return True
 
     def _drop_one(self) -> None:
-        """Drops the oldest session of the namespace with the most; of equals, the least recently used one counts."""
+        """Drops the oldest session of the namespace with the most; of equals, the least recently used one counts.
+
+        Single requests that no client named go first, as far as they are among the oldest.
+        """
         fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
-        self.forget(fullest, next(iter(self._namespaces[fullest])))
+        sessions = self._namespaces[fullest]
+        passing = (
+            name for name, one in islice(sessions.items(), _LOOKED_AT) if not one.name.is_named and one.num_turns == 1
+        )
+        self.forget(fullest, next(passing, next(iter(sessions))))

@@ -2,7 +2,8 @@
 
 from typing import TypedDict
 
-from server.engine.diagnosis import Miss
+from server.diagnosis.advice import TOOLS, advice
+from server.engine.diagnosis import Miss, MissReason
 from server.engine.events import Finished, Started, Timings
 
 
@@ -21,14 +22,17 @@ class TimingsBody(TypedDict):
 
 
 class MissBody(TypedDict):
-    """Why less was reused than the session's last turn left."""
+    """One thing that was lost of what the conversation's last turn left, and what to do about it."""
 
     reason: str
+    cause: str
     message_index: int | None
     role: str | None
     token: int | None
     before: str
     after: str
+    lost_tokens: int
+    cure: str
 
 
 class CacheBody(TypedDict):
@@ -73,15 +77,21 @@ def _cache_of(started: Started | None, session_id: str | None) -> CacheBody | No
 
 def miss_of(miss: Miss | None) -> MissBody | None:
     """Returns a miss as answers hold it."""
-    if miss is None:
-        return None
+    return None if miss is None else miss_body(miss)
+
+
+def miss_body(miss: Miss) -> MissBody:
+    """Returns a miss as answers hold it."""
     return {
         "reason": miss.reason.value,
+        "cause": miss.cause.value,
         "message_index": miss.message_index,
         "role": miss.role,
         "token": miss.token,
         "before": miss.before,
         "after": miss.after,
+        "lost_tokens": miss.lost_tokens,
+        "cure": advice(miss.cause, TOOLS if miss.reason is MissReason.TOOLS_CHANGED else miss.role),
     }
 
 

@@ -222,6 +222,7 @@ def doctor(
     speed: Annotated[
         float | None, typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to tell seconds.")
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, for a program.")] = False,
 ) -> None:
     """Say which text keeps prompts from being reused, and how to mend it."""
     from server.doctor.fetch import DEFAULT_URL
@@ -230,11 +231,11 @@ def doctor(
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed}; it must be above 0")
     if file is None:
-        examine_server(url or DEFAULT_URL, api_key, cache_salt)
+        examine_server(url or DEFAULT_URL, api_key, cache_salt, as_json=json)
     elif url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     else:
-        examine_file(Path(file), speed)
+        examine_file(Path(file), speed, as_json=json)
 
 
 cache_app = typer.Typer(help="Manage what --cache-disk keeps of conversations.", invoke_without_command=True)

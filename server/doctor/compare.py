@@ -1,76 +1,94 @@
-"""What a request would evaluate although an earlier one of its session had it, told from the texts alone. Pure.
+"""What recorded requests would evaluate again, by the same comparison that the server makes. Pure.
 
-Like the server, it compares a request with the turn of the session that it goes on from, since one session may hold
-several conversations. Tokens are estimated as characters / 4.
+A character stands for a token here, and a cache that forgets nothing is assumed. Tokens are then estimated as
+characters / 4.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from server.doctor.causes import Cause
-from server.doctor.findings import Checkup, Loss, is_negligible
-from server.doctor.parting import Words, find_parting
+import numpy as np
+
+from cache.tokens import TokenArray, common_prefix_length
+from models.prompt.outline import NO_OUTLINE
+from server.diagnosis.account import EvaluatedTurn, Rendered, explain
+from server.diagnosis.compare import Turn
+from server.diagnosis.conversations import Conversations, Name
+from server.diagnosis.prompt import Part, Prompt
+from server.doctor.findings import Checkup, Loss, loss_of
 from server.doctor.recorded import Recorded
+from server.engine.diagnosis import Miss
 
 CHARACTERS_PER_TOKEN = 4
-MAX_TIPS = 4
-"""Conversations of one session that are kept in mind."""
+MAX_BYTES = 1 << 30
+"""Memory for the last turns of all conversations of a file."""
 
 
-def checkup_of(name: str, requests: Sequence[Recorded], tokens_per_second: float | None = None) -> Checkup:
-    """Returns what is wrong with a conversation; with a speed of prefill, also in seconds."""
-    visit = _Visit(tokens_per_second)
-    for number, request in enumerate(requests, 1):
-        visit.add(number, request)
-    kept = sum(visit.kept) / len(visit.kept) if visit.kept else None
-    return Checkup(name, len(requests), kept, tuple(sorted(visit.losses, key=lambda loss: loss.turn)))
+def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = None) -> list[Checkup]:
+    """Returns what is wrong with each conversation; with a speed of prefill, also in seconds."""
+    visits: dict[Name, _Visit] = {}
+    conversations = Conversations(MAX_BYTES)
+    for number, request in enumerate(requests):
+        rendered = Rendered(request.prompt, characters_of(request.prompt), NO_OUTLINE)
+        name, previous = conversations.find(request.session_id, rendered, str(number))
+        visits.setdefault(name, _Visit(tokens_per_second)).add(previous, rendered)
+        turn = Turn(request.prompt, request.reply)
+        tokens = characters_of(request.prompt, request.reply)
+        conversations.record(name, EvaluatedTurn(turn, tokens, len(rendered.tokens)))
+    return [visit.checkup(label) for label, visit in zip(_labels(visits), visits.values(), strict=True)]
+
+
+def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
+    """Returns a prompt as one text, a number for each character: what the template is told, tools, messages."""
+    parts = prompt.parts if reply is None else (*prompt.parts, reply)
+    messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
+    text = "".join([prompt.arguments, prompt.tools_text, *messages])
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32)
+
+
+def _labels(names: Iterable[Name]) -> list[str]:
+    labels, num_unnamed = list[str](), 0
+    for name in names:
+        num_unnamed += not name.is_named
+        labels.append(name.id if name.is_named else f"(unnamed {num_unnamed})")
+    return labels
 
 
 class _Visit:
-    """Goes through the requests of one session in their order."""
+    """Adds up the turns of one conversation."""
 
     def __init__(self, tokens_per_second: float | None) -> None:
-        self.losses: list[Loss] = []
-        self.kept: list[float] = []
         self._speed = tokens_per_second
-        self._tips: list[tuple[int, Recorded]] = []
-        self._asides: dict[int, Loss] = {}
-        """Requests that go on from nothing, by turn: side requests if what was before goes on later."""
+        self._losses: list[Loss] = []
+        self._kept: list[float] = []
+        self._num_turns = 0
 
-    def add(self, number: int, request: Recorded) -> None:
-        """Compares a request with the tip that it goes on from, and makes it one."""
-        tip = max(reversed(self._tips), key=lambda tip: request.num_repeated(tip[1]), default=None)
-        if tip is None or request.num_repeated(tip[1]) == 0:
-            self._note_aside(number, request)
-            self._tips = [*self._tips, (number, request)][-MAX_TIPS:]
+    def add(self, previous: EvaluatedTurn | None, request: Rendered) -> None:
+        """Compares a request with the turn that it goes on from."""
+        self._num_turns += 1
+        if previous is None:
             return
-        self._confirm_asides(since=tip[0])
-        self._compare(number, tip[1], request)
-        self._tips = [other for other in self._tips if other is not tip] + [(number, request)]
+        hit = min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
+        reuse = explain(previous, request, match=hit, hit=hit)
+        self._kept += [reuse.kept] if reuse.kept is not None else []
+        self._losses += [loss for miss in reuse.misses if (loss := self._loss(miss)) is not None]
 
-    def _note_aside(self, number: int, request: Recorded) -> None:
-        partings = [find_parting(tip, request) for _, tip in self._tips]
-        shared = max((parting.shared for parting in partings if parting is not None), default=None)
-        if shared is not None and not is_negligible(None, (request.num_characters - shared) // CHARACTERS_PER_TOKEN):
-            words = Words(Cause.SIDE_REQUEST, "", request.messages[-1].text)
-            self._asides[number] = self._loss(number, words, "", request.num_characters - shared)
-
-    def _confirm_asides(self, since: int) -> None:
-        for number in [number for number in self._asides if number > since]:
-            self.losses.append(self._asides.pop(number))
-
-    def _compare(self, number: int, earlier: Recorded, request: Recorded) -> None:
-        reach = min(earlier.num_characters, request.num_characters)
-        parting = find_parting(earlier, request)
-        shared = reach if parting is None else min(parting.shared, reach)
-        self.kept.append(shared / earlier.num_characters if earlier.num_characters else 1.0)
-        if parting is None or is_negligible(parting.role, (reach - shared) // CHARACTERS_PER_TOKEN):
-            return
-        for place, words in enumerate(parting.words):
-            # Only the first change cost something; the others would have.
-            characters = 0 if place else reach - shared
-            self.losses.append(self._loss(number, words, parting.where, characters, is_hidden=place > 0))
-
-    def _loss(self, number: int, words: Words, where: str, characters: int, *, is_hidden: bool = False) -> Loss:
-        tokens = characters // CHARACTERS_PER_TOKEN
+    def _loss(self, miss: Miss) -> Loss | None:
+        tokens = miss.lost_tokens // CHARACTERS_PER_TOKEN
         seconds = tokens / self._speed if self._speed else None
-        return Loss(number, words.cause, where, tokens, seconds, words.before, words.after, is_hidden)
+        return loss_of(
+            self._num_turns,
+            reason=miss.reason,
+            cause=miss.cause,
+            index=miss.message_index,
+            role=miss.role,
+            tokens=tokens,
+            seconds=seconds,
+            before=miss.before,
+            after=miss.after,
+            is_hidden=miss.lost_tokens == 0,
+        )
+
+    def checkup(self, label: str) -> Checkup:
+        """Returns the conversation's."""
+        kept = sum(self._kept) / len(self._kept) if self._kept else None
+        return Checkup(label, self._num_turns, kept, tuple(self._losses))

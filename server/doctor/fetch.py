@@ -28,10 +28,15 @@ class Sessions:
         listed = self._get("/v1/sessions")
         if listed is None or not isinstance(listed.get("data"), list):
             raise self._is_another()
-        ids = [str(session["id"]) for session in listed["data"]]
         # One may have been forgotten since it was listed.
-        found = (self._get(f"/v1/sessions/{quote(session_id, safe='')}") for session_id in ids)
+        found = (self._read_one(str(session["id"]), session.get("namespace")) for session in listed["data"])
         return [session for session in found if session is not None]
+
+    def _read_one(self, session_id: str, namespace: str | None) -> dict[str, Any] | None:
+        """Returns one session. Who sends neither key nor salt may see several namespaces, so it is named."""
+        is_named = namespace and not self._headers and not self._query
+        query = f"?{urlencode({'namespace': namespace})}" if is_named else ""
+        return self._get(f"/v1/sessions/{quote(session_id, safe='')}{query}")
 
     def _get(self, path: str) -> dict[str, Any] | None:
         """Returns the body, or None with status 404."""

@@ -1,12 +1,20 @@
 """What the turns of one session lost, added up by cause: pure, alike for a server and for recorded requests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from server.doctor.causes import Cause
+from server.diagnosis.advice import TOOLS, advice
+from server.engine.diagnosis import UNBLAMED, Cause, MissReason
 
 NEGLIGIBLE_TOKENS = 128
-"""What a note beside the newest message costs: nothing to mend, as long as it is not in the head."""
+"""What it costs that state is kept at some offsets only, or that another request shares a name: nothing to mend."""
+SECONDS_PER_DAY = 86_400
+SHORTEST_SECONDS = 60.0
+"""Turns within less say nothing of a day."""
+_SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
+"""Causes that are told only where they cost more than that."""
+_PLACELESS = _SMALL | {Cause.CLEARED, Cause.DECLINED}
+"""Causes that no single message has."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +24,8 @@ class Loss:
     turn: int
     """From 1."""
     cause: Cause
+    place: str | None
+    """The role of the message, or `TOOLS`."""
     where: str
     """The place in the prompt, for a person: `system message`."""
     tokens: int
@@ -36,6 +46,11 @@ class Checkup:
     kept: float | None
     """How much of the prompt before a turn reused, on average, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
+    num_seen: int | None = None
+    """Turns that were looked at, where not all are kept."""
+    began: float | None = None
+    """Seconds since 1970, as is `ended`; None where no time is known."""
+    ended: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -58,6 +73,11 @@ class Finding:
     def cause(self) -> Cause:
         """The same for all its losses."""
         return self.losses[0].cause
+
+    @property
+    def cure(self) -> str:
+        """What to change, in one sentence."""
+        return advice(self.cause, self.losses[0].place)
 
     @property
     def example(self) -> Loss:
@@ -86,22 +106,78 @@ class Finding:
         return all(loss.is_hidden for loss in self.losses)
 
 
+@dataclass(frozen=True)
+class Savings:
+    """What all cures together would save."""
+
+    tokens: int
+    num_turns: int
+    """Turns that were looked at, good ones too."""
+    seconds: float | None
+    """None where no speed is known."""
+    seconds_per_day: float | None
+    """At the rate at which the turns came; None where that took less than a minute, or no time is known."""
+
+    @property
+    def seconds_per_turn(self) -> float | None:
+        """On average over all turns."""
+        return None if self.seconds is None else self.seconds / max(1, self.num_turns)
+
+
+def savings_of(checkups: Sequence[Checkup]) -> Savings:
+    """Returns what all conversations together would save."""
+    num_turns = sum(one.num_turns if one.num_seen is None else one.num_seen for one in checkups)
+    has_speed = any(loss.seconds is not None for one in checkups for loss in one.losses)
+    seconds = sum(one.seconds for one in checkups) if has_speed else None
+    days = _days(checkups)
+    per_day = seconds / days if seconds is not None and days is not None else None
+    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_day)
+
+
+def _days(checkups: Sequence[Checkup]) -> float | None:
+    """Returns the time from the first turn to the last one."""
+    began = [one.began for one in checkups if one.began is not None]
+    ended = [one.ended for one in checkups if one.ended is not None]
+    took = max(ended) - min(began) if began and ended else 0.0
+    return took / SECONDS_PER_DAY if took >= SHORTEST_SECONDS else None
+
+
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
-    """Returns the losses by cause and place, the costliest first."""
-    groups: dict[tuple[Cause, str], list[Loss]] = {}
+    """Returns the losses by cause and role, the costliest first.
+
+    What changes at another message in each turn, as replies do, is one finding.
+    """
+    groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
-        groups.setdefault((loss.cause, loss.where), []).append(loss)
+        groups.setdefault((loss.cause, loss.place), []).append(loss)
     findings = [Finding(tuple(group)) for group in groups.values()]
     return sorted(findings, key=lambda finding: (finding.is_hidden, -finding.tokens))
 
 
-def is_negligible(role: str | None, tokens: int) -> bool:
-    """Whether a loss is what the newest messages of a well-made prompt cost anyway."""
-    return tokens == 0 or (role not in ("system", "developer") and tokens <= NEGLIGIBLE_TOKENS)
+def loss_of(
+    turn: int,
+    *,
+    reason: MissReason,
+    cause: Cause,
+    index: int | None,
+    role: str | None,
+    tokens: int,
+    seconds: float | None,
+    before: str,
+    after: str,
+    is_hidden: bool,
+) -> Loss | None:
+    """Returns what a miss cost, or None where there is nothing to mend."""
+    limit = NEGLIGIBLE_TOKENS if cause in _SMALL else 0
+    if cause in UNBLAMED or (tokens <= limit and not is_hidden):
+        return None
+    place = TOOLS if reason is MissReason.TOOLS_CHANGED else None if cause in _PLACELESS else role
+    where = TOOLS if place == TOOLS else place_name(index, place)
+    return Loss(turn, cause, place, where, tokens, seconds, before, after, is_hidden)
 
 
 def place_name(index: int | None, role: str | None) -> str:
-    """Returns a message's place in words."""
+    """Returns a message's place in words; empty for none."""
     if role is None or index is None:
-        return "prompt"
-    return "system message" if role in ("system", "developer") else f"message {index} ({role})"
+        return ""
+    return "system message" if role == "system" and index == 0 else f"message {index} ({role})"

@@ -1,63 +1,41 @@
-"""Recorded requests: JSON lines to requests, and requests to conversations. Pure but for reading the file.
+"""Recorded requests: JSON lines to requests, and answers where they are there. Pure but for reading
+the file.
 
-A line is the body of a chat completion, or an object that holds one as `body` or `request`. The session is named as
-for the server; requests without a name belong to the conversation whose messages they hold again. They count in the
-order of `timestamp`, `time` or `created` where every line has one, else in that of the file.
+A line is the body of a chat completion, or an object that holds one as `body` or `request`, and its answer as
+`response`. The session is named as for the server. Requests count in the order of `timestamp`, `time` or `created`
+where every line has one, else in that of the file.
 """
 
+import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from server.api.session_id import SessionIdError, resolve_session_id
+from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
 from server.errors import DoctorError
 from server.prompt_hygiene import with_constant_header
 
 TIME_FIELDS = ("timestamp", "time", "created")
-SYSTEM_ROLES = ("system", "developer")
-
-
-@dataclass(frozen=True)
-class Message:
-    """One message, as text."""
-
-    role: str
-    text: str
+TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
+"""Fields of a body that the template is told."""
 
 
 @dataclass(frozen=True)
 class Recorded:
     """One request as it was sent."""
 
-    tools: tuple[Mapping[str, Any], ...]
-    messages: tuple[Message, ...]
+    prompt: Prompt
     session_id: str | None = None
     time: str | float | None = None
-
-    @property
-    def tools_text(self) -> str:
-        """The tools in the order in which they and their keys were written."""
-        return json.dumps(self.tools, ensure_ascii=False) if self.tools else ""
-
-    @property
-    def num_characters(self) -> int:
-        """Length of everything that the prompt is made of."""
-        return len(self.tools_text) + sum(len(message.text) for message in self.messages)
-
-    def num_repeated(self, earlier: "Recorded") -> int:
-        """Returns how many messages besides the system's also stand in an earlier request."""
-        return (self._conversation & earlier._conversation).total()
-
-    @property
-    def _conversation(self) -> Counter[Message]:
-        return Counter(message for message in self.messages if message.role not in SYSTEM_ROLES)
+    reply: Part | None = None
+    """The answer to it, where the file holds it."""
 
 
-def read_requests(path: Path) -> dict[str, list[Recorded]]:
-    """Returns the requests of a file by conversation; raises DoctorError with the line that cannot be read."""
+def read_requests(path: Path) -> list[Recorded]:
+    """Returns the requests of a file in their order; raises DoctorError with the line that cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -66,23 +44,7 @@ def read_requests(path: Path) -> dict[str, list[Recorded]]:
     requests = [_parse_line(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not requests:
         raise DoctorError(f"{path} holds no requests")
-    return by_conversation(_in_order(requests))
-
-
-def by_conversation(requests: Iterable[Recorded]) -> dict[str, list[Recorded]]:
-    """Returns requests by session, or by the conversation that they go on with where they name none."""
-    named: dict[str, list[Recorded]] = {}
-    unnamed: list[list[Recorded]] = []
-    for request in requests:
-        if request.session_id is not None:
-            named.setdefault(request.session_id, []).append(request)
-            continue
-        earlier = max(reversed(unnamed), key=lambda group: request.num_repeated(group[-1]), default=[])
-        if not earlier or request.num_repeated(earlier[-1]) == 0:
-            earlier = []
-            unnamed.append(earlier)
-        earlier.append(request)
-    return named | {f"(unnamed {number})": group for number, group in enumerate(unnamed, 1)}
+    return _in_order(requests)
 
 
 def _in_order(requests: list[Recorded]) -> list[Recorded]:
@@ -102,11 +64,50 @@ def _parse_line(line: str, place: str) -> Recorded:
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise DoctorError(f"{place} holds no list of messages, as the body of a chat completion does")
     return Recorded(
-        tools=tuple(_tools(body.get("tools"), place)),
-        messages=tuple(_messages(body["messages"], place)),
+        prompt=_prompt(outer, body, place),
         session_id=_session_id(outer, body, place),
         time=_time(outer, body),
+        reply=_reply(outer),
     )
+
+
+def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Prompt:
+    arguments = dict(body.get("chat_template_kwargs") or {}) if _is_object(body.get("chat_template_kwargs")) else {}
+    arguments |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
+    tools = () if body.get("tool_choice") == "none" else _tools(body.get("tools"), place)
+    _check_messages(body["messages"], place)
+    model, namespace = str(body.get("model") or ""), _namespace(outer, body)
+    prompt = prompt_of(body["messages"], tools, arguments, model=model, namespace=namespace)
+    # The server settles these too, so that they are no loss.
+    head = (replace(part, text=with_constant_header(part.text)) for part in prompt.parts[: prompt.num_head])
+    return replace(prompt, parts=(*head, *prompt.parts[prompt.num_head :]))
+
+
+def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
+    """Returns what stands for the key and the salt of a request; never the key itself."""
+    key = next((value for name, value in _headers(outer).items() if name.lower() == "authorization"), "")
+    digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+    return f"{digest}/{body.get('cache_salt') or ''}"
+
+
+def _reply(outer: Mapping[str, Any]) -> Part | None:
+    """Returns the answer that a line holds as `response`: the body of a chat completion, or its message."""
+    answer = outer.get("response")
+    if not isinstance(answer, dict):
+        return None
+    choices = answer.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else answer
+    message = first.get("message", first) if isinstance(first, dict) else None
+    return part_of({"role": "assistant", **message}) if isinstance(message, dict) and "content" in message else None
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _headers(outer: Mapping[str, Any]) -> dict[str, str]:
+    given = outer.get("headers")
+    return {str(name): str(value) for name, value in given.items()} if isinstance(given, dict) else {}
 
 
 def _tools(tools: Any, place: str) -> Sequence[Mapping[str, Any]]:
@@ -117,38 +118,15 @@ def _tools(tools: Any, place: str) -> Sequence[Mapping[str, Any]]:
     return tools
 
 
-def _messages(messages: Sequence[Any], place: str) -> Iterable[Message]:
-    is_head = True
+def _check_messages(messages: Sequence[Any], place: str) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DoctorError(f"{place}: messages[{index}] is no object with a role")
-        is_head = is_head and message["role"] in SYSTEM_ROLES
-        text = _content_text(message.get("content"))
-        calls = message.get("tool_calls") or ""
-        # The server settles these too, so that they are no loss.
-        text = with_constant_header(text) if is_head else text
-        yield Message(message["role"], text + (json.dumps(calls, ensure_ascii=False) if calls else ""))
-
-
-def _content_text(content: Any) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        return json.dumps(content, ensure_ascii=False)
-    return "\n".join(_part_text(part) for part in content)
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    return json.dumps(part, ensure_ascii=False)
 
 
 def _session_id(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> str | None:
-    given = outer.get("headers")
-    headers = {str(name): str(value) for name, value in given.items()} if isinstance(given, dict) else {}
     try:
-        return resolve_session_id(outer, {}) or resolve_session_id(body, headers)
+        return resolve_session_id(outer, {}) or resolve_session_id(body, _headers(outer))
     except SessionIdError as error:
         raise DoctorError(f"{place}: {error}") from error
 

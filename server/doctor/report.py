@@ -1,8 +1,10 @@
 """What `mlx-serve doctor` prints, and where it gets it from: a running server or a file of recorded requests."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -10,22 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from models.text_comparison import shared_length
-from server.doctor import compare, turns
-from server.doctor.causes import ADVICE
+from server.doctor import turns
 from server.doctor.fetch import Sessions
-from server.doctor.findings import Checkup, Finding, findings_of
+from server.doctor.findings import Checkup, Finding, Savings, findings_of, savings_of
 from server.doctor.recorded import read_requests
 from server.errors import DoctorError
 
 NO_SESSIONS = """\
-No sessions yet under this key. A client names its conversation with session_id \
-or one of the usual headers; if it sends a key, give doctor the same with --api-key."""
+No conversations yet. A server that asks for no key shows all of them to its own machine, \
+else each key its own: give the key that the client sends with --api-key."""
 LEAD_CHARACTERS = 20
 """Shown before the words that changed."""
 
 
-def examine_server(url: str, api_key: str | None, cache_salt: str | None) -> None:
-    """Prints what a running server's sessions lose; raises DoctorError."""
+def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
+    """Prints what a running server's sessions lose, for a person or as JSON; raises DoctorError."""
     sessions = Sessions(url, api_key, cache_salt)
     try:
         checkups = [turns.checkup_of(session) for session in sessions.read()]
@@ -33,6 +34,9 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None) -> Non
         raise DoctorError(
             f"the sessions of {sessions.url} are told in a way that this version cannot read"
         ) from error
+    if as_json:
+        _print_json(checkups)
+        return
     console = _console()
     if not checkups:
         console.print(NO_SESSIONS)
@@ -40,13 +44,55 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None) -> Non
     console.print(_report(checkups))
 
 
-def examine_file(path: Path, tokens_per_second: float | None) -> None:
-    """Prints what recorded requests would lose; raises DoctorError."""
-    conversations = read_requests(path)
-    checkups = [compare.checkup_of(name, requests, tokens_per_second) for name, requests in conversations.items()]
+def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
+    """Prints what recorded requests would lose, for a person or as JSON; raises DoctorError."""
+    requests = read_requests(path)
+    from server.doctor.compare import checkups_of  # needs NumPy, which takes its time
+
+    checkups = checkups_of(requests, tokens_per_second)
+    if as_json:
+        _print_json(checkups)
+        return
     console = _console()
     console.print(_report(checkups))
     console.print("Tokens are estimated as characters / 4.", style="dim")
+
+
+def _print_json(checkups: Sequence[Checkup]) -> None:
+    print(json.dumps(body_of(checkups), ensure_ascii=False, indent=2))  # noqa: T201 - data for another program
+
+
+def body_of(checkups: Sequence[Checkup]) -> dict[str, Any]:
+    """Returns the whole report as JSON values."""
+    savings = savings_of(checkups)
+    return {
+        "conversations": [_checkup_body(one) for one in checkups],
+        "savings": {
+            "tokens": savings.tokens,
+            "turns": savings.num_turns,
+            "seconds": savings.seconds,
+            "seconds_per_turn": savings.seconds_per_turn,
+            "seconds_per_day": savings.seconds_per_day,
+        },
+    }
+
+
+def _checkup_body(checkup: Checkup) -> dict[str, Any]:
+    findings = [_finding_body(finding) for finding in findings_of(checkup.losses)]
+    return {"id": checkup.name, "turns": checkup.num_turns, "kept": checkup.kept, "findings": findings}
+
+
+def _finding_body(finding: Finding) -> dict[str, Any]:
+    return {
+        "cause": finding.cause.value,
+        "where": finding.example.where,
+        "turns": finding.num_turns,
+        "tokens": finding.tokens,
+        "seconds": finding.seconds,
+        "before": finding.example.before,
+        "after": finding.example.after,
+        "cure": finding.cure,
+    }
 
 
 def _console() -> Console:
@@ -81,7 +127,7 @@ def _finding(finding: Finding) -> RenderableType:
     for label, text in _excerpts(finding.example.before, finding.example.after):
         rows.add_row(label, text)
     rows.add_row("cost", _cost(finding))
-    rows.add_row("mend", ADVICE[finding.cause])
+    rows.add_row("mend", finding.cure)
     return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
 
 
@@ -113,9 +159,18 @@ def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
     sessions = _plural(len(checkups), "session")
     if not num_ailing:
         return f"{sessions}; nothing to mend."
-    tokens, seconds = sum(one.tokens for one in checkups), sum(one.seconds for one in checkups)
-    time = f" ({_seconds(seconds)})" if seconds else ""
-    return f"{sessions}, {num_ailing} with something to mend: {tokens:,} tokens{time} evaluated again."
+    savings = savings_of(checkups)
+    time = f" ({_seconds(savings.seconds)})" if savings.seconds else ""
+    told = f"{sessions}, {num_ailing} with something to mend: {savings.tokens:,} tokens{time} evaluated again."
+    return f"{told}{_saved(savings)}"
+
+
+def _saved(savings: Savings) -> str:
+    """Returns what mending all of it would save, where a speed is known."""
+    if not savings.seconds_per_turn:
+        return ""
+    per_day = "" if savings.seconds_per_day is None else f", {_seconds(savings.seconds_per_day)} per day at this rate"
+    return f"\nMended, that saves {_seconds(savings.seconds_per_turn)} per turn{per_day}."
 
 
 def printable(text: str) -> str:

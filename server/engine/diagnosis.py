@@ -1,57 +1,95 @@
-"""Why a prompt was not reused: pure comparison of a request with the last turn that it shares most with.
+"""What is said of a prompt that was not reused whole: reasons, causes, and how many tokens each cost. Types only.
 
-Knows no trie, only what it reported: how much of the prompt was found and how much was restored.
+Who finds them is `server.diagnosis`; what to do about them is `server.diagnosis.advice`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
-
-from cache.tokens import TokenArray, common_prefix_length
-from models.prompt.outline import Outline
-from server.engine.session_history import FinishedTurn
-
-_CONTEXT_TOKENS = 12
-"""Tokens shown on either side of a change."""
-_SAMPLE_TOKENS = 16
-_MIN_SAMPLE_TOKENS = 8
-"""A sample of the new prompt is searched for in the earlier one; one shorter than this may occur there by chance."""
-
-Detokenize = Callable[[TokenArray], str]
-"""Turns tokens into text."""
-
 
 class MissReason(StrEnum):
-    """Why less was reused than the session's last turn could have given."""
+    """Which part of a request kept it from being reused, or what the server lacked."""
 
     COLD = "cold"
     SYSTEM_CHANGED = "system_changed"
     TOOLS_CHANGED = "tools_changed"
     MESSAGES_CHANGED = "messages_changed"
+    HISTORY_TRIMMED = "history_trimmed"
+    REPLY_CHANGED = "reply_changed"
+    THOUGHTS_REMOVED = "thoughts_removed"
+    TEMPLATE_CHANGED = "template_changed"
+    NAMESPACE_CHANGED = "namespace_changed"
+    MODEL_CHANGED = "model_changed"
+    SIDE_REQUEST = "side_request"
+    BRANCHED = "branched"
+    NOTE_MOVED = "note_moved"
+    TEMPLATE = "template"
     NO_RESTORE_POINT = "no_restore_point"
     EVICTED = "evicted"
+    CLEARED = "cleared"
     DISABLED = "disabled"
+
+
+class Cause(StrEnum):
+    """What was changed, or is missing. The value is its name for a person."""
+
+    CLOCK = "date or time"
+    COUNTER = "counter or percentage"
+    NONCE = "nonce or id"
+    REORDERED = "other order"
+    REFORMATTED = "other spacing"
+    ENCODED = "other encoding"
+    EDITED = "edited text"
+    TOOLS = "other tools"
+    TRIMMED = "trimmed history"
+    SUMMARISED = "summarised history"
+    REMOVED = "removed message"
+    MERGED = "merged messages"
+    INSERTED = "inserted message"
+    REPLY = "rewritten reply"
+    REPLY_LEFT_OUT = "reply left out"
+    THOUGHTS = "removed thoughts"
+    CALL_IDS = "renamed call ids"
+    TEMPLATE_ARGUMENTS = "other template arguments"
+    NAMESPACE = "other key or salt"
+    MODEL = "other model"
+    SIDE_REQUEST = "side request"
+    BRANCHED = "another way to go on"
+    NOTE = "moving note"
+    TEMPLATE = "the model's template"
+    COLD = "first request"
+    EVICTED = "evicted state"
+    CLEARED = "cleared cache"
+    NOT_RESTORABLE = "no restore point"
+    DECLINED = "declined cache"
+
+
+UNBLAMED = frozenset({Cause.BRANCHED, Cause.NOTE, Cause.TEMPLATE, Cause.COLD})
+"""Causes with nothing to mend: how a well-made client and its model work."""
 
 
 @dataclass(frozen=True)
 class Miss:
-    """One reason, and where the prompt began to differ from the turn before, if it did."""
+    """One thing that cost tokens, and where the prompt began to differ from the turn before, if it did."""
 
     reason: MissReason
     message_index: int | None = None
+    """The message of this request; of messages left out, where they stood."""
     role: str | None = None
     token: int | None = None
     """Offset of the first token that differs, or that could not be restored."""
     before: str = ""
-    """The earlier prompt's text around `token`."""
+    """The earlier prompt's text around the change, whole words."""
     after: str = ""
-    """This prompt's text around `token`."""
-    dropped_tokens: int = 0
-    """Tokens of the earlier prompt that were removed there, if the text behind them follows unchanged; else 0."""
-    is_reordered: bool = False
-    """Whether the tools are those of the earlier prompt, written in another order."""
+    """This prompt's text there."""
+    cause: Cause = Cause.EDITED
+    lost_tokens: int = 0
+    """Prompt tokens evaluated because of it; 0 for a change behind another one, which cost all that follows."""
+
+    @property
+    def is_blamed(self) -> bool:
+        """Whether the client, or who runs the server, can mend it."""
+        return self.cause not in UNBLAMED
 
 
 @dataclass(frozen=True)
@@ -60,73 +98,11 @@ class Reuse:
 
     match_tokens: int
     hit_tokens: int
-    kept: float | None
-    """Share of the session's previous prompt that was reused, 0 to 1; None without one."""
-    miss: Miss | None
+    kept: float | None = None
+    """Share of the previous turn's prompt and reply that was reused, 0 to 1; None without one."""
+    miss: Miss | None = None
+    """The costliest of `misses`; None where nothing was lost."""
     lost_tokens: int = 0
-    """Prompt tokens evaluated because of the miss; those beyond the previous prompt's length do not count."""
-
-
-def diagnose(
-    previous: FinishedTurn | None,
-    tokens: TokenArray,
-    outline: Outline,
-    *,
-    match: int,
-    hit: int,
-    detokenize: Detokenize,
-) -> Reuse:
-    """Explains the reuse of a prompt of which `match` tokens were found and `hit` restored."""
-    if previous is None:
-        return Reuse(match, hit, None, Miss(MissReason.COLD, token=hit) if hit == 0 else None)
-    kept = min(hit, previous.num_prompt_tokens) / previous.num_prompt_tokens
-    held = min(previous.num_prompt_tokens, len(previous.tokens), len(tokens))
-    miss = _find_miss(previous, tokens, outline, held, match=match, hit=hit, detokenize=detokenize)
-    return Reuse(match, hit, kept, miss, max(0, held - hit) if miss else 0)
-
-
-def _find_miss(
-    previous: FinishedTurn,
-    tokens: TokenArray,
-    outline: Outline,
-    held: int,
-    *,
-    match: int,
-    hit: int,
-    detokenize: Detokenize,
-) -> Miss | None:
-    """Returns the cause that cost more tokens: a change of the text, or missing state before that change."""
-    common = min(common_prefix_length(previous.tokens, tokens), len(tokens) - 1)
-    prompt_end = previous.outline.prompt_end or previous.num_prompt_tokens
-    is_changed = common < min(prompt_end, len(previous.tokens), len(tokens) - 1)
-    if is_changed and held - common >= common - hit:
-        return _change(previous, tokens, outline, common, detokenize)
-    if hit < common:
-        reason = MissReason.EVICTED if match < common else MissReason.NO_RESTORE_POINT
-        return Miss(reason, *outline.message_at(hit), token=hit)
-    return None
-
-
-def _change(
-    previous: FinishedTurn, tokens: TokenArray, outline: Outline, common: int, detokenize: Detokenize
-) -> Miss:
-    index, role = outline.message_at(common)
-    reason, is_reordered = MissReason.MESSAGES_CHANGED, False
-    if common < max(outline.head_end, previous.outline.head_end):
-        tools_differ = outline.tools_digest != previous.outline.tools_digest
-        reason = MissReason.TOOLS_CHANGED if tools_differ else MissReason.SYSTEM_CHANGED
-        is_reordered = tools_differ and outline.tools_set_digest == previous.outline.tools_set_digest
-    around = slice(max(0, common - _CONTEXT_TOKENS), common + _CONTEXT_TOKENS)
-    before, after = detokenize(previous.tokens[around]), detokenize(tokens[around])
-    dropped = _count_dropped(previous.tokens[common:], tokens[common : common + _SAMPLE_TOKENS])
-    return Miss(reason, index, role, common, before, after, dropped, is_reordered)
-
-
-def _count_dropped(earlier: TokenArray, sample: TokenArray) -> int:
-    """Returns how far into `earlier` the sample begins; 0 if it is not there, or too short to tell."""
-    if len(sample) < _MIN_SAMPLE_TOKENS:
-        return 0
-    places = np.arange(max(0, len(earlier) - len(sample) + 1))
-    for number, token in enumerate(sample):
-        places = places[earlier[places + number] == token]
-    return int(places[0]) if len(places) else 0
+    """Prompt tokens evaluated although the previous turn held them: the sum over `misses`."""
+    misses: tuple[Miss, ...] = ()
+    """All that was lost, in the order of the prompt."""

@@ -35,6 +35,7 @@ class Started:
     slot: int
     prompt_tokens: int
     reuse: Reuse
+    """What the cache knew and gave; who asked it adds why not more."""
     restore_ms: float = 0.0
     """Time it took to make the restored part live."""
     tier: str | None = None

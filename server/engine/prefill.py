@@ -11,6 +11,7 @@ from cache.errors import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
+from server.engine.diagnosis import Reuse
 from server.engine.errors import OutOfMemory, PromptTooLarge
 from server.engine.events import FinishReason, Started
 from server.engine.request import Priority
@@ -18,7 +19,6 @@ from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, Ticket
 from server.engine.sequence import Sequence
 from server.engine.sequence_table import SequenceTable
-from server.engine.sessions import EngineSessions
 
 COPIED_PER_EVALUATED = 64
 """Tokens whose state is copied in the time that evaluating one takes; most machines copy several times more."""
@@ -33,7 +33,6 @@ class Prefill:
         prefix_cache: PrefixCache,
         scheduler: Scheduler,
         table: SequenceTable,
-        sessions: EngineSessions,
         clock: Callable[[], float],
         *,
         chunk_tokens: int,
@@ -44,7 +43,6 @@ class Prefill:
         self._prefix_cache = prefix_cache
         self._scheduler = scheduler
         self._table = table
-        self._sessions = sessions
         self._clock = clock
         self._chunk_tokens = chunk_tokens
         self._expected_tokens = expected_tokens
@@ -161,10 +159,10 @@ class Prefill:
             self._table.fail(sequence, kind(str(error)))
 
     def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
-        """Posts the event of a request's first lease, with the reason for what was not reused."""
+        """Posts the event of a request's first lease."""
         request, now = sequence.request, self._clock()
         sequence.times.started = begun
-        reuse = self._sessions.explain(request, lease)
+        reuse = Reuse(lease.match_tokens, lease.hit_tokens)
         restore_ms = 1000 * (now - begun)
         sequence.started = Started(lease.slot_index, len(request.tokens), reuse, restore_ms, lease.tier)
         self._table.post(sequence, [sequence.started])

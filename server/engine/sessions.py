@@ -1,42 +1,28 @@
-"""All that the engine keeps of a session beyond the state of its tokens: last turns, pins, the claim to a slot."""
+"""All that the engine keeps of a session beyond the state of its tokens: last turn, pins, the claim to a slot."""
 
 import numpy as np
 
-from cache.lease import Lease
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
-from server.engine.diagnosis import Detokenize, Miss, MissReason, Reuse, diagnose
-from server.engine.request import GenerationRequest, TokenArray
+from server.engine.request import TokenArray
 from server.engine.sequence import Sequence
-from server.engine.session_history import FinishedTurn, SessionHistory
+from server.engine.session_history import SessionHistory
 
 
 class EngineSessions:
     """Sessions by namespace and id. Worker thread only."""
 
-    def __init__(self, prefix_cache: PrefixCache, detokenize: Detokenize) -> None:
+    def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
-        self._detokenize = detokenize
         self._history = SessionHistory()
 
     def record(self, sequence: Sequence) -> None:
-        """Keeps a finished turn, to explain the reuse of the session's next prompt. The lease must still be open."""
+        """Keeps the tokens of a finished turn. The lease must still be open."""
         request, lease = sequence.request, sequence.lease
         if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
             return
         tokens = np.concatenate([request.tokens, np.array(sequence.generated, np.int32)])
-        turn = FinishedTurn(tokens[: lease.offset], len(request.tokens), request.outline)
-        self._history.record(request.namespace, request.session_id, turn)
-
-    def explain(self, request: GenerationRequest, lease: Lease) -> Reuse:
-        """Returns how much of a prompt was reused, and what kept the rest from it."""
-        match, hit = lease.match_tokens, lease.hit_tokens
-        if not request.cache_prompt:
-            return Reuse(match, hit, None, Miss(MissReason.DISABLED))
-        if request.session_id is None:
-            return Reuse(match, hit, None, None)
-        previous = self._history.previous(request.namespace, request.session_id, request.tokens)
-        return diagnose(previous, request.tokens, request.outline, match=match, hit=hit, detokenize=self._detokenize)
+        self._history.record(request.namespace, request.session_id, tokens[: lease.offset])
 
     def last_turn(self, namespace: str, session_id: str) -> TokenArray | None:
         """Returns the tokens of a session's last turn; None for one that is not known."""

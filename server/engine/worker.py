@@ -12,22 +12,25 @@ Invariants:
 
 import logging
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 from cache.prefix_cache import PrefixCache
 from server.engine.decode_pipeline import DecodePipeline
-from server.engine.diagnosis import Detokenize
 from server.engine.errors import EngineStopped
 from server.engine.events import FinishReason
 from server.engine.output_text import MakeDecoder
 from server.engine.preemption import choose_to_wait
 from server.engine.prefill import Prefill
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, TokenArray
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler
 from server.engine.sequence import Sequence, SequenceFactory, Sink
 from server.engine.sequence_table import SequenceTable
 from server.engine.sessions import EngineSessions
 from server.engine.stats import EngineStats, RequestCounts
+
+Detokenize: TypeAlias = Callable[[TokenArray], str]
+"""Turns tokens into text."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class Worker:
     ) -> None:
         """`expected_tokens` is the output that live buffers are sized for."""
         self.prefix_cache = prefix_cache
-        self.sessions = EngineSessions(prefix_cache, detokenize)
+        self.sessions = EngineSessions(prefix_cache)
         self.detokenize = detokenize
         self.now = clock
         """Reads the engine's clock, in seconds."""
@@ -64,7 +67,6 @@ class Worker:
             prefix_cache,
             self._scheduler,
             self._table,
-            self.sessions,
             clock,
             chunk_tokens=chunk_tokens,
             expected_tokens=expected_tokens,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from cache.disk.write_budget import DiskWrites
 from cache.errors import PinLimit
 from cache.view import DiskNodeView, EdgeView, NodeView, StateBytes
-from server.api.auth import namespace_of_query
+from server.api.auth import namespace_of_query, visible_namespace
 from server.api.context import EnginePort, ServedModel, context_of
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
@@ -109,14 +109,17 @@ class PinnedBody(TypedDict):
 async def get_cache(request: Request) -> Response:
     """Describes what is held for the request's namespace; `?limit=` bounds the edges that are listed."""
     model, engine = _model_and_engine(request)
-    described = await engine.execute(DescribeCache(namespace_of_query(request), _limit(request)))
+    namespace = visible_namespace(request, context_of(request).config)
+    described = await engine.execute(DescribeCache(namespace, _limit(request)))
     return JsonBody(_state_body(model, described))
 
 
 async def clear_cache(request: Request) -> Response:
     """Forgets what is held for the request's namespace, but for what running requests use."""
     model, engine = _model_and_engine(request)
-    freed: Freed = await engine.execute(ClearCache(namespace_of_query(request)))
+    namespace = namespace_of_query(request)
+    freed: Freed = await engine.execute(ClearCache(namespace))
+    context_of(request).conversations.note_cleared(namespace)
     body: ClearedBody = {
         "object": "cache.cleared",
         "model": model.id,

@@ -1,7 +1,8 @@
 """`/v1/sessions`: what each session's turns cost, and why; and forgetting one.
 
 A request sees the sessions of its own namespace only: those whose requests had the same key and the same salt, which
-is given as `?cache_salt=`. A session of another namespace is answered like one that does not exist.
+is given as `?cache_salt=`. A session of another namespace is answered like one that does not exist. Who owns the
+server (see `server.api.auth.is_owner`) sees all, and names another namespace with `?namespace=`.
 """
 
 from typing import TypedDict
@@ -9,22 +10,14 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.auth import namespace_of_query
+from server.api.auth import is_owner, namespace_of_query, visible_namespace
 from server.api.context import context_of
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
 from server.api.session_records import SessionRecord, TurnRecord
-from server.api.usage import MissBody, miss_of
+from server.api.usage import MissBody, miss_body, miss_of
 from server.engine.commands import ForgetSession
-from server.engine.diagnosis import Miss
 from server.engine.errors import EngineStopped
-
-
-class SessionMissBody(MissBody):
-    """A miss, and what helps to find its cause."""
-
-    dropped_tokens: int
-    reordered: bool
 
 
 class TurnBody(TypedDict):
@@ -43,7 +36,8 @@ class TurnBody(TypedDict):
     kept: float | None
     lost_tokens: int
     lost_seconds: float
-    miss: SessionMissBody | None
+    miss: MissBody | None
+    misses: list[MissBody]
 
 
 class SessionBody(TypedDict):
@@ -51,6 +45,9 @@ class SessionBody(TypedDict):
 
     id: str
     object: str
+    named: bool
+    namespace: str
+    model: str
     created: float
     last_used: float
     num_turns: int
@@ -61,7 +58,7 @@ class SessionBody(TypedDict):
     lost_tokens: int
     lost_seconds: float
     kept: float | None
-    last_miss: SessionMissBody | None
+    last_miss: MissBody | None
 
 
 class SessionDetail(SessionBody):
@@ -86,8 +83,10 @@ class DeletedBody(TypedDict):
 
 
 async def list_sessions(request: Request) -> Response:
-    """Lists the sessions of the request's namespace."""
-    sessions = context_of(request).sessions.sessions(namespace_of_query(request))
+    """Lists the sessions of the request's namespace; of all namespaces for who owns the server."""
+    context, namespace = context_of(request), namespace_of_query(request)
+    is_limited = namespace or not is_owner(request, context.config)
+    sessions = context.sessions.sessions(namespace) if is_limited else context.sessions.all_sessions()
     body: SessionList = {"object": "list", "data": [_session_body(session) for session in sessions]}
     return JsonBody(body)
 
@@ -95,7 +94,8 @@ async def list_sessions(request: Request) -> Response:
 async def get_session(request: Request) -> Response:
     """Describes one session with its last turns; raises ApiError (404)."""
     session_id = request.path_params["session_id"]
-    session = context_of(request).sessions.find(namespace_of_query(request), session_id)
+    context = context_of(request)
+    session = context.sessions.find(visible_namespace(request, context.config), session_id)
     if session is None:
         raise _not_found(session_id)
     body: SessionDetail = {**_session_body(session), "turns": [_turn_body(turn) for turn in session.turns]}
@@ -105,7 +105,7 @@ async def get_session(request: Request) -> Response:
 async def delete_session(request: Request) -> Response:
     """Forgets one session; raises ApiError (404)."""
     context, session_id = context_of(request), request.path_params["session_id"]
-    namespace = namespace_of_query(request)
+    namespace = visible_namespace(request, context.config)
     if context.sessions.find(namespace, session_id) is None:
         raise _not_found(session_id)
     for engine in context.engines.values():
@@ -115,6 +115,7 @@ async def delete_session(request: Request) -> Response:
             # An engine that has stopped holds nothing.
             continue
     context.sessions.forget(namespace, session_id)
+    context.conversations.forget(namespace, session_id)
     body: DeletedBody = {"id": session_id, "object": "session.deleted", "deleted": True}
     return JsonBody(body)
 
@@ -129,8 +130,11 @@ def _not_found(session_id: str) -> ApiError:
 def _session_body(session: SessionRecord) -> SessionBody:
     last = session.turns[-1]
     return {
-        "id": session.id,
+        "id": session.name.id,
         "object": "session",
+        "named": session.name.is_named,
+        "namespace": session.name.namespace,
+        "model": session.model_id,
         "created": session.created,
         "last_used": last.ended,
         "num_turns": session.num_turns,
@@ -141,7 +145,7 @@ def _session_body(session: SessionRecord) -> SessionBody:
         "lost_tokens": session.lost_tokens,
         "lost_seconds": session.lost_seconds,
         "kept": last.kept,
-        "last_miss": _miss_body(session.last_miss),
+        "last_miss": miss_of(session.last_miss),
     }
 
 
@@ -160,12 +164,6 @@ def _turn_body(turn: TurnRecord) -> TurnBody:
         "kept": turn.kept,
         "lost_tokens": turn.lost_tokens,
         "lost_seconds": turn.lost_seconds,
-        "miss": _miss_body(turn.miss),
+        "miss": miss_of(turn.miss),
+        "misses": [miss_body(miss) for miss in turn.misses],
     }
-
-
-def _miss_body(miss: Miss | None) -> SessionMissBody | None:
-    body = miss_of(miss)
-    if miss is None or body is None:
-        return None
-    return {**body, "dropped_tokens": miss.dropped_tokens, "reordered": miss.is_reordered}

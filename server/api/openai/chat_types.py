@@ -29,6 +29,12 @@ def _refusal_as_text(part: Any) -> Any:
     return {**part, "type": "text", "text": part["refusal"]} if is_refusal else part
 
 
+def _no_image(kind: Any) -> Any:
+    if kind in ("image_url", "input_image", "image"):
+        raise PydanticCustomError("no_images", "this model takes no images, only text")
+    return kind
+
+
 def _arguments(value: Any) -> Any:
     """Templates write arguments out as an object; clients send its JSON text, some the object itself, and none or an
     empty text for a call without arguments. What is no object stays text.
@@ -46,7 +52,7 @@ def _arguments(value: Any) -> Any:
 class ContentPart(BodyModel):
     """A part of a message's content; only text is understood."""
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_no_image)]
     text: str
     cache_control: dict[str, Any] | None = None
     """Any object: the prompt shall be restorable at the end of this part."""

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.diagnosis import Miss, MissReason
+from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.errors import OutOfMemory, QueueFull
 from server.engine.events import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
@@ -47,7 +47,7 @@ def normalised(text: str) -> str:
 
 PLAIN = Script(texts=("Hel", "lo “you”\n", "🙂"), hit_tokens=4)
 USAGE = {"include_usage": True}
-CHANGED = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17")
+CHANGED = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17", Cause.CLOCK, 12)
 
 EXCHANGES: dict[str, Callable[[], str]] = {
     "chat": lambda: exchange(CHAT, PLAIN),

@@ -15,9 +15,9 @@ import pytest
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.doctor.causes import Cause
 from server.doctor.findings import findings_of
 from server.doctor.turns import checkup_of
+from server.engine.diagnosis import Cause
 from server.engine.engine import Engine
 from server.service import open_service
 from tests.support import tiny_models

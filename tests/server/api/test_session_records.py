@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.api.session_records import MAX_TURNS, SessionRecords, TurnRecord
+from server.diagnosis.conversations import Name
 from server.engine.diagnosis import Miss, MissReason
 
 MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 8, "09:16", "09:17")
@@ -23,14 +24,14 @@ TURN = TurnRecord(
     tier="live",
     kept=0.25,
     lost_tokens=60,
-    miss=MISS,
+    misses=(MISS,),
 )
 
 
 def test_sums_count_every_turn_and_the_last_turns_are_kept() -> None:
     records = SessionRecords()
     for number in range(MAX_TURNS + 3):
-        records.record("", "s", replace(TURN, ended=float(number), request_id=str(number)))
+        records.record(Name("", "s"), replace(TURN, ended=float(number), request_id=str(number)))
     session = records.find("", "s")
     assert session is not None
     assert (session.num_turns, session.prompt_tokens) == (MAX_TURNS + 3, 100 * (MAX_TURNS + 3))
@@ -43,8 +44,8 @@ def test_sums_count_every_turn_and_the_last_turns_are_kept() -> None:
 
 def test_the_last_miss_is_remembered_past_turns_without_one() -> None:
     records = SessionRecords()
-    for miss in (MISS, None):
-        records.record("", "s", replace(TURN, miss=miss))
+    for misses in ((MISS,), ()):
+        records.record(Name("", "s"), replace(TURN, misses=misses))
     session = records.find("", "s")
     assert session is not None and session.last_miss is MISS
 
@@ -57,13 +58,13 @@ def test_nothing_evaluated_costs_no_time() -> None:
 def test_the_last_used_session_comes_first() -> None:
     records = SessionRecords()
     for session_id in ("a", "b", "a"):
-        records.record("", session_id, TURN)
-    assert [session.id for session in records.sessions("")] == ["a", "b"]
+        records.record(Name("", session_id), TURN)
+    assert [session.name.id for session in records.sessions("")] == ["a", "b"]
 
 
 def test_a_session_is_found_and_forgotten_in_its_namespace_only() -> None:
     records = SessionRecords()
-    records.record("ours", "s", TURN)
+    records.record(Name("ours", "s"), TURN)
     assert records.find("theirs", "s") is None
     assert list(records.sessions("theirs")) == []
     assert not records.forget("theirs", "s")
@@ -75,17 +76,17 @@ def test_a_session_is_found_and_forgotten_in_its_namespace_only() -> None:
 def test_a_flood_of_sessions_pushes_out_its_own() -> None:
     records = SessionRecords(max_sessions=5)
     for session_id in ("a", "b"):
-        records.record("ours", session_id, TURN)
+        records.record(Name("ours", session_id), TURN)
     for number in range(20):
-        records.record("theirs", str(number), TURN)
-    assert {session.id for session in records.sessions("ours")} == {"a", "b"}
-    assert [session.id for session in records.sessions("theirs")] == ["19", "18", "17"]
+        records.record(Name("theirs", str(number)), TURN)
+    assert {session.name.id for session in records.sessions("ours")} == {"a", "b"}
+    assert [session.name.id for session in records.sessions("theirs")] == ["19", "18", "17"]
 
 
 def test_with_a_namespace_for_each_session_the_one_unused_for_longest_goes() -> None:
     records = SessionRecords(max_sessions=2)
     for namespace in ("a", "b", "a", "c"):
-        records.record(namespace, "s", TURN)
+        records.record(Name(namespace, "s"), TURN)
     assert [name for name in "abc" if records.find(name, "s")] == ["a", "c"]
 
 
@@ -93,7 +94,7 @@ def test_with_a_namespace_for_each_session_the_one_unused_for_longest_goes() -> 
 def test_never_more_than_allowed_and_the_newest_is_always_there(steps: list[tuple[str, str, bool]]) -> None:
     records = SessionRecords(max_sessions=3)
     for namespace, session_id, is_forgotten in steps:
-        records.record(namespace, session_id, TURN)
+        records.record(Name(namespace, session_id), TURN)
         assert records.find(namespace, session_id) is not None
         if is_forgotten:
             assert records.forget(namespace, session_id)

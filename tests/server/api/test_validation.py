@@ -396,6 +396,14 @@ def test_sampling_reaches_the_engine(
     assert getattr(engine.requests[0].sampling, name) == value
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
+def test_an_image_is_refused_with_what_the_model_takes(client: TestClient, kind: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind}]}]
+    error = client.post(CHAT, json={"messages": messages}).json()["error"]
+    assert error["param"] == "messages[0].content[1].type"
+    assert "takes no images" in error["message"]
+
+
 def test_two_names_of_one_penalty_may_not_contradict_each_other(client: TestClient) -> None:
     answer = post(client, CHAT, repeat_penalty=1.1, repetition_penalty=1.2)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "repeat_penalty")

@@ -16,15 +16,21 @@ import pytest
 from server.app import create_app
 from server.cli.main import execute
 from server.config import ServerConfig
-from server.doctor.causes import Cause
 from server.doctor.findings import NEGLIGIBLE_TOKENS
-from server.engine.diagnosis import Miss, MissReason
+from server.engine.diagnosis import Cause, Miss, MissReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 
 DOCS = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
 CLOCK = Miss(
-    MissReason.SYSTEM_CHANGED, 0, "system", 9, "It is 09:16. Be [kind].\n", "It is 09:17. Be [kind].\x1b[31m\n"
+    MissReason.SYSTEM_CHANGED,
+    0,
+    "system",
+    9,
+    "It is 09:16. Be [kind].\n",
+    "It is 09:17. Be [kind].\x1b[31m\n",
+    Cause.CLOCK,
+    5,
 )
 
 
@@ -80,16 +86,27 @@ def test_a_running_server_is_examined(engine: FakeEngine, address: str, capsys: 
         "steady: 1 turn; nothing to mend",
         "",
         "2 sessions, 1 with something to mend: 10 tokens (0.0 s) evaluated again.",
+        "Mended, that saves 0.0 s per turn.",
     ]
 
 
 def test_a_server_without_sessions_is_no_error(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ask(address, "s", Authorization="Bearer other")
     status, lines, errors = doctor(capsys, address)
     assert (status, errors) == (0, "")
-    assert "--api-key" in " ".join(lines)
+    assert "No conversations yet" in " ".join(lines)
     _, lines, _ = doctor(capsys, address, "--api-key", "other")
-    assert lines[0].startswith("s: 1 turn")
+    assert "--api-key" in " ".join(lines)
+
+
+def test_who_owns_the_server_sees_what_every_key_asked_and_a_key_its_own(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("other", "none"):
+        ask(address, f"of-{key}", Authorization=f"Bearer {key}")
+    _, lines, _ = doctor(capsys, address)
+    assert sorted(line.split(":")[0] for line in lines[:2]) == ["of-none", "of-other"]
+    _, lines, _ = doctor(capsys, address, "--api-key", "other")
+    assert lines[0].startswith("of-other: 1 turn") and "of-none" not in " ".join(lines)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +129,18 @@ def test_recorded_requests_are_examined(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text("\n".join(lines))
     status, shown, errors = doctor(capsys, "--file", str(path), "--speed", "100")
     assert (status, errors) == (0, "")
-    assert shown[0] == "s: 3 turns, 2% of the previous prompt reused on average"
-    assert shown[4] == "    cost    333 tokens evaluated again: 166 and 1.7 s per turn"
+    assert shown[0] == "s: 3 turns, 3% of the previous prompt reused on average"
+    assert shown[4] == "    cost    341 tokens evaluated again: 170 and 1.7 s per turn"
+    assert shown[-2] == "Mended, that saves 1.1 s per turn."
     assert shown[-1] == "Tokens are estimated as characters / 4."
     assert all(len(line) <= 80 for line in shown)
     _, shown, _ = doctor(capsys, "--file", str(path))
-    assert shown[4] == "    cost    333 tokens evaluated again: 166 per turn"
+    assert shown[4] == "    cost    341 tokens evaluated again: 170 per turn"
+    _, shown, _ = doctor(capsys, "--file", str(path), "--speed", "100", "--json")
+    told = json.loads("\n".join(shown))
+    (finding,) = told["conversations"][0]["findings"]
+    assert (finding["cause"], finding["tokens"], finding["turns"]) == ("date or time", 341, 2)
+    assert told["savings"]["seconds_per_turn"] == pytest.approx(3.41 / 3)
 
 
 # ------------------------------------------------------------------------------------- what is in its way
@@ -217,6 +240,7 @@ def test_wrong_arguments_get_status_2(capsys: pytest.CaptureFixture[str], argume
 
 def test_every_cause_and_every_flag_is_documented() -> None:
     section = DOCS.split("## `mlx-serve doctor")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| ([a-z ]+) \|", section, re.MULTILINE)) - {"cause"} == {cause.value for cause in Cause}
-    assert all(f"`{flag}" in section for flag in ("--file", "--api-key", "--cache-salt", "--speed"))
+    told = set(re.findall(r"^\| ([a-z' ]+) \|", section, re.MULTILINE)) - {"cause"}
+    assert told == {cause.value for cause in Cause}
+    assert all(f"`{flag}" in section for flag in ("--file", "--api-key", "--cache-salt", "--speed", "--json"))
     assert f"up to {NEGLIGIBLE_TOKENS} tokens" in section

@@ -4,29 +4,29 @@ from typing import Any
 
 import pytest
 
-from server.doctor.causes import Cause
-from server.doctor.findings import NEGLIGIBLE_TOKENS, findings_of
+from server.doctor.findings import NEGLIGIBLE_TOKENS, findings_of, savings_of
 from server.doctor.turns import checkup_of
+from server.engine.diagnosis import UNBLAMED, Cause
 
-CLOCK = {"before": "It is 09:16.", "after": "It is 09:17."}
+CLOCK = {"cause": "date or time", "before": "It is 09:16.", "after": "It is 09:17."}
 
 
 def miss(reason: str = "system_changed", **fields: Any) -> dict[str, Any]:
     role = fields.pop("role", "system")
     return {
         "reason": reason,
+        "cause": "edited text",
         "message_index": 0 if role == "system" else 3,
         "role": role,
         "token": 8,
         "before": "You are kind.",
         "after": "You are a titler.",
-        "dropped_tokens": 0,
-        "reordered": False,
+        "lost_tokens": 800,
         **fields,
     }
 
 
-def turn(miss: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+def turn(*misses: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {
         "prompt_tokens": 1000,
         "cached_tokens": 100,
@@ -34,19 +34,17 @@ def turn(miss: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
         "completion_tokens": 50,
         "prompt_ms": 1800.0,
         "kept": 0.1,
-        "lost_tokens": 800,
-        "lost_seconds": 1.6,
-        "miss": miss,
+        "misses": list(misses),
         **fields,
     }
 
 
 def session(*turns: dict[str, Any], num_turns: int | None = None) -> dict[str, Any]:
-    return {"id": "s", "num_turns": num_turns or len(turns), "turns": list(turns)}
+    return {"id": "s", "created": 0.0, "last_used": 60.0, "num_turns": num_turns or len(turns), "turns": list(turns)}
 
 
-FIRST = turn(miss("cold", role=None), kept=None, lost_tokens=0)
-FINE = turn(cached_tokens=990, kept=1.0, lost_tokens=0)
+FIRST = turn(miss("cold", cause="first request", role=None, lost_tokens=0), kept=None)
+FINE = turn(cached_tokens=990, kept=1.0)
 
 
 def test_what_turns_lost_is_added_up_by_cause() -> None:
@@ -58,43 +56,40 @@ def test_what_turns_lost_is_added_up_by_cause() -> None:
     assert checkup.kept == pytest.approx(1.2 / 3)
 
 
+def test_what_would_be_saved_is_told_per_turn_and_per_day() -> None:
+    checkups = [checkup_of(session(FIRST, turn(miss(**CLOCK)))), checkup_of(session(FIRST, FINE))]
+    savings = savings_of(checkups)
+    assert (savings.tokens, savings.num_turns) == (800, 4)
+    assert savings.seconds_per_turn == pytest.approx(1.6 / 4)
+    assert savings.seconds_per_day == pytest.approx(1.6 * 24 * 60)
+    sudden = checkup_of({**session(FIRST, turn(miss(**CLOCK))), "last_used": 1.0})
+    assert savings_of([sudden]).seconds_per_day is None
+
+
 def test_turns_are_numbered_past_those_that_are_kept_no_more() -> None:
     checkup = checkup_of(session(turn(miss(**CLOCK)), FINE, num_turns=40))
     assert [loss.turn for loss in checkup.losses] == [39]
     assert checkup.num_turns == 40
 
 
-@pytest.mark.parametrize(
-    ("given", "cause"),
-    [
-        (miss(), Cause.EDITED),
-        (miss("messages_changed", role="user", before="at 5%", after="at 6%"), Cause.COUNTER),
-        (miss("messages_changed", role="user", dropped_tokens=40, **CLOCK), Cause.TRIMMED),
-        (miss("tools_changed", **CLOCK), Cause.TOOLS),
-        (miss("tools_changed", reordered=True), Cause.REORDERED),
-        (miss("evicted"), Cause.EVICTED),
-        (miss("no_restore_point"), Cause.NOT_RESTORABLE),
-        (miss("disabled", role=None), Cause.DECLINED),
-    ],
-)
-def test_the_cause_of_each_miss(given: dict[str, Any], cause: Cause) -> None:
-    (loss,) = checkup_of(session(FIRST, turn(given))).losses
-    assert loss.cause is cause
-    assert loss.tokens == (900 if cause is Cause.DECLINED else 800)
+def test_what_changed_behind_another_change_is_told_and_costs_nothing() -> None:
+    hidden = miss(cause="counter or percentage", lost_tokens=0)
+    clock, counter = findings_of(checkup_of(session(FIRST, turn(miss(**CLOCK), hidden))).losses)
+    assert (clock.is_hidden, counter.is_hidden, counter.tokens) == (False, True, 0)
 
 
-def test_what_a_note_beside_the_newest_message_costs_is_not_told_but_in_the_head_it_is() -> None:
-    small = {"lost_tokens": NEGLIGIBLE_TOKENS}
-    assert checkup_of(session(FIRST, turn(miss("messages_changed", role="user", **CLOCK), **small))).losses == ()
-    assert len(checkup_of(session(FIRST, turn(miss(**CLOCK), **small))).losses) == 1
-    assert checkup_of(session(FIRST, turn(miss(**CLOCK), lost_tokens=0))).losses == ()
+@pytest.mark.parametrize("cause", sorted(UNBLAMED))
+def test_what_nobody_can_mend_is_not_told(cause: Cause) -> None:
+    assert checkup_of(session(FIRST, turn(miss("template", cause=cause.value)))).losses == ()
 
 
-def test_a_side_request_is_told_by_what_goes_on_after_it() -> None:
-    aside = turn(miss(), prompt_tokens=300, completion_tokens=20)
-    resumed, continued = turn(cached_tokens=990), turn(cached_tokens=310)
-    assert [loss.cause for loss in checkup_of(session(FIRST, aside, resumed)).losses] == [Cause.SIDE_REQUEST]
-    assert [loss.cause for loss in checkup_of(session(FIRST, aside, continued)).losses] == [Cause.EDITED]
-    # A clock is a clock, whatever comes after.
-    clocked = {**aside, "miss": miss(**CLOCK)}
-    assert [loss.cause for loss in checkup_of(session(FIRST, clocked, resumed)).losses] == [Cause.CLOCK]
+@pytest.mark.parametrize("cause", [Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST])
+def test_what_costs_a_few_tokens_of_state_is_not_told(cause: Cause) -> None:
+    for tokens, num_told in ((NEGLIGIBLE_TOKENS, 0), (NEGLIGIBLE_TOKENS + 1, 1)):
+        told = checkup_of(session(FIRST, turn(miss("evicted", cause=cause.value, lost_tokens=tokens)))).losses
+        assert len(told) == num_told
+
+
+def test_the_tools_are_a_place_of_their_own_with_a_cure_of_its_own() -> None:
+    (finding,) = findings_of(checkup_of(session(FIRST, turn(miss("tools_changed", role=None, **CLOCK)))).losses)
+    assert finding.example.where == "tools" and "descriptions" in finding.cure

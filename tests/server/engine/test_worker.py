@@ -10,9 +10,7 @@ import pytest
 from cache.errors import PinLimit
 from cache.pins import PinName
 from models.inference.sampling_params import SamplingParams
-from models.prompt.outline import Outline
 from server.engine.commands import ClearCache, PinSession, UnpinSession
-from server.engine.diagnosis import MissReason
 from server.engine.errors import OutOfMemory, PromptTooLarge, StepFailed
 from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
 from server.engine.prefill import COPIED_PER_EVALUATED
@@ -583,32 +581,6 @@ def test_namespaces_share_nothing() -> None:
     other = harness.submit(prompt, namespace="b")
     harness.run()
     assert other.started.match_tokens == 0 and other.tokens == answer(prompt)
-
-
-def test_a_changed_head_is_reported_with_the_words_that_changed() -> None:
-    harness = Harness()
-    prompt = prompt_of(4, 50)
-    outline = Outline((0, 30), ("system", "user"), head_end=30, prompt_end=50)
-    harness.run(harness.submit(prompt, session_id="s", outline=outline))
-    changed = [*prompt[:9], 44, *prompt[10:]]
-    sink = harness.submit(changed, session_id="s", outline=outline)
-    harness.run()
-    miss = sink.started.reuse.miss
-    assert miss is not None and miss.reason is MissReason.SYSTEM_CHANGED
-    assert (miss.message_index, miss.token) == (0, 9)
-    assert "44" in miss.after.split() and "44" not in miss.before.split()
-    assert sink.started.reuse.kept == 9 / 50
-
-
-def test_a_turn_that_extends_the_last_one_has_nothing_to_explain() -> None:
-    for layout in LAYOUTS:
-        harness = Harness(layout)
-        prompt = prompt_of(4, 50)
-        first = harness.submit(prompt, session_id="s")
-        harness.run()
-        sink = harness.submit([*prompt, *first.tokens, 3, 3], session_id="s")
-        harness.run()
-        assert sink.started.reuse.miss is None and sink.started.reuse.kept == 1.0, layout
 
 
 def test_stop_fails_what_still_runs() -> None:

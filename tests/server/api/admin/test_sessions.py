@@ -1,5 +1,6 @@
 """`/v1/sessions` tells what each session's turns cost, to its own namespace only."""
 
+import re
 import time
 from typing import Any
 from urllib.parse import quote
@@ -9,14 +10,16 @@ from starlette.testclient import TestClient
 
 from server.app import create_app
 from server.config import ServerConfig
+from server.diagnosis.advice import advice
 from server.engine.commands import ForgetSession
-from server.engine.diagnosis import Miss, MissReason
+from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.errors import StepFailed
 from server.engine.events import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"
-MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17", 3, True)
+CLOCKED = (MissReason.SYSTEM_CHANGED, 0, "system", 17, "It is 09:16", "It is 09:17")
+MISS = Miss(*CLOCKED, cause=Cause.CLOCK, lost_tokens=3)
 MISSED = Script(hit_tokens=2, miss=MISS, lost_tokens=3)
 
 
@@ -60,13 +63,14 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
     session = client.get("/v1/sessions/s").json()
     last_miss = {
         "reason": "system_changed",
+        "cause": "date or time",
         "message_index": 0,
         "role": "system",
         "token": 17,
         "before": "It is 09:16",
         "after": "It is 09:17",
-        "dropped_tokens": 3,
-        "reordered": True,
+        "lost_tokens": 3,
+        "cure": advice(Cause.CLOCK, "system"),
     }
     turn = session["turns"][-1]
     assert before <= session.pop("created") <= session["turns"][0].pop("ended") <= turn["ended"] <= time.time()
@@ -85,12 +89,16 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
         "lost_tokens": 3,
         "lost_seconds": pytest.approx(0.02 * 3 / (num_prompt - 2)),
         "miss": last_miss,
+        "misses": [last_miss],
     }
-    assert session["turns"][0]["kept"] is None and session["turns"][0]["miss"] is None
+    assert session["turns"][0]["kept"] is None and session["turns"][0]["miss"]["reason"] == "cold"
     del session["turns"]
     assert session == {
         "id": "s",
         "object": "session",
+        "named": True,
+        "namespace": "",
+        "model": "tiny",
         "num_turns": 2,
         "prompt_tokens": 2 * num_prompt,
         "cached_tokens": 2,
@@ -111,10 +119,12 @@ def test_the_list_holds_what_each_session_holds_but_its_turns(client: TestClient
     assert listed == [alone]
 
 
-def test_the_last_used_comes_first_and_a_request_without_a_session_is_none(client: TestClient) -> None:
+def test_the_last_used_comes_first_and_a_request_without_a_session_has_a_made_up_name(client: TestClient) -> None:
     for session_id in ("a", None, "b", "a"):
         ask(client, session_id)
-    assert sessions(client) == ["a", "b"]
+    listed = client.get("/v1/sessions").json()["data"]
+    assert [(one["id"] if one["named"] else None) for one in listed] == ["a", "b", None]
+    assert re.fullmatch(r"unnamed-[0-9a-f]{8}", listed[2]["id"])
 
 
 @pytest.mark.parametrize("session_id", ["a/b", "a b?c=d", "…", "pin/"])

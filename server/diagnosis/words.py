@@ -5,54 +5,29 @@ it stands. What fits no kind is an edit.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from enum import StrEnum
+from html import unescape
 from itertools import pairwise
+from unicodedata import normalize
 
 from models.text_comparison import shared_length
+from server.engine.diagnosis import Cause
 
 WINDOW_CHARACTERS = 120
 """Looked at on either side of a change."""
 AROUND_WORDS = 8
 """Shown on either side of one of several changes."""
+MAX_WORD_CHARACTERS = 80
+"""A longer word is shown in part."""
 MAX_WORDS = 2000
 """Where more than these lie between the first and the last change, only the first is looked for."""
+MAX_ADDED_WORDS = 6
+"""More words that were added or left out are an edit, whatever stands in them."""
+MAX_CHARACTERS = 1 << 18
+"""Longer texts are not looked at as wholes, but around their first change only."""
 
-
-class Cause(StrEnum):
-    """Why a prompt is not the one before with something added. The value is its name for a person."""
-
-    CLOCK = "date or time"
-    COUNTER = "counter or percentage"
-    NONCE = "nonce or id"
-    REORDERED = "other order"
-    TOOLS = "other tools"
-    TRIMMED = "trimmed history"
-    INSERTED = "inserted message"
-    SIDE_REQUEST = "side request"
-    EDITED = "edited text"
-    EVICTED = "evicted state"
-    NOT_RESTORABLE = "no restore point"
-    DECLINED = "declined cache"
-
-
-ADVICE: Mapping[Cause, str] = {
-    Cause.CLOCK: "Put the date or time into a message of its own just before the newest one, or round it to the day.",
-    Cause.COUNTER: "Put figures that change with each turn just before the newest message, or leave them out.",
-    Cause.NONCE: "Send ids in a header or in `metadata` instead, or keep one for the whole conversation.",
-    Cause.REORDERED: "Write tools, keys and lists in one fixed order, for example sorted by name.",
-    Cause.TOOLS: "Offer the same tools in the whole conversation, and say in the newest message which ones count.",
-    Cause.TRIMMED: "Drop old messages seldom and many at once, so that most turns only add to the one before.",
-    Cause.INSERTED: "Add new messages at the end, not between those that were sent before.",
-    Cause.SIDE_REQUEST: "Give titles, summaries and the like no `session_id`, or another one.",
-    Cause.EDITED: "Send earlier messages exactly as they were; where a person edited them, there is nothing to mend.",
-    Cause.EVICTED: "Give the server more memory with --cache-memory: this was known once and had to go.",
-    Cause.NOT_RESTORABLE: "Put `cache_control` on the last message that the turns share: they can then resume there.",
-    Cause.DECLINED: "Leave out `cache_prompt: false`: it keeps the server from reusing anything.",
-}
-"""What to change in the client, one sentence each."""
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
 _CLOCK = re.compile(
@@ -73,7 +48,7 @@ _CLOCK = re.compile(
 )
 _NUMBER = re.compile(r"[-+]?\d+(?:[,._]\d+)*(?:\s?%)?(?![A-Za-z\d])")
 _WORD = re.compile(r"[A-Za-z0-9_+/~-]+")
-_JSON_KEY = re.compile(r'"[^"\n]{1,80}"\s*:')
+_QUOTES = str.maketrans("“”„‟«»‘’‚‛–—‐‑", '"' * 6 + "'" * 4 + "-" * 4)
 _ID_PREFIX = re.compile(
     r"(?:\b|_)(?:id|uuid|guid|nonce|hash|sha\d*|token|commit|cch|etag|trace|request|session)[\"']?\s*[:=#]\s*[\"'(]?$",
     re.IGNORECASE,
@@ -81,7 +56,7 @@ _ID_PREFIX = re.compile(
 
 
 @dataclass(frozen=True)
-class Change:
+class WordChange:
     """One place where two texts differ: its kind, and the words around it in both."""
 
     cause: Cause
@@ -91,29 +66,55 @@ class Change:
     after: str
 
 
-def find_changes(before: str, after: str) -> list[Change]:
+def find_changes(before: str, after: str) -> list[WordChange]:
     """Returns the places where a text changed, in order, one per cause; none for equal texts only."""
-    if _is_same_words(before, after):
-        return [_change_at(before, after, Cause.REORDERED)]
-    changes: dict[Cause, Change] = {}
+    if before == after:
+        return []
+    whole = _cause_of_whole(before, after)
+    if whole is not None:
+        return [_change_at(before, after, whole)]
+    changes: dict[Cause, WordChange] = {}
     for start, one, other in _places(before, after):
-        change = _change_at(one, other, classify_text(one, other, is_window=False))
-        changes.setdefault(change.cause, Change(change.cause, start + change.offset, change.before, change.after))
+        change = _change_at(one, other, classify_text(one, other))
+        changes.setdefault(change.cause, WordChange(change.cause, start + change.offset, change.before, change.after))
     return list(changes.values())
 
 
-def classify_text(before: str, after: str, *, is_window: bool = True) -> Cause:
-    """Returns the kind of the first change between two texts.
-
-    `is_window` says that they are cut from longer ones: another JSON key then means another order of them.
-    """
+def classify_text(before: str, after: str) -> Cause:
+    """Returns the kind of the first change between two texts."""
     start = shared_length(before, after)
     for cause, words_at in _KINDS:
         if _changes_between(words_at(before, start), words_at(after, start)):
             return cause
-    if is_window and _changes_between(_words_of(_JSON_KEY)(before, start), _words_of(_JSON_KEY)(after, start)):
-        return Cause.REORDERED
-    return Cause.EDITED
+    return _cause_of_addition(before, after, start)
+
+
+def _cause_of_addition(before: str, after: str, start: int) -> Cause:
+    """Returns the kind of a few words that only one of two texts has there."""
+    tail = shared_length(before[start:][::-1], after[start:][::-1])
+    inner, other = before[start : len(before) - tail], after[start : len(after) - tail]
+    added = inner or other
+    if (inner and other) or len(added.split()) > MAX_ADDED_WORDS:
+        return Cause.EDITED
+    if any(_looks_random(word) for word in _WORD.findall(added)):
+        return Cause.NONCE
+    return Cause.CLOCK if _CLOCK.search(added) else Cause.EDITED
+
+
+def _cause_of_whole(before: str, after: str) -> Cause | None:
+    """Returns the cause where two texts say the same in another form; None where they say something else."""
+    if max(len(before), len(after)) > MAX_CHARACTERS:
+        return None
+    if "".join(before.split()) == "".join(after.split()):
+        return Cause.REFORMATTED
+    if _decoded(before) == _decoded(after):
+        return Cause.ENCODED
+    return Cause.REORDERED if _is_same_words(before, after) else None
+
+
+def _decoded(text: str) -> str:
+    """Returns a text without what encodings differ in: entities, forms of characters, kinds of quotes, spaces."""
+    return "".join(normalize("NFKC", unescape(text)).translate(_QUOTES).split())
 
 
 def _changes_between(before: str | None, after: str | None) -> bool:
@@ -192,7 +193,17 @@ def _places(before: str, after: str) -> Iterator[tuple[int, str, str]]:
             yield sum(map(len, ours[: head + i1])) - len(lead), lead + one, lead + other
 
 
-def _change_at(before: str, after: str, cause: Cause) -> Change:
+def _change_at(before: str, after: str, cause: Cause) -> WordChange:
     start = shared_length(before, after)
-    around = slice(max(0, start - WINDOW_CHARACTERS), start + WINDOW_CHARACTERS)
-    return Change(cause, start, before[around], after[around])
+    return WordChange(cause, start, excerpt(before, start), excerpt(after, start))
+
+
+def excerpt(text: str, offset: int) -> str:
+    """Returns the words around an offset, about `WINDOW_CHARACTERS` on either side: whole ones."""
+    begin, end = max(0, offset - WINDOW_CHARACTERS), min(len(text), offset + WINDOW_CHARACTERS)
+    # The offset itself may stand within a word that is longer than the window's rest.
+    while begin > 0 and not text[begin - 1].isspace() and offset - begin < WINDOW_CHARACTERS + MAX_WORD_CHARACTERS:
+        begin -= 1
+    while end < len(text) and not text[end].isspace() and end - offset < WINDOW_CHARACTERS + MAX_WORD_CHARACTERS:
+        end += 1
+    return text[begin:end]

@@ -1,0 +1,1 @@
+"""Why a prompt was not reused: one comparison of requests, for the running server and for recorded requests."""

@@ -1,0 +1,328 @@
+"""What a client changed between two turns of a conversation: pure, from their parts.
+
+Messages are aligned first: kept, edited, removed, put in, merged, summed up. Then what changed within a message is
+told by its words. A request that only adds messages to the turn before changes nothing.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from models.text_comparison import shared_length
+from server.diagnosis.prompt import PLAIN, Part, Prompt
+from server.diagnosis.words import excerpt, find_changes
+from server.engine.diagnosis import Cause, MissReason
+
+MAX_ALIGNED = 400
+"""Where more messages than these lie between the first difference and the end, only the first is looked for."""
+SIMILAR = 0.5
+"""Share of the longer text that two texts must have in common to be two versions of one message."""
+MAX_COMPARED_CHARACTERS = 1 << 16
+_VOLATILE = frozenset({Cause.CLOCK, Cause.COUNTER, Cause.NONCE})
+_THOUGHTS = re.compile(r"<(think|thinking|thought|reasoning)>.*?(</\1>|\Z)|^.*?</think>", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that is not as it was, in the order of the prompt."""
+
+    cause: Cause
+    reason: MissReason
+    index: int | None = None
+    """The message of the later request; of messages left out, where they stood."""
+    role: str | None = None
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request and its answer."""
+
+    prompt: Prompt
+    reply: Part | None = None
+    """None where it was not answered, or is not recorded."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The messages that the next turn should begin with."""
+        return self.prompt.parts if self.reply is None else (*self.prompt.parts, self.reply)
+
+    def num_shared(self, later: Prompt) -> int:
+        """Returns how many messages, the system's aside, also stand in a later request."""
+        return len((self.prompt.said | ({self.reply} if self.is_answered else frozenset())) & later.said)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether there is a reply that says something."""
+        return self.reply is not None and bool(self.reply.shown)
+
+
+def find_changes_between(earlier: Turn, later: Prompt) -> list[Change]:
+    """Returns what keeps `later` from going on where `earlier` ended, in the order of the prompt; none if nothing."""
+    origin = _origin_change(earlier.prompt, later)
+    if origin is not None:
+        return [origin]
+    changes = [*_argument_changes(earlier.prompt, later), *_tool_changes(earlier.prompt, later)]
+    if later.parts and later.parts[0].role == PLAIN:
+        return [*changes, *_plain_changes(earlier, later)]
+    return [*changes, *_MessageDiff(earlier, later).changes()]
+
+
+def _origin_change(earlier: Prompt, later: Prompt) -> Change | None:
+    if earlier.model != later.model:
+        return Change(Cause.MODEL, MissReason.MODEL_CHANGED, before=earlier.model, after=later.model)
+    if earlier.namespace != later.namespace:
+        return Change(Cause.NAMESPACE, MissReason.NAMESPACE_CHANGED)
+    return None
+
+
+def _argument_changes(earlier: Prompt, later: Prompt) -> Iterator[Change]:
+    if earlier.arguments != later.arguments:
+        before, after = earlier.arguments, later.arguments
+        yield Change(Cause.TEMPLATE_ARGUMENTS, MissReason.TEMPLATE_CHANGED, before=before, after=after)
+
+
+def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Change]:
+    ours, theirs = earlier.tools, later.tools
+    if ours == theirs:
+        return
+    before, after = earlier.tools_text, later.tools_text
+    names = [[_tool_name(tool) for tool in tools] for tools in (ours, theirs)]
+    if sorted(names[0]) != sorted(names[1]):
+        yield Change(Cause.TOOLS, MissReason.TOOLS_CHANGED, before=", ".join(names[0]), after=", ".join(names[1]))
+    elif sorted(map(_canonical, ours)) == sorted(map(_canonical, theirs)):
+        start = shared_length(before, after)
+        words = (excerpt(before, start), excerpt(after, start))
+        yield Change(Cause.REORDERED, MissReason.TOOLS_CHANGED, None, None, *words)
+    else:
+        for found in find_changes(_unescaped(before), _unescaped(after)):
+            yield Change(found.cause, MissReason.TOOLS_CHANGED, None, None, found.before, found.after)
+
+
+def _unescaped(text: str) -> str:
+    """Returns JSON text with line breaks and tabs in its strings, to be compared as what they are."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _tool_name(tool: str) -> str:
+    read = json.loads(tool)
+    function = read.get("function")
+    return str(function.get("name") if isinstance(function, dict) else read.get("name"))
+
+
+def _canonical(text: str) -> str:
+    return json.dumps(json.loads(text), sort_keys=True)
+
+
+def _plain_changes(earlier: Turn, later: Prompt) -> Iterator[Change]:
+    before = "".join(part.text for part in earlier.parts)
+    after = later.parts[0].text
+    own = earlier.prompt.parts[0].text
+    if after.startswith((before, own)) or own.startswith(after):
+        return
+    for found in find_changes(before[: len(after)], after[: len(before)]):
+        yield Change(found.cause, MissReason.MESSAGES_CHANGED, None, None, found.before, found.after)
+
+
+class _MessageDiff:
+    """The messages of two turns, aligned."""
+
+    def __init__(self, earlier: Turn, later: Prompt) -> None:
+        self._ours, self._theirs = earlier.parts, later.parts
+        self._reply = len(earlier.prompt.parts) if earlier.reply is not None else None
+        """Where in ours the reply stands."""
+        self._head = later.num_head
+        self._prompt = earlier.prompt
+        self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
+
+    def changes(self) -> list[Change]:
+        """Returns them in order."""
+        ours, theirs = self._ours, self._theirs
+        if len(theirs) <= len(ours) and ours[: len(theirs)] == theirs:
+            return []
+        if not self._is_related and ours[: len(self._prompt.parts)] != theirs[: len(self._prompt.parts)]:
+            return [*self._volatile_head(), self._side_request()]
+        return [change for block in self._blocks() for change in self._changes_of(*block)]
+
+    def _are_similar(self) -> bool:
+        """Whether what was said first, the system aside, is a version of what was said first before."""
+        firsts = [next((part for part in parts if not part.is_system), None) for parts in (self._ours, self._theirs)]
+        return firsts[0] is not None and firsts[1] is not None and _is_version(firsts[0], firsts[1])
+
+    def _side_request(self) -> Change:
+        index = min(shared_length(self._ours, self._theirs), len(self._theirs) - 1)
+        part = self._theirs[index]
+        return Change(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
+
+    def _volatile_head(self) -> Iterator[Change]:
+        """Yields what changes by itself in a head that even another conversation would share."""
+        for index in range(min(self._head, self._prompt.num_head)):
+            if _is_version(self._ours[index], self._theirs[index]):
+                yield from (change for change in self._edits(index, index) if change.cause in _VOLATILE)
+
+    def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yields ranges of ours and theirs between which all is as it was."""
+        head = shared_length(self._ours, self._theirs)
+        ours, theirs = self._ours[head:], self._theirs[head:]
+        if len(ours) + len(theirs) > MAX_ALIGNED:
+            yield head, min(head + 1, len(self._ours)), head, min(head + 1, len(self._theirs))
+            return
+        for kind, i1, i2, j1, j2 in SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+            if kind != "equal":
+                yield head + i1, head + i2, head + j1, head + j2
+
+    def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Change]:
+        """Yields the changes of one block: versions of a message first, then what came or went."""
+        if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
+            yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, self._ours[i1], self._theirs[j1])
+            return
+        while i1 < i2 and j1 < j2 and self._is_pair(i1, j1):
+            yield from self._edits(i1, j1)
+            i1, j1 = i1 + 1, j1 + 1
+        tail = list[Change]()
+        while i1 < i2 and j1 < j2 and i2 < len(self._ours) and self._is_pair(i2 - 1, j2 - 1):
+            i2, j2 = i2 - 1, j2 - 1
+            tail = [*self._edits(i2, j2), *tail]
+        if i1 < i2 and j1 < j2:
+            yield from self._replaced(i1, i2, j1, j2)
+        elif i1 < i2:
+            yield from self._removed(i1, i2, j1)
+        elif j1 < j2 and i1 < len(self._ours):
+            yield self._change(Cause.INSERTED, MissReason.MESSAGES_CHANGED, j1, self._theirs[j1])
+        yield from tail
+
+    def _is_pair(self, i: int, j: int) -> bool:
+        """Whether a message of theirs is a version of one of ours."""
+        one, other = self._ours[i], self._theirs[j]
+        if one.role != other.role:
+            return False
+        return i == self._reply or (one.is_system and i < self._prompt.num_head) or _is_version(one, other)
+
+    def _edits(self, i: int, j: int) -> Iterator[Change]:
+        one, other = self._ours[i], self._theirs[j]
+        is_reply = one.role == "assistant"
+        if one.is_system and j < self._head:
+            reason = MissReason.SYSTEM_CHANGED
+        else:
+            reason = MissReason.REPLY_CHANGED if is_reply else MissReason.MESSAGES_CHANGED
+        for cause, before, after in _part_changes(one, other):
+            if cause is Cause.THOUGHTS:
+                yield Change(cause, MissReason.THOUGHTS_REMOVED, j, other.role, before, after)
+            else:
+                named = Cause.REPLY if is_reply and cause is Cause.EDITED else cause
+                yield Change(named, reason, j, other.role, before, after)
+
+    def _removed(self, i1: int, i2: int, j: int) -> Iterator[Change]:
+        """Yields the change of messages that are missing before others that are there."""
+        if i2 == len(self._ours):
+            is_reply_missing = self._reply == i1 and j < len(self._theirs)
+            if is_reply_missing:
+                yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j, self._ours[i1])
+            return
+        part = self._ours[i1]
+        if self._is_newest(i1):
+            yield self._change(Cause.NOTE, MissReason.NOTE_MOVED, j, part)
+        elif i2 - i1 > 1 or i1 <= self._prompt.num_head:
+            yield self._change(Cause.TRIMMED, MissReason.HISTORY_TRIMMED, j, part)
+        else:
+            yield self._change(Cause.REMOVED, MissReason.HISTORY_TRIMMED, j, part)
+
+    def _is_asked_anew(self, i: int, stop: int, j: int) -> bool:
+        """Whether only the newest messages are others, and no answer to them has come back."""
+        is_last = stop == len(self._ours) and i != self._reply and i >= self._prompt.num_head
+        return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
+
+    def _is_newest(self, i: int) -> bool:
+        """Whether only what a person or a tool said last stands from there to the end of the prompt."""
+        return all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
+
+    def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Change]:
+        ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
+        part, other = ours[0], theirs[0]
+        if i1 == self._reply:
+            yield self._change(Cause.REPLY_LEFT_OUT, MissReason.REPLY_CHANGED, j1, part)
+        elif len(ours) > 1 and _holds_all(other, ours):
+            yield self._change(Cause.MERGED, MissReason.MESSAGES_CHANGED, j1, part, other)
+        elif i2 == len(self._ours) and self._is_newest(i1):
+            yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, part, other)
+        elif len(ours) > len(theirs):
+            yield self._change(Cause.SUMMARISED, MissReason.HISTORY_TRIMMED, j1, part, other)
+        elif i2 == len(self._ours):
+            yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, part, other)
+        else:
+            yield self._change(Cause.EDITED, MissReason.MESSAGES_CHANGED, j1, part, other)
+
+    @staticmethod
+    def _change(cause: Cause, reason: MissReason, index: int, part: Part, other: Part | None = None) -> Change:
+        if cause is Cause.INSERTED:
+            return Change(cause, reason, index, part.role, "", excerpt(part.shown, 0))
+        after = excerpt(other.shown, 0) if other is not None else ""
+        return Change(cause, reason, index, (other or part).role, excerpt(part.shown, 0), after)
+
+
+def _is_answered(parts: Sequence[Part]) -> bool:
+    return any(part.role == "assistant" for part in parts)
+
+
+def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
+    """Yields what changed between two versions of a message, with the words around it."""
+    if _lacks_thoughts(one, other):
+        yield Cause.THOUGHTS, excerpt(one.shown, 0), excerpt(other.shown, 0)
+        return
+    if one.text != other.text:
+        for found in find_changes(one.text, other.text):
+            yield found.cause, found.before, found.after
+    elif one.thoughts != other.thoughts:
+        cause = Cause.EDITED if other.thoughts else Cause.THOUGHTS
+        yield cause, excerpt(one.thoughts, 0), excerpt(other.thoughts, 0)
+    if one.calls != other.calls:
+        before, after = "\n".join(one.calls), "\n".join(other.calls)
+        start = shared_length(before, after)
+        is_same = [_canonical(call) for call in one.calls] == [_canonical(call) for call in other.calls]
+        yield Cause.REORDERED if is_same else Cause.EDITED, excerpt(before, start), excerpt(after, start)
+    elif one.call_ids != other.call_ids and one.text == other.text:
+        yield Cause.CALL_IDS, ", ".join(one.call_ids), ", ".join(other.call_ids)
+
+
+def _lacks_thoughts(one: Part, other: Part) -> bool:
+    """Whether a reply is the earlier one without what was thought in it."""
+    is_same = _without_thoughts(one) == other.text.strip() and one.calls == other.calls
+    had_thoughts = bool(one.thoughts) or one.text.strip() != other.text.strip()
+    return one.role == "assistant" and is_same and had_thoughts and not other.thoughts
+
+
+def _without_thoughts(part: Part) -> str:
+    return _THOUGHTS.sub("", part.text).strip()
+
+
+def _holds_all(part: Part, others: Sequence[Part]) -> bool:
+    """Whether a message holds the texts of several others, one behind the other."""
+    position = 0
+    for other in others:
+        found = part.text.find(other.text.strip(), position)
+        if found < 0 or not other.text.strip():
+            return False
+        position = found + len(other.text.strip())
+    return True
+
+
+def _is_version(one: Part, other: Part) -> bool:
+    """Whether two messages of one role are versions of each other: most of the words are the same."""
+    if one.role != other.role:
+        return False
+    ours, theirs = one.shown, other.shown
+    if "".join(ours.split()) == "".join(theirs.split()) or _without_thoughts(one) == other.text.strip() != "":
+        return True
+    longest = max(len(ours), len(theirs))
+    head = shared_length(ours, theirs)
+    tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
+    if head + tail >= SIMILAR * longest:
+        return True
+    if longest > MAX_COMPARED_CHARACTERS:
+        return False
+    words, other_words = Counter(ours.split()), Counter(theirs.split())
+    return (words & other_words).total() >= SIMILAR * max(words.total(), other_words.total())

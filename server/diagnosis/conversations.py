@@ -1,0 +1,177 @@
+"""Which conversation a request goes on from: by the name it was given, else by what it shares with earlier ones.
+
+A prompt with a clock in its head shares no tokens with the turn before, so it is found by its messages. Of each
+conversation the last turns are kept, since one name may stand for several (an agent and its sub-agents).
+Event loop only, or one thread of the doctor's; no clock, no engine.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cache.tokens import common_prefix_length
+from models.prompt.outline import NO_OUTLINE
+from models.text_comparison import shared_length
+from server.diagnosis.account import EvaluatedTurn, Rendered
+from server.diagnosis.compare import Turn
+from server.diagnosis.prompt import Prompt, with_parts_of
+
+MAX_TURNS = 4
+"""Turns kept of one conversation: one for each that shares its name."""
+MAX_CONVERSATIONS = 1024
+MAX_UNNAMED_LOOKED_AT = 256
+"""The latest unnamed conversations of a namespace among which a request's is looked for."""
+MAX_BYTES = 64 << 20
+"""Memory for the turns of all conversations: some 80 of 100 000 tokens."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """The key of a conversation."""
+
+    namespace: str
+    id: str
+    is_named: bool = True
+    """Whether the client named it."""
+
+
+class Conversations:
+    """The last turns of each conversation, bounded in number and bytes; the least recently used go."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._turns: OrderedDict[Name, list[EvaluatedTurn]] = OrderedDict()
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def find(self, session_id: str | None, request: Rendered, request_id: str) -> tuple[Name, EvaluatedTurn | None]:
+        """Returns the conversation of a request, which may be a new one, and the turn that it goes on from."""
+        namespace = request.prompt.namespace
+        name = Name(namespace, session_id) if session_id is not None else self._find_unnamed(request)
+        if name is None:
+            name = Name(namespace, f"unnamed-{_digest(request_id)}", is_named=False)
+        previous = self._closest(self._turns.get(name, []), request)
+        return name, previous or self._find_elsewhere(session_id, request)
+
+    def record(self, name: Name, turn: EvaluatedTurn) -> None:
+        """Keeps a turn in place of the one that it goes on from, unless it is only the beginning of it."""
+        turns = self._take(name)
+        request = Rendered(turn.turn.prompt, turn.tokens, NO_OUTLINE)
+        previous = self._closest(turns, request)
+        if previous is not None:
+            turn = replace(
+                turn, turn=replace(turn.turn, prompt=with_parts_of(turn.turn.prompt, previous.turn.prompt))
+            )
+            if _goes_on(previous.turn, turn.turn.prompt):
+                turns = [one for one in turns if one is not previous]
+        self._put(name, [*turns, _owned(turn)][-MAX_TURNS:])
+        while len(self._turns) > MAX_CONVERSATIONS or self.num_bytes > self._max_bytes:
+            self._drop_one()
+
+    def forget(self, namespace: str, conversation_id: str) -> None:
+        """Drops the turns of a conversation; an unknown one has none."""
+        for is_named in (True, False):
+            self._take(Name(namespace, conversation_id, is_named))
+
+    def note_cleared(self, namespace: str) -> None:
+        """Notes that the cache holds nothing more of a namespace."""
+        for name, turns in self._turns.items():
+            if name.namespace == namespace:
+                turns[:] = [replace(turn, was_cleared=True) for turn in turns]
+
+    def _take(self, name: Name) -> list[EvaluatedTurn]:
+        turns = self._turns.pop(name, [])
+        self.num_bytes -= sum(turn.num_bytes for turn in turns)
+        return turns
+
+    def _put(self, name: Name, turns: list[EvaluatedTurn]) -> None:
+        self._turns[name] = turns
+        self.num_bytes += sum(turn.num_bytes for turn in turns)
+
+    def _drop_one(self) -> None:
+        """Drops the least recently used conversation; of the only one its oldest turn."""
+        name = next(iter(self._turns))
+        turns = self._take(name)
+        if not self._turns and len(turns) > 1:
+            self._put(name, turns[1:])
+
+    def _find_unnamed(self, request: Rendered) -> Name | None:
+        """Returns the unnamed conversation that a request belongs to: the one that it shares most with."""
+        best: tuple[tuple[int, int], Name] | None = None
+        for name in self._latest_unnamed(request.prompt.namespace):
+            closest = self._closest(self._turns[name], request)
+            if closest is not None and _belongs(closest, request):
+                score = _score(closest, request)
+                best = (score, name) if best is None or score > best[0] else best
+        return best[1] if best is not None else None
+
+    def _latest_unnamed(self, namespace: str) -> Iterator[Name]:
+        num_found = 0
+        for name in reversed(self._turns):
+            if name.namespace == namespace and not name.is_named:
+                num_found += 1
+                yield name
+            if num_found >= MAX_UNNAMED_LOOKED_AT:
+                return
+
+    def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
+        """Returns the turn of another key or salt whose reply the request holds, under the same name.
+
+        Who holds a reply has seen the conversation, so that nobody is told of one that is not theirs.
+        """
+        for name, turns in reversed(self._turns.items()):
+            is_same = name.id == session_id if session_id is not None else not name.is_named
+            if name.namespace != request.prompt.namespace and is_same:
+                for turn in reversed(turns):
+                    if turn.turn.is_answered and turn.turn.reply in request.prompt.said:
+                        return turn
+        return None
+
+    @staticmethod
+    def _closest(turns: list[EvaluatedTurn], request: Rendered) -> EvaluatedTurn | None:
+        return max(reversed(turns), key=lambda turn: _score(turn, request), default=None)
+
+
+def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
+    """Returns how close a request is to a turn: messages in common first, then tokens."""
+    return turn.turn.num_shared(request.prompt), common_prefix_length(turn.tokens, request.tokens)
+
+
+def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
+    """Whether an unnamed request is of a conversation: it holds its reply, most of it, or is its beginning."""
+    earlier, later = turn.turn, request.prompt
+    if earlier.is_answered and earlier.reply in later.said:
+        return True
+    if later.said and earlier.parts[: len(later.parts)] == later.parts:
+        return True
+    num_said = len(earlier.prompt.said)
+    if num_said and 2 * len(earlier.prompt.said & later.said) >= num_said:
+        return True
+    return _starts_alike(earlier.prompt, later)
+
+
+def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
+    """Whether the first messages of two conversations are versions of one: more than half of the text is the same."""
+    ours, theirs = (next((part.shown for part in one.parts if not part.is_system), "") for one in (earlier, later))
+    head = shared_length(ours, theirs)
+    tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
+    is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
+    return is_later and 2 * (head + tail) > max(len(ours), len(theirs), 40)
+
+
+def _goes_on(earlier: Turn, later: Prompt) -> bool:
+    """Whether a turn takes the place of an earlier one: it goes on from it, and is not just its beginning."""
+    is_beginning = earlier.prompt.parts[: len(later.parts)] == later.parts
+    return earlier.num_shared(later) > 0 and not is_beginning
+
+
+def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:
+    """Returns the turn with tokens of its own, if they are a view that would keep a longer array alive."""
+    return turn if turn.tokens.base is None else replace(turn, tokens=turn.tokens.copy())
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

@@ -1,0 +1,161 @@
+"""A request as a sequence of parts: what it asks to be made a prompt of, before any template. Pure.
+
+Both a request on its way through the server and one recorded in a file become the same parts, so that the same fault
+gets the same name.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from models.unicode_text import read_object
+
+SYSTEM_ROLES = ("system", "developer")
+PLAIN = "prompt"
+"""The role of a plain completion's text."""
+_PART_BYTES = 400
+"""What Python takes for a part besides its text."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One message, as the template reads it."""
+
+    role: str
+    text: str
+    thoughts: str = ""
+    calls: tuple[str, ...] = ()
+    """Name and arguments of each tool call, as JSON text with its keys in the order in which they were written."""
+    call_ids: tuple[str, ...] = ()
+
+    @property
+    def shown(self) -> str:
+        """All of it as one text."""
+        return "\n".join(text for text in (self.thoughts, self.text, *self.calls) if text)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that keeping it takes, about."""
+        return text_bytes(self.shown) + _PART_BYTES
+
+    @property
+    def is_system(self) -> bool:
+        """Whether it is the system's."""
+        return self.role in SYSTEM_ROLES
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tools, messages and all else that a prompt is made of."""
+
+    parts: tuple[Part, ...]
+    tools: tuple[str, ...] = ()
+    """JSON text of each, with keys in the order in which they were written."""
+    arguments: str = ""
+    """What the template is told besides, as canonical JSON."""
+    model: str = ""
+    namespace: str = ""
+
+    @cached_property
+    def num_head(self) -> int:
+        """Messages of the system before all others."""
+        return next((index for index, part in enumerate(self.parts) if not part.is_system), len(self.parts))
+
+    @cached_property
+    def said(self) -> frozenset[Part]:
+        """The messages that a conversation is known by: all but the system's."""
+        return frozenset(part for part in self.parts if not part.is_system and part.shown)
+
+    @property
+    def tools_text(self) -> str:
+        """The tools as one text."""
+        return "\n".join(self.tools)
+
+    @property
+    def num_characters(self) -> int:
+        """Length of everything that the prompt is made of."""
+        return len(self.tools_text) + sum(len(part.shown) for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that keeping it takes, about."""
+        return text_bytes(self.tools_text) + sum(part.num_bytes for part in self.parts)
+
+
+def prompt_of(
+    messages: Iterable[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    arguments: Mapping[str, Any] | None = None,
+    *,
+    model: str = "",
+    namespace: str = "",
+) -> Prompt:
+    """Returns a conversation's parts."""
+    return Prompt(
+        tuple(part_of(message) for message in messages),
+        tuple(json.dumps(tool, ensure_ascii=False) for tool in map(_without_cache_control, tools)),
+        json.dumps(arguments, sort_keys=True, default=str) if arguments else "",
+        model,
+        namespace,
+    )
+
+
+def plain_prompt(text: str, *, model: str = "", namespace: str = "") -> Prompt:
+    """Returns the parts of a plain completion."""
+    return Prompt((Part(PLAIN, text),), model=model, namespace=namespace)
+
+
+def part_of(message: Mapping[str, Any]) -> Part:
+    """Returns a message as a client sends it, or as a template is given it."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    ids = [call.get("id") for call in calls] + [message.get("tool_call_id")]
+    role = str(message.get("role"))
+    return Part(
+        role="system" if role in SYSTEM_ROLES else role,
+        text=_content_text(message.get("content")) or str(message.get("refusal") or ""),
+        thoughts=str(message.get("reasoning_content") or message.get("reasoning") or ""),
+        calls=tuple(_call_text(call) for call in calls),
+        call_ids=tuple(str(one) for one in ids if one),
+    )
+
+
+def text_bytes(text: str) -> int:
+    """Returns the most memory that a text takes."""
+    return len(text) * (1 if text.isascii() else 4)
+
+
+def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
+    """Returns the prompt with the parts of an earlier one where they are equal, so that their text is kept once."""
+    known = {part: part for part in earlier.parts}
+    return replace(prompt, parts=tuple(known.get(part, part) for part in prompt.parts))
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    """Returns name and arguments. Arguments in JSON text are read, as the server does: spacing changes nothing."""
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = read_object(arguments, allow_nan=True) or arguments
+    return json.dumps([function.get("name"), arguments or {}], ensure_ascii=False, default=str)
+
+
+def _content_text(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list | tuple):
+        return json.dumps(content, ensure_ascii=False)
+    return "\n".join(_piece_text(piece) for piece in content)
+
+
+def _piece_text(piece: Any) -> str:
+    for name in ("text", "refusal"):
+        if isinstance(piece, Mapping) and isinstance(piece.get(name), str):
+            return str(piece[name])
+    return json.dumps(piece, ensure_ascii=False, default=str)
+
+
+def _without_cache_control(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in tool.items() if name != "cache_control"}

@@ -1,0 +1,360 @@
+"""What clients do that keeps their prompts from being reused: one row for each fault, as data.
+
+A fault changes the body of each turn of a conversation that is otherwise as it should be. What it must be called,
+where it is, and a word of the cure stand beside it.
+"""
+
+import copy
+import json
+import textwrap
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from server.engine.diagnosis import Cause
+
+Body: TypeAlias = dict[str, Any]
+Apply: TypeAlias = Callable[[int, Body], list[Body]]
+
+NUM_TURNS = 3
+LASTING = 1
+"""The turn from which on a lasting change is there."""
+SYSTEM = "You are a kind and careful helper of a small shop. Answer in one short line. " * 2
+QUESTIONS = (
+    "What is 12 plus 30? Please tell me the sum, and nothing but the sum.",
+    "What is 7 plus 8? My shopping list has seven apples and eight pears.",
+    "What is 21 plus 4? One more question about the numbers on my list.",
+    "What is 9 plus 5? This is for the cakes that I want to bake on Sunday.",
+    "What is 40 plus 2? That is the last one of all for today, I promise.",
+)
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weigh", "arguments": '{"item": "pear", "grams": 5}'},
+}
+SEED: list[Body] = [
+    {"role": "user", "content": "Hello there, I would like to ask you about my shopping today."},
+    {"role": "assistant", "content": "<think>They want to ask about shopping. Fine.</think>\n\nHello! Ask me, then."},
+    {"role": "user", "content": "How heavy is a pear? You may weigh one of those over there."},
+    {"role": "assistant", "content": "Let me weigh one for you now.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "The pear weighs five grams, says the scale."},
+    {"role": "assistant", "content": "It weighs five grams, which is\nnot much — at all.\n\nIt's a “small” one."},
+]
+"""What was said before: a reply with thoughts, a call of a tool, a reply of several lines."""
+
+
+def tool(name: str, description: str, **extra: Any) -> Body:
+    """Returns a tool as clients send it."""
+    parameters = {"type": "object", "properties": {"item": {"type": "string"}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters, **extra},
+    }
+
+
+TOOLS = [tool("weigh", "Weighs an item of the shop on the scale."), tool("price", "Says what an item costs.")]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of a client, and what must be said of it."""
+
+    name: str
+    apply: Apply
+    """Takes the turn, from 0, and its body; returns the bodies to send, of which the last is the turn's."""
+    cause: Cause
+    role: str | None
+    """Of the message that is named; `tools` for the tools."""
+    cure: str
+    """A word of the advice."""
+    index: int | None = None
+    """The message that is named first; None where it is another in each turn."""
+    may_be_hidden: bool = False
+    """Whether a template may leave out what changed, so that nothing is lost."""
+    also: Cause | None = None
+    """A second cause that must be named too."""
+
+
+def on_messages(change: Callable[[int, list[Body]], None]) -> Apply:
+    """Returns a fault that changes the messages in place."""
+
+    def apply(turn: int, body: Body) -> list[Body]:
+        change(turn, body["messages"])
+        return [body]
+
+    return apply
+
+
+def edited(index: int, change: Callable[[int, str], str], since: int = 0) -> Apply:
+    """Returns a fault that changes the text of one message from a turn on."""
+
+    def apply(turn: int, messages: list[Body]) -> None:
+        if turn >= since:
+            messages[index]["content"] = change(turn, messages[index]["content"])
+
+    return on_messages(apply)
+
+
+def spliced(start: int, stop: int, *messages: Body, since: int = LASTING) -> Apply:
+    """Returns a fault that puts messages in place of others from a turn on."""
+
+    def apply(turn: int, all_messages: list[Body]) -> None:
+        if turn >= since:
+            all_messages[start:stop] = copy.deepcopy(list(messages))
+
+    return on_messages(apply)
+
+
+def with_fields(change: Callable[[int], Body]) -> Apply:
+    """Returns a fault that sets fields of the body."""
+    return lambda turn, body: [{**body, **change(turn)}]
+
+
+def in_latest(change: Callable[[int, str], str]) -> Apply:
+    """Returns a fault that changes each newest message, and sends it as it was meant in later turns."""
+    return edited(-1, change)
+
+
+def on_replies(change: Callable[[str], str]) -> Apply:
+    """Returns a fault that writes every reply of the server in another way."""
+
+    def apply(_: int, messages: list[Body]) -> None:
+        for message in messages[1 + len(SEED) :]:
+            if message["role"] == "assistant":
+                message["content"] = change(message["content"])
+
+    return on_messages(apply)
+
+
+def both(*faults: Apply) -> Apply:
+    """Returns a fault that is several at once."""
+
+    def apply(turn: int, body: Body) -> list[Body]:
+        for fault in faults:
+            (body,) = fault(turn, body)
+        return [body]
+
+    return apply
+
+
+def beside(aside: Callable[[int], list[Body]], turns: tuple[int, ...] = (1,)) -> Apply:
+    """Returns a fault that sends another request before some turns."""
+
+    def apply(turn: int, body: Body) -> list[Body]:
+        return [{**body, "messages": aside(turn)}, body] if turn in turns else [body]
+
+    return apply
+
+
+def nonce(turn: int) -> str:
+    """Returns a UUID, another one for each turn."""
+    return str(uuid.UUID(int=(0xA5C3_91E7_44D2_8B6F << 64) * (turn + 1) % (1 << 128) + turn * 0x1234_5678_9ABC))
+
+
+def merged(messages: list[Body]) -> Body:
+    """Returns one message of the user with the texts of several."""
+    return {"role": "user", "content": "\n\n".join(message["content"] for message in messages)}
+
+
+def reordered_calls(turn: int, messages: list[Body]) -> None:
+    """Writes the arguments of the call in another order of keys, from a turn on."""
+    if turn >= LASTING:
+        arguments = json.loads(CALL["function"]["arguments"])  # type: ignore[index]
+        messages[4]["tool_calls"][0]["function"]["arguments"] = json.dumps(dict(reversed(arguments.items())))
+
+
+def renamed_calls(turn: int, messages: list[Body]) -> None:
+    """Gives the call another id in each turn."""
+    messages[4]["tool_calls"][0]["id"] = messages[5]["tool_call_id"] = f"call_{turn}x"
+
+
+def left_out(_: int, messages: list[Body]) -> None:
+    """Sends none of the server's replies back."""
+    messages[:] = [m for i, m in enumerate(messages) if i <= len(SEED) or m["role"] != "assistant"]
+
+
+def late_note(turn: int, messages: list[Body]) -> None:
+    """Keeps a message of the developer in the middle that holds the time."""
+    messages.insert(4, {"role": "developer", "content": f"Note for you: the time is now 10:{20 + turn} in the shop."})
+
+
+REVERSED = [{key: one[key] for key in reversed(one)} for one in TOOLS]
+SCHEMA = "Weighs an item of\n  the shop on the\n  scale."
+SUMMARY: Body = {"role": "user", "content": "Summary: they said hello, and a pear was weighed: five grams."}
+TITLE = [
+    {"role": "system", "content": "Write a title for a conversation. " * 12},
+    {"role": "user", "content": "They talk about fruit, shops, scales and sums. " * 6},
+]
+OTHER = [
+    {"role": "system", "content": SYSTEM},
+    {"role": "user", "content": "Tell me about the sea and its many ships, if you please. " * 20},
+]
+
+
+def tools_at(change: Callable[[int], Any]) -> Apply:
+    """Returns a fault of the tools."""
+    return with_fields(lambda turn: {"tools": change(turn)})
+
+
+def since(later: Any) -> Callable[[int], Any]:
+    """Returns the usual tools, and others from a turn on."""
+    return lambda turn: later if turn >= LASTING else TOOLS
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("clock in system", edited(0, lambda t, s: f"It is 09:{16 + t}. {s}"), Cause.CLOCK, "system", "newest", 0),
+    Fault(
+        "date in system", edited(0, lambda t, s: f"{s} Today: 2026-11-{20 + t}."), Cause.CLOCK, "system", "newest", 0
+    ),
+    Fault("counter in system", edited(0, lambda t, s: f"Turn {t}. {s}"), Cause.COUNTER, "system", "figures", 0),
+    Fault(
+        "percentage in system", edited(0, lambda t, s: f"[{49 + t}% full] {s}"), Cause.COUNTER, "system", "figures", 0
+    ),
+    Fault("nonce in system", edited(0, lambda t, s: f"Request {nonce(t)}. {s}"), Cause.NONCE, "system", "header", 0),
+    Fault("clock in late developer", on_messages(late_note), Cause.CLOCK, "system", "newest", 4),
+    Fault("nonce in last message", in_latest(lambda t, s: f"{s} [ref {nonce(t)}]"), Cause.NONCE, "user", "first had"),
+    Fault("clock in last message", in_latest(lambda t, s: f"(08:{10 + t}) {s}"), Cause.CLOCK, "user", "once"),
+    Fault(
+        "clock in tools",
+        tools_at(lambda t: [tool("weigh", f"Weighs an item. Opened at 10:{30 + t}."), TOOLS[1]]),
+        Cause.CLOCK,
+        "tools",
+        "descriptions",
+    ),
+    Fault(
+        "nonce in tools",
+        tools_at(lambda t: [tool("weigh", f"Weighs an item. Key {nonce(t)}."), TOOLS[1]]),
+        Cause.NONCE,
+        "tools",
+        "out of the tools",
+    ),
+    Fault("tools reordered", tools_at(since(TOOLS[::-1])), Cause.REORDERED, "tools", "order"),
+    Fault("tool added", tools_at(since([*TOOLS, tool("wrap", "Wraps it.")])), Cause.TOOLS, "tools", "same tools"),
+    Fault("tool dropped", tools_at(since(TOOLS[:1])), Cause.TOOLS, "tools", "same tools"),
+    Fault("tool keys reordered", tools_at(since(REVERSED)), Cause.REORDERED, "tools", "order", may_be_hidden=True),
+    Fault(
+        "schema reformatted", tools_at(since([tool("weigh", SCHEMA), TOOLS[1]])), Cause.REFORMATTED, "tools", "format"
+    ),
+    Fault("history trimmed at the head", spliced(1, 3), Cause.TRIMMED, "user", "seldom", 1),
+    Fault("history trimmed in the middle", spliced(3, 7), Cause.TRIMMED, "user", "seldom", 3),
+    Fault("history summarised", spliced(1, 7, SUMMARY), Cause.SUMMARISED, "user", "Sum up", 1),
+    Fault("message deleted", spliced(6, 7), Cause.REMOVED, "assistant", "where they are", 6),
+    Fault("messages merged", spliced(1, 4, merged(SEED[:3])), Cause.MERGED, "user", "by itself", 1),
+    Fault(
+        "message inserted",
+        spliced(3, 3, {"role": "user", "content": "I like tea."}),
+        Cause.INSERTED,
+        "user",
+        "end",
+        3,
+    ),
+    Fault(
+        "old message edited",
+        edited(1, lambda _, s: s.replace("shopping", "cooking"), LASTING),
+        Cause.EDITED,
+        "user",
+        "were",
+        1,
+    ),
+    Fault(
+        "tool result edited",
+        edited(5, lambda _, s: s.replace("five", "nine"), LASTING),
+        Cause.EDITED,
+        "tool",
+        "result",
+        5,
+    ),
+    Fault(
+        "reply stripped",
+        edited(6, lambda _, s: " ".join(s.split()), LASTING),
+        Cause.REFORMATTED,
+        "assistant",
+        "stripped",
+        6,
+    ),
+    Fault(
+        "reply wrapped",
+        edited(6, lambda _, s: textwrap.fill(s, 12), LASTING),
+        Cause.REFORMATTED,
+        "assistant",
+        "wrapped",
+        6,
+    ),
+    Fault(
+        "reply encoded",
+        edited(6, lambda _, s: s.replace("'", "&#39;"), LASTING),
+        Cause.ENCODED,
+        "assistant",
+        "escaped",
+        6,
+    ),
+    Fault("newest replies padded", on_replies(lambda s: f"  {s}\n\n."), Cause.REPLY, "assistant", "back"),
+    Fault("replies left out", on_messages(left_out), Cause.REPLY_LEFT_OUT, "assistant", "before the next"),
+    Fault(
+        "thoughts removed",
+        edited(2, lambda _, s: s.split("</think>")[1].strip(), LASTING),
+        Cause.THOUGHTS,
+        "assistant",
+        "thought",
+        2,
+        may_be_hidden=True,
+    ),
+    Fault(
+        "tool arguments written anew",
+        on_messages(reordered_calls),
+        Cause.REORDERED,
+        "assistant",
+        "arguments",
+        4,
+        True,
+    ),
+    Fault("tool ids renamed", on_messages(renamed_calls), Cause.CALL_IDS, "assistant", "ids", 4, may_be_hidden=True),
+    Fault(
+        "system prompt switched",
+        edited(0, lambda _, s: "Talk like a pirate at sea. " * 9, LASTING),
+        Cause.EDITED,
+        "system",
+        "one",
+        0,
+    ),
+    Fault(
+        "template arguments changed",
+        with_fields(lambda t: {"chat_template_kwargs": {"enable_thinking": t < LASTING}}),
+        Cause.TEMPLATE_ARGUMENTS,
+        None,
+        "kwargs",
+        may_be_hidden=True,
+    ),
+    Fault("title request", beside(lambda _: TITLE), Cause.SIDE_REQUEST, None, "titles"),
+    Fault("two clients on one id", beside(lambda _: OTHER), Cause.SIDE_REQUEST, None, "their own"),
+    Fault(
+        "clock and trimmed history",
+        both(spliced(1, 3), edited(0, lambda t, s: f"It is 09:{16 + t}. {s}")),
+        Cause.CLOCK,
+        "system",
+        "newest",
+        0,
+        also=Cause.TRIMMED,
+    ),
+)
+"""All that can be told from the requests alone. What the server lacks is in the tests beside."""
+NEED_A_NAME = frozenset({"title request", "two clients on one id"})
+"""Faults of a session's name: without one, other conversations are other conversations."""
+
+
+def turns_of(fault: Fault | None, ask: Callable[[Body], Body]) -> list[Body]:
+    """Holds a conversation with a fault, None for a good one; returns what was sent, as lines of a recording.
+
+    `ask` sends a body and returns the answer.
+    """
+    lines, history = list[Body](), copy.deepcopy(SEED)
+    for turn in range(NUM_TURNS):
+        history.append({"role": "user", "content": QUESTIONS[turn]})
+        body: Body = {"messages": copy.deepcopy([{"role": "system", "content": SYSTEM}, *history])}
+        for sent in fault.apply(turn, body) if fault is not None else [body]:
+            answer = ask(sent)
+            lines.append({"body": sent, "response": answer})
+        message = answer["choices"][0]["message"]
+        history.append({name: value for name, value in message.items() if value is not None})
+    return lines
