@@ -15,7 +15,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from server.log_events import LogEntry, Part, PrefillProgress, Tone, printable
+from server.log_events import EntryPart, LogEntry, PrefillProgress, Tone, printable
 from server.log_layout import lay_out, one_line
 
 NOISY_LOGGERS = (
@@ -150,11 +150,13 @@ def _time_of_day(record: logging.LogRecord) -> str:
     return time.strftime("%H:%M:%S", time.localtime(record.created))
 
 
-def _parts(record: logging.LogRecord) -> list[Part]:
+def _parts(record: logging.LogRecord) -> list[EntryPart]:
     if isinstance(record.msg, LogEntry):
-        return [Part(printable(part.text), part.tone) for part in record.msg.parts()]
+        return [EntryPart(printable(part.text), part.tone) for part in record.msg.parts()]
     message = printable(record.getMessage())
     if record.levelno >= logging.WARNING:
         tone = Tone.ERROR if record.levelno >= logging.ERROR else Tone.WARNING
-        return [Part(f"{record.levelname.lower()}: {message}", tone)]
-    return [Part(message) if record.levelno >= logging.INFO else Part(f"{record.name}: {message}", Tone.QUIET)]
+        return [EntryPart(f"{record.levelname.lower()}: {message}", tone)]
+    return [
+        EntryPart(message) if record.levelno >= logging.INFO else EntryPart(f"{record.name}: {message}", Tone.QUIET)
+    ]

@@ -26,7 +26,7 @@ class Tone(StrEnum):
 
 
 @dataclass(frozen=True)
-class Part:
+class EntryPart:
     """Words of a line that belong together."""
 
     text: str
@@ -38,7 +38,7 @@ class LogEntry:
 
     event: ClassVar[str]
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[EntryPart]:
         """Returns the line for people, without its time."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class PrefillProgress(LogEntry):
     number: int
     """How many such entries the request has had before."""
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[EntryPart]:
         """Returns how far the prompt is and for how long still, first of all, and then whose it is and how fast."""
         share, left = percent_text(self.evaluated_tokens, self.prompt_tokens), ""
         amount = f"{grouped(self.evaluated_tokens)} of {grouped(self.prompt_tokens)} tokens"
@@ -79,7 +79,7 @@ class PrefillProgress(LogEntry):
             left = f", {seconds_text(seconds)} to go"
             amount += f", {rate_text(self.tokens_per_second)} tokens/s"
         name = label(self.request_id, self.session_id)
-        return [Part(f"prefill {share}{left}", Tone.QUIET), Part(name), Part(amount, Tone.QUIET)]
+        return [EntryPart(f"prefill {share}{left}", Tone.QUIET), EntryPart(name), EntryPart(amount, Tone.QUIET)]
 
     def names(self) -> list[str]:
         """Returns the request's name."""
@@ -124,13 +124,13 @@ class RequestEnded(LogEntry):
     tier: str | None
     miss: MissFigures | None
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[EntryPart]:
         """Returns who asked, what was reused, how fast it came, and what broke."""
         reused = percent_text(self.cached_tokens, self.prompt_tokens)
-        parts = [Part(label(self.request_id, self.session_id))]
+        parts = [EntryPart(label(self.request_id, self.session_id))]
         if self.turn is not None:
-            parts.append(Part(f"turn {self.turn}"))
-        parts += [Part(f"{grouped(self.prompt_tokens)} tokens, {reused} reused"), Part(self._speed())]
+            parts.append(EntryPart(f"turn {self.turn}"))
+        parts += [EntryPart(f"{grouped(self.prompt_tokens)} tokens, {reused} reused"), EntryPart(self._speed())]
         return parts + self._end() + self._broken()
 
     def names(self) -> list[str]:
@@ -144,23 +144,23 @@ class RequestEnded(LogEntry):
         first = f"{seconds_text(self.first_token_ms / 1000)} to first token"
         return first if self.tokens_per_second is None else f"{first}, {rate_text(self.tokens_per_second)} tokens/s"
 
-    def _end(self) -> list[Part]:
+    def _end(self) -> list[EntryPart]:
         if self.error is not None:
-            return [Part(f"failed: {self.error}", Tone.ERROR)]
+            return [EntryPart(f"failed: {self.error}", Tone.ERROR)]
         if self.finish == "cancelled":
-            return [Part(f"stopped by the client after {grouped(self.predicted_tokens)} tokens", Tone.QUIET)]
-        return [] if self.finish == "stop" else [Part(f"ended by {self.finish}", Tone.QUIET)]
+            return [EntryPart(f"stopped by the client after {grouped(self.predicted_tokens)} tokens", Tone.QUIET)]
+        return [] if self.finish == "stop" else [EntryPart(f"ended by {self.finish}", Tone.QUIET)]
 
-    def _broken(self) -> list[Part]:
+    def _broken(self) -> list[EntryPart]:
         miss = self.miss
         if miss is None or (miss.reason == "cold" and not miss.lost_tokens):
             return []
         where = "" if miss.role is None else f" in message {miss.message_index} ({miss.role})"
         why = miss.reason.replace("_", " ") + where
         if not miss.lost_tokens:
-            return [Part(why, Tone.QUIET)]
+            return [EntryPart(why, Tone.QUIET)]
         cost = f"{grouped(miss.lost_tokens)} tokens evaluated again, {seconds_text(miss.lost_seconds)}"
-        return [Part(f"{why}: {cost}", Tone.WARNING)]
+        return [EntryPart(f"{why}: {cost}", Tone.WARNING)]
 
 
 @dataclass(frozen=True)
@@ -177,11 +177,15 @@ class RequestRefused(LogEntry):
     code: str
     reason: str
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[EntryPart]:
         """Returns what was asked for and why it was refused."""
         tone = Tone.ERROR if self.status >= 500 else Tone.WARNING
         asked = f"{self.method[: SHORT_ID_LENGTH * 2]} {cut(self.path, MAX_PATH_LENGTH)}"
-        return [Part(short_id(self.request_id)), Part(asked), Part(f"{self.status} {self.reason}", tone)]
+        return [
+            EntryPart(short_id(self.request_id)),
+            EntryPart(asked),
+            EntryPart(f"{self.status} {self.reason}", tone),
+        ]
 
     def names(self) -> list[str]:
         """Returns the request's name."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from server.log_events import Part, Tone
+from server.log_events import EntryPart, Tone
 
 GAP = "  "
 
@@ -12,7 +12,7 @@ Paint = Callable[[str, Tone], str]
 """Colours a piece of text."""
 
 
-def lay_out(head: str, parts: Sequence[Part], width: int, paint: Paint) -> str:
+def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> str:
     """Returns `head` and the parts on lines of at most `width` cells, further lines indented below the first part.
 
     A part is broken, at spaces, only if it is longer than a line of its own. Words are never broken.

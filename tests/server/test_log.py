@@ -20,9 +20,9 @@ from rich.cells import cell_len
 
 from server.log import make_handler
 from server.log_events import (
+    EntryPart,
     LogEntry,
     MissFigures,
-    Part,
     PrefillProgress,
     RequestEnded,
     RequestRefused,
@@ -117,7 +117,7 @@ def test_a_short_id_is_what_differs(name: str) -> None:
     st.integers(1, 60),
 )
 def test_no_line_is_wider_than_the_terminal_but_for_a_long_word(words: list[str], width: int) -> None:
-    laid = lay_out("10:22:04", [Part(text) for text in words], width, lambda text, _: text)
+    laid = lay_out("10:22:04", [EntryPart(text) for text in words], width, lambda text, _: text)
     first, *rest = laid.split("\n")
     assert first.startswith("10:22:04  ")
     assert all(line.startswith(" " * 10) for line in rest)

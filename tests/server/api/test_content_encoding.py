@@ -17,6 +17,7 @@ from tests.support.fake_engine import FakeEngine, fake_model
 CHAT = "/v1/chat/completions"
 BODY = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}).encode()
 MAX_BYTES = 4096
+JSON = {"Content-Type": "application/json"}
 
 
 def bare(raw: bytes) -> bytes:
@@ -27,7 +28,7 @@ def bare(raw: bytes) -> bytes:
 
 def post(content: bytes, encoding: str, engine: FakeEngine | None = None) -> Any:
     app = create_app(engine or FakeEngine(), fake_model(), ServerConfig(max_body_bytes=MAX_BYTES))
-    return TestClient(app).post(CHAT, content=content, headers={"Content-Encoding": encoding})
+    return TestClient(app).post(CHAT, content=content, headers={**JSON, "Content-Encoding": encoding})
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ def post(content: bytes, encoding: str, engine: FakeEngine | None = None) -> Any
         ("identity", BODY),
         ("", BODY),
     ],
+    ids=["gzip", "two members", "x-gzip", "deflate", "bare deflate", "identity", "none"],
 )
 def test_a_compressed_body_is_read(encoding: str, content: bytes) -> None:
     engine = FakeEngine()
