@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from models.mlx_lm_import import (
     make_prompt_cache,
 )
 from models.output.detokenizer import Detokenizer, markers
+from models.output.reasoning_format import ReasoningFormat, find_reasoning_format
 
 DEFAULT_CONTEXT_TOKENS = 32_768
 """For configurations that name no limit, as those of purely recurrent models."""
@@ -48,6 +49,8 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_wrapper: TokenizerWrapper
     """mlx-lm's view of the tokenizer: tool parser, markers of thinking and of tool calls."""
+    reasoning_format: ReasoningFormat | None
+    """How the model marks its thoughts, where that is known."""
     detokenizer: Detokenizer
     """What the tokens look like as text, for the `StreamDecoder` of each sequence."""
     config: dict[str, Any]
@@ -75,6 +78,8 @@ def load(path: Path, name: str) -> LoadedModel:
     wrapper = _load_tokenizer(path, name, config)
     tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
     eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
+    reasoning_format = _reasoning_format(wrapper)
+    thought_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
     fingerprint = weights.fingerprint(path)
     return LoadedModel(
         name=name,
@@ -82,7 +87,8 @@ def load(path: Path, name: str) -> LoadedModel:
         model=model,
         tokenizer=tokenizer,
         tokenizer_wrapper=wrapper,
-        detokenizer=Detokenizer(tokenizer, markers(wrapper), eos_token_ids),
+        reasoning_format=reasoning_format,
+        detokenizer=Detokenizer(tokenizer, (*markers(wrapper), *thought_markers), eos_token_ids),
         config=config,
         context_tokens=_context_tokens(config),
         vocab_size=_vocab_size(model, name),
@@ -90,6 +96,17 @@ def load(path: Path, name: str) -> LoadedModel:
         fingerprint=fingerprint,
         state_fingerprint=f"{fingerprint} mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
     )
+
+
+def _reasoning_format(wrapper: TokenizerWrapper) -> ReasoningFormat | None:
+    """Returns how a model marks its thoughts, as mlx-lm knows it or by its tokens and template."""
+    tokenizer = wrapper._tokenizer
+    found = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
+    if wrapper.has_thinking:
+        found = ReasoningFormat(wrapper.think_start, wrapper.think_end)
+    if found is None:
+        return None
+    return replace(found, closing_ids=tuple(tokenizer.encode(found.closing, add_special_tokens=False)))
 
 
 def _check_folder(path: Path, name: str) -> None:

@@ -99,6 +99,7 @@ def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
         tool_format=_tool_format(loaded),
+        reasoning_format=loaded.reasoning_format,
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
     )
     if served.tool_calls == "text":

@@ -10,6 +10,8 @@ from starlette.requests import Request
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import OutputParser
 from models.output.plain import PlainParser
+from models.output.reasoning import ReasoningParser
+from models.output.reasoning_format import ReasoningFormat, Thinking
 from models.output.tool_calls import ToolCallParser
 from models.output.tool_format import ToolFormat
 from models.prompt.chat_template import Message, RenderedPrompt
@@ -88,6 +90,8 @@ class ServedModel:
     """Seconds since 1970."""
     tool_format: ToolFormat | None = None
     """How the model writes tool calls; None where that is unknown, and calls stay text."""
+    reasoning_format: ReasoningFormat | None = None
+    """How the model marks its thoughts; None where it has none or they stay text."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's own defaults, for what a request leaves out."""
 
@@ -98,8 +102,21 @@ class ServedModel:
             return "none"
         return "text" if self.tool_format is None else "parsed"
 
-    def output_parser(self, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
-        """Returns what reads the output of one request that offers `tools`."""
+    def thinking(self, prompt: str, max_tokens: int | None = None) -> Thinking | None:
+        """Returns what the engine is to know of the thought behind a prompt's text, at most `max_tokens` long."""
+        if self.reasoning_format is None:
+            return None
+        return Thinking(self.reasoning_format, self.reasoning_format.is_opened_by(prompt), max_tokens)
+
+    def output_parser(self, tools: Sequence[Mapping[str, Any]], prompt: str = "") -> OutputParser:
+        """Returns what reads the output of one request that offers `tools`, behind the text of its prompt."""
+        answer = self._answer_parser(tools)
+        if self.reasoning_format is None:
+            return answer
+        is_open = self.reasoning_format.is_opened_by(prompt)
+        return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
+
+    def _answer_parser(self, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
         if not tools or self.tool_format is None:
             return PlainParser()
         return ToolCallParser(self.tool_format, tools)

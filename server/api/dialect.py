@@ -79,7 +79,9 @@ class Exchange(ABC):
         self.prompt = prompt
         self.is_streamed = is_streamed
         self.conversation = conversation
-        self.parser: OutputParser = PlainParser() if conversation is None else model.output_parser(conversation.tools)
+        self.parser: OutputParser = PlainParser()
+        if conversation is not None:
+            self.parser = model.output_parser(conversation.tools, prompt.text)
 
     @abstractmethod
     def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:

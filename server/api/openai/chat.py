@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.output.pieces import Piece, Text, ToolArguments, ToolCallEnded, ToolCallStarted
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallStarted
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -56,9 +57,10 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange:
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, incoming, model, context.config, namespace)
     prompt = conversation.render()
+    params = read_params(body, incoming.fields, IN_CHAT, model)
     request = build_request(
         incoming,
-        read_params(body, incoming.fields, IN_CHAT, model),
+        replace(params, max_thinking_tokens=body.thinking_wish().max_tokens),
         prompt,
         prompt_param="messages",
         namespace=namespace,
@@ -104,11 +106,7 @@ def _messages(body: ChatBody, config: ServerConfig) -> list[Message]:
 def _template_arguments(body: ChatBody) -> dict[str, Any]:
     arguments = dict(body.chat_template_kwargs or {})
     check_template_arguments(arguments, "chat_template_kwargs")
-    if body.enable_thinking is not None:
-        arguments["enable_thinking"] = body.enable_thinking
-    if body.reasoning_effort is not None:
-        arguments["reasoning_effort"] = body.reasoning_effort
-    return arguments
+    return {**arguments, **body.thinking_wish().template_arguments()}
 
 
 class ChatExchange(Exchange):
@@ -126,6 +124,7 @@ class ChatExchange(Exchange):
         self._created = int(time.time())
         self._wants_usage = body.wants_usage()
         self._said = ""
+        self._thought = ""
         self._calls: list[ToolCallBody] = []
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
@@ -158,6 +157,8 @@ class ChatExchange(Exchange):
         match piece:
             case Text(text):
                 self._said += text
+            case Reasoning(text):
+                self._thought += text
             case ToolCallStarted(call_id, name):
                 self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
             case ToolArguments(text):
@@ -170,6 +171,8 @@ class ChatExchange(Exchange):
         match piece:
             case Text(text):
                 return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text, "reasoning": text}
             case ToolCallEnded():
                 return {"tool_calls": [{"index": len(self._calls) - 1, **self._calls[-1]}]}
             case _:
@@ -208,6 +211,8 @@ class ChatExchange(Exchange):
             "content": self._said if self._said or not self._calls else None,
             "refusal": None,
         }
+        if self._thought:
+            message["reasoning_content"] = message["reasoning"] = self._thought
         if self._calls:
             message["tool_calls"] = self._calls
         return message

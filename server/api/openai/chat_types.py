@@ -11,6 +11,7 @@ from models.prompt.chat_template import Message
 from models.unicode_text import read_object
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.usage import Usage
+from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
 from server.api.usage import CacheBody, TimingsBody
 
@@ -27,6 +28,23 @@ def _as_parts(value: Any, info: ValidationInfo) -> Any:
 def _refusal_as_text(part: Any) -> Any:
     is_refusal = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
     return {**part, "type": "text", "text": part["refusal"]} if is_refusal else part
+
+
+def _budget(value: Any) -> Any:
+    """-1 is the same as none."""
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    return None if whole == -1 else whole
+
+
+_Budget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_budget)]
+_BUDGETS = (
+    "max_thinking_tokens",
+    "thinking_budget",
+    "thinking_budget_tokens",
+    "thinking_token_budget",
+    "reasoning_budget",
+    "reasoning_budget_tokens",
+)
 
 
 def _arguments(value: Any) -> Any:
@@ -116,6 +134,25 @@ class ToolSpec(BodyModel):
     """Taken and without effect: the end of the tools is always a restore point."""
 
 
+class ReasoningOptions(BodyModel):
+    """`reasoning`, as OpenRouter's and OpenAI's newer interface have it."""
+
+    effort: str | None = None
+    max_tokens: _Budget = None
+    enabled: bool | None = None
+    exclude: Literal[False] | None = None
+    """Thoughts are always returned."""
+    summary: str | None = None
+    """Taken, without effect: thoughts come whole, not summarised."""
+
+
+class ThinkingOptions(BodyModel):
+    """`thinking`, as Anthropic's clients and others have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: _Budget = None
+
+
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
@@ -126,10 +163,35 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    think: bool | str | None = None
+    """Whether to think, or how hard."""
+    max_thinking_tokens: _Budget = None
+    thinking_budget: _Budget = None
+    thinking_budget_tokens: _Budget = None
+    thinking_token_budget: _Budget = None
+    reasoning_budget: _Budget = None
+    reasoning_budget_tokens: _Budget = None
+    """Other names of `max_thinking_tokens`; of several limits the smallest counts."""
     verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the model's chat template."""
     prediction: dict[str, Any] | None = None
+
+    def thinking_wish(self) -> ThinkingWish:
+        """Returns what the body wants of thoughts, under whichever names; the plainest counts."""
+        options, limits = self.reasoning or ReasoningOptions(), self.thinking or ThinkingOptions()
+        by_type = {"enabled": True, "disabled": False}.get(limits.type or "")
+        by_think = self.think if isinstance(self.think, bool) else None
+        enabled = (self.enable_thinking, by_think, by_type, options.enabled)
+        effort = self.reasoning_effort or options.effort or (self.think if isinstance(self.think, str) else None)
+        budgets = (options.max_tokens, limits.budget_tokens, *(getattr(self, name) for name in _BUDGETS))
+        return ThinkingWish(
+            is_enabled=next((value for value in enabled if value is not None), None),
+            effort=effort,
+            max_tokens=min((limit for limit in budgets if limit is not None), default=None),
+        )
 
     def num_explicit_points(self) -> int:
         """Returns how many restore points the client asks for."""
@@ -184,6 +246,9 @@ class DeltaBody(TypedDict, total=False):
 
     role: str
     content: str
+    reasoning_content: str
+    reasoning: str
+    """The same text under the other name that clients look for."""
     refusal: str | None
     tool_calls: list[ToolCallDelta]
 
@@ -194,6 +259,9 @@ class MessageBody(TypedDict):
     role: str
     content: str | None
     refusal: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    """The same text under the other name that clients look for."""
     tool_calls: NotRequired[list[ToolCallBody]]
 
 
