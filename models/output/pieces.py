@@ -42,7 +42,15 @@ class ToolCallEnded:
     """The open call is complete: its arguments together are the JSON text of an object."""
 
 
-Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded
+@dataclass(frozen=True, slots=True)
+class ToolCallFailed:
+    """The open call is none, or was cut off: what was said of its arguments does not count."""
+
+    text: str
+    """All that the model wrote of it, markers included: a part of the answer's text."""
+
+
+Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed
 
 
 class OutputParser(Protocol):

@@ -18,6 +18,9 @@ KNOWN_MARKERS: Final = (
 )
 """What begins and what ends a thought, for the families of models whose thoughts are told apart."""
 
+HARMONY_END: Final = "<|end|>"
+"""Ends a thought of gpt-oss, which then names the channel of its answer."""
+
 _IN_LINES: Final = "</"
 """End markers that begin like this stand on a line of their own, with an empty line before the answer."""
 
@@ -34,6 +37,8 @@ class ReasoningFormat:
     @property
     def closing(self) -> str:
         """The text of `closing_ids`: the end marker with the line breaks that models write around it."""
+        if self.end == HARMONY_END:
+            return f"{self.end}<|start|>assistant<|channel|>final<|message|>"
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
     def is_opened_by(self, prompt: str) -> bool:

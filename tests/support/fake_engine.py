@@ -195,6 +195,6 @@ def fake_model(**changes: Any) -> ServedModel:
         "context_tokens": 200,
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,
-        "tool_format": JSON_TOOLS,
+        "tool_syntax": JSON_TOOLS,
     }
     return ServedModel(**{**settings, **changes})

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallStarted
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -25,6 +25,7 @@ from server.api.openai.chat_types import (
     ChatMessage,
     ChunkChoice,
     DeltaBody,
+    FunctionDelta,
     MessageBody,
     ToolCallBody,
     template_messages,
@@ -126,6 +127,8 @@ class ChatExchange(Exchange):
         self._said = ""
         self._thought = ""
         self._calls: list[ToolCallBody] = []
+        self._num_streamed = 0
+        """Calls that the stream has begun, those that failed included."""
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
         """Yields the role, what the model says, why it ended, and the usage where asked for."""
@@ -163,19 +166,27 @@ class ChatExchange(Exchange):
                 self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
             case ToolArguments(text):
                 self._calls[-1]["function"]["arguments"] += text
+            case ToolCallFailed(text):
+                self._calls.pop()
+                self._said += text
             case ToolCallEnded():
                 pass
 
     def _delta(self, piece: Piece) -> DeltaBody | None:
-        """Returns what the client is told: text as it comes, a call once it is complete."""
+        """Returns what the client is told: text and arguments as they come."""
         match piece:
-            case Text(text):
+            case Text(text) | ToolCallFailed(text):
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text, "reasoning": text}
+            case ToolCallStarted(call_id, name):
+                self._num_streamed += 1
+                first: FunctionDelta = {"name": name, "arguments": ""}
+                index = self._num_streamed - 1
+                return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": first}]}
+            case ToolArguments(text):
+                return {"tool_calls": [{"index": self._num_streamed - 1, "function": {"arguments": text}}]}
             case ToolCallEnded():
-                return {"tool_calls": [{"index": len(self._calls) - 1, **self._calls[-1]}]}
-            case _:
                 return None
 
     def _last_chunks(self, finished: Finished) -> list[ChatChunk]:

@@ -235,10 +235,20 @@ class ToolCallBody(TypedDict):
     function: FunctionBody
 
 
-class ToolCallDelta(ToolCallBody):
-    """A complete tool call in a stream."""
+class FunctionDelta(TypedDict):
+    """What a chunk says of a call's function: its name in the first, then more of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What a chunk says of a tool call; `id` and `type` stand in the first."""
 
     index: int
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: FunctionDelta
 
 
 class DeltaBody(TypedDict, total=False):
