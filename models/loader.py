@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,10 @@ from models.mlx_lm_import import (
     make_prompt_cache,
 )
 from models.output.detokenizer import Detokenizer, markers
+from models.output.reasoning_format import ReasoningFormat, find_reasoning_format
+from models.output.tool_format import ToolFormat
+from models.output.tool_formats.find import ToolSyntax, find_tool_syntax, markers_of
+from models.output.tool_formats.harmony import HARMONY_REASONING, HarmonyFormat
 from models.precision import Precision, choose_precision, convert, measure
 
 DEFAULT_CONTEXT_TOKENS = 32_768
@@ -49,6 +53,10 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     tokenizer_wrapper: TokenizerWrapper
     """mlx-lm's view of the tokenizer: tool parser, markers of thinking and of tool calls."""
+    reasoning_format: ReasoningFormat | None
+    """How the model marks its thoughts, where that is known."""
+    tool_syntax: ToolSyntax | None
+    """How the model writes tool calls, where that is known."""
     detokenizer: Detokenizer
     """What the tokens look like as text, for the `StreamDecoder` of each sequence."""
     config: dict[str, Any]
@@ -89,6 +97,10 @@ def load(
     wrapper = _load_tokenizer(path, name, config)
     tokenizer = cast(PreTrainedTokenizerBase, wrapper._tokenizer)
     eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
+    tool_syntax = _tool_syntax(wrapper)
+    reasoning_format = _reasoning_format(wrapper, tool_syntax)
+    thought_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
+    visible = (*markers(wrapper), *thought_markers, *markers_of(tool_syntax))
     fingerprint = weights.fingerprint(path)
     return LoadedModel(
         name=name,
@@ -96,7 +108,9 @@ def load(
         model=model,
         tokenizer=tokenizer,
         tokenizer_wrapper=wrapper,
-        detokenizer=Detokenizer(tokenizer, markers(wrapper), eos_token_ids),
+        reasoning_format=reasoning_format,
+        tool_syntax=tool_syntax,
+        detokenizer=Detokenizer(tokenizer, visible, eos_token_ids),
         config=config,
         context_tokens=_context_tokens(config),
         vocab_size=_vocab_size(model, name),
@@ -110,6 +124,27 @@ def load(
 def _state_fingerprint(fingerprint: str, precision: Precision) -> str:
     libraries = f"{fingerprint} mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
     return libraries if precision is Precision.STORED else f"{libraries} {precision}"
+
+
+def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
+    """Returns how a model writes tool calls: as mlx-lm knows it, else as its tokens and template say."""
+    if wrapper.has_tool_calling:
+        return ToolFormat(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser)
+    tokenizer = wrapper._tokenizer
+    return find_tool_syntax(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
+
+
+def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None) -> ReasoningFormat | None:
+    """Returns how a model marks its thoughts, as mlx-lm knows it or by its tokens and template."""
+    tokenizer = wrapper._tokenizer
+    found = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
+    if wrapper.has_thinking:
+        found = ReasoningFormat(wrapper.think_start, wrapper.think_end)
+    if isinstance(tool_syntax, HarmonyFormat):
+        found = HARMONY_REASONING
+    if found is None:
+        return None
+    return replace(found, closing_ids=tuple(tokenizer.encode(found.closing, add_special_tokens=False)))
 
 
 def _check_folder(path: Path, name: str) -> None:

@@ -19,7 +19,6 @@ from models.inference.sampling_params import SamplingParams, check
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import get_total_parameters
 from models.names import DEMO, resolve, shorten
-from models.output.tool_format import ToolFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from server.api.context import ServedModel
@@ -169,7 +168,8 @@ def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
         context_tokens=context_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
-        tool_format=_tool_format(loaded),
+        tool_syntax=loaded.tool_syntax,
+        reasoning_format=loaded.reasoning_format,
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
     )
     if served.tool_calls == "text":
@@ -185,13 +185,6 @@ def _template_owner(loaded: LoadedModel) -> Any:
     mlx-lm's wrapper asks every template to think; it is needed for the models whose template is code of mlx-lm.
     """
     return loaded.tokenizer if loaded.tokenizer.chat_template else loaded.tokenizer_wrapper
-
-
-def _tool_format(loaded: LoadedModel) -> ToolFormat | None:
-    wrapper = loaded.tokenizer_wrapper
-    if not wrapper.has_tool_calling:
-        return None
-    return ToolFormat(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser)
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:

@@ -120,6 +120,15 @@ class Runner:
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
         return DecodeRow(caches, state, next_token)
 
+    def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
+        """Has the next step feed `row` with `token`, not with what the step before samples for it.
+
+        `generated` is the output so far, `token` included. Penalties forget the token that was sampled instead.
+        """
+        row.next_token = token
+        if row.sampling.params.is_penalised:
+            row.sampling = row.sampling.after(prompt, generated)
+
     def launch(self, rows: Sequence[DecodeRow], previous: DecodeStep | None) -> DecodeStep:
         """Prepares a step and starts it."""
         step = self.prepare(rows, previous)

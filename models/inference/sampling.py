@@ -48,6 +48,7 @@ class RowSampling:
         """
         chosen = params.seed if params.seed is not None else seed
         self.params = params
+        self._vocab_size = vocab_size
         self.seed = secrets.randbits(63) if chosen is None else chosen
         self.position = len(emitted)
         """Draws made so far."""
@@ -61,6 +62,10 @@ class RowSampling:
             self.counts = mx.array(np.bincount(np.asarray(emitted, np.int64), minlength=vocab_size), mx.float32)
         if params.repetition_penalty != 1.0:
             self.divisors = mx.array(_divisors(params.repetition_penalty, (prompt, emitted), vocab_size))
+
+    def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
+        """Returns the state after `emitted` was put out behind `prompt`, whatever was drawn."""
+        return RowSampling(self.params, self._vocab_size, seed=self.seed, prompt=prompt, emitted=emitted)
 
     def key(self) -> bytes:
         """Returns the 8 bytes of randomness that belong to the next draw."""

@@ -46,6 +46,11 @@ class MarkerSearch:
         self._held = read[num_safe:]
         return Found(read[:num_safe], None, "")
 
+    @property
+    def is_holding(self) -> bool:
+        """Whether text is held back that could be the beginning of a marker."""
+        return bool(self._held)
+
     def flush(self) -> str:
         """Returns what was held back: the text is over, so it is no marker."""
         held = self._held

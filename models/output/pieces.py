@@ -1,7 +1,7 @@
 """What the output of a model consists of, whatever its format: typed pieces in the order in which they were written.
 
-A parser (`plain.py`, `tool_calls.py`) turns the text of one answer into pieces, and a dialect writes pieces as its
-clients expect them. So a new format is a new parser, and a new dialect sees no format. Pure.
+A parser (`plain.py`, `reasoning.py`, `tool_calls.py`) turns the text of one answer into pieces, and a dialect writes
+pieces as its clients expect them. So a new format is a new parser, and a new dialect sees no format. Pure.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,13 @@ from typing import Protocol, TypeAlias
 @dataclass(frozen=True, slots=True)
 class Text:
     """Text of the answer, never empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of what the model thinks before it answers, never empty."""
 
     text: str
 
@@ -35,7 +42,15 @@ class ToolCallEnded:
     """The open call is complete: its arguments together are the JSON text of an object."""
 
 
-Piece: TypeAlias = Text | ToolCallStarted | ToolArguments | ToolCallEnded
+@dataclass(frozen=True, slots=True)
+class ToolCallFailed:
+    """The open call is none, or was cut off: what was said of its arguments does not count."""
+
+    text: str
+    """All that the model wrote of it, markers included: a part of the answer's text."""
+
+
+Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed
 
 
 class OutputParser(Protocol):

@@ -5,10 +5,11 @@ it returns is checked: a call has a name and the JSON text of an object as its a
 """
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from models.unicode_text import read_object, well_formed, well_formed_json
 
@@ -34,6 +35,12 @@ class ToolCall:
     arguments: str
 
 
+JSON_HEAD: Final = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""A call in JSON up to its arguments."""
+
+
 @dataclass(frozen=True)
 class ToolFormat:
     """The markers around a call, and the parser of the text between them."""
@@ -43,15 +50,28 @@ class ToolFormat:
     """May be empty: the call then ends with the answer."""
     parse: Callable[[str, Any], Any]
     """(text, tools) to one `{"name", "arguments"}` or a list of them; raises where the text is malformed."""
+    head: re.Pattern[str] = JSON_HEAD
+    """What stands before the arguments of a call whose arguments are a JSON object, with the group `name`."""
+    frames: tuple[str, ...] = ()
+    """Markers around all calls of an answer; they belong to the format like white space."""
+
+    def find_arguments(self, text: str) -> tuple[str, int] | None:
+        """Returns the name of a call that has begun, and where the JSON text of its arguments begins."""
+        found = self.head.match(text)
+        if found is None:
+            return None
+        name = found["name"]
+        try:
+            read = json.loads(name) if name.startswith('"') else name.strip()
+        except ValueError:
+            return None
+        return (well_formed(read), found.end()) if read else None
 
     def read_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """Returns the calls that stand between two markers; none where the text is malformed."""
-        try:
-            return [_tool_call(fields) for fields in self._written_calls(text, tools)]
-        except _PARSER_FAULTS:
-            return []
+        return checked_calls(lambda: self._written_calls(text, tools))
 
-    def _written_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _written_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
         """Returns the calls as the model wrote them.
 
         Calls in plain JSON are read here whatever the model's format: models use names for the fields that some
@@ -60,8 +80,16 @@ class ToolFormat:
         written = _json_calls(text)
         if written is not None:
             return written
-        parsed = self.parse(text, tools)
-        return parsed if isinstance(parsed, list) else [parsed]
+        return self.parse(text, tools)
+
+
+def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
+    """Returns the calls that `parse` returns, one or a list; none where it raises or returns anything else."""
+    try:
+        parsed = parse()
+        return [_tool_call(fields) for fields in (parsed if isinstance(parsed, list) else [parsed])]
+    except _PARSER_FAULTS:
+        return []
 
 
 def _json_calls(text: str) -> list[Any] | None:
@@ -79,7 +107,7 @@ def _tool_call(fields: Any) -> ToolCall:
     name, given = fields["name"], fields.get("id")
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
-    call_id = given if isinstance(given, str) and given else _new_call_id()
+    call_id = given if isinstance(given, str) and given else new_call_id()
     return ToolCall(well_formed(call_id), well_formed(name), _arguments_text(fields))
 
 
@@ -101,5 +129,6 @@ def _arguments_text(fields: Any) -> str:
     return text
 
 
-def _new_call_id() -> str:
+def new_call_id() -> str:
+    """Returns a name that no other call has."""
     return f"call_{uuid.uuid4().hex[:24]}"

@@ -11,6 +11,7 @@ This module knows neither HTTP nor MLX. Everything here may run on any thread, s
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -69,6 +70,7 @@ MAX_EDGE_DISTANCE = 16
 _MAX_FAR_SEARCHES = 64
 """Contents that may be missing in the rendered text before the next ones are looked for nearby only."""
 _NEAR_CHARACTERS = 1 << 16
+_READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -235,7 +237,7 @@ class _Conversation:
         self._tokenizer = tokenizer
         self._messages, self._explicit_ends = _flatten(messages)
         self._tools = [_without_cache_control(tool) for tool in tools] if tools else None
-        self._template_kwargs = dict(template_kwargs or {})
+        self._template_kwargs = _by_its_names(template_kwargs or {}, str(tokenizer.chat_template or ""))
         self._adaptation = adaptation
         self._shown_tools = adaptation.tools(self._tools)
 
@@ -306,6 +308,14 @@ def _apply(
     except _TEMPLATE_FAULTS as error:
         raise ChatTemplateError(str(error) or type(error).__name__) from error
     return well_formed(str(text))
+
+
+def _by_its_names(arguments: Mapping[str, Any], template: str) -> dict[str, Any]:
+    """Returns the arguments under the names that a template reads: some call `enable_thinking` otherwise."""
+    named = dict(arguments)
+    if "enable_thinking" in named and "enable_thinking" not in template and _READS_THINKING.search(template):
+        named.setdefault("thinking", named.pop("enable_thinking"))
+    return named
 
 
 def _try_apply(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:

@@ -304,6 +304,10 @@ class ShapeRunner:
         """Returns a row over caches."""
         return Row(caches, next_token)
 
+    def force(self, row: Row, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
+        """Nothing is ever forced here."""
+        raise AssertionError("no request of this benchmark forces a token")
+
     def prepare(self, rows: Sequence[Row], previous: Sampled | None) -> Sampled:
         """Evaluates a token for each row."""
         for row in rows:

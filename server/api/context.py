@@ -10,8 +10,10 @@ from starlette.requests import Request
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import OutputParser
 from models.output.plain import PlainParser
-from models.output.tool_calls import ToolCallParser
-from models.output.tool_format import ToolFormat
+from models.output.reasoning import ReasoningParser
+from models.output.reasoning_format import ReasoningFormat, Thinking
+from models.output.tool_formats.find import ToolSyntax, tool_parser
+from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.errors import ApiError, Code, stopped
 from server.api.planning import Planning
@@ -87,8 +89,10 @@ class ServedModel:
     vocab_size: int
     created: int
     """Seconds since 1970."""
-    tool_format: ToolFormat | None = None
+    tool_syntax: ToolSyntax | None = None
     """How the model writes tool calls; None where that is unknown, and calls stay text."""
+    reasoning_format: ReasoningFormat | None = None
+    """How the model marks its thoughts; None where it has none or they stay text."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's own defaults, for what a request leaves out."""
 
@@ -97,13 +101,23 @@ class ServedModel:
         """What becomes of the calls that the model writes; "none" where its template takes no tools."""
         if not self.renderer.reads_tools:
             return "none"
-        return "text" if self.tool_format is None else "parsed"
+        return "text" if self.tool_syntax is None else "parsed"
 
-    def output_parser(self, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
-        """Returns what reads the output of one request that offers `tools`."""
-        if not tools or self.tool_format is None:
-            return PlainParser()
-        return ToolCallParser(self.tool_format, tools)
+    def thinking(self, prompt: str, max_tokens: int | None = None) -> Thinking | None:
+        """Returns what the engine is to know of the thought behind a prompt's text, at most `max_tokens` long."""
+        if self.reasoning_format is None:
+            return None
+        return Thinking(self.reasoning_format, self.reasoning_format.is_opened_by(prompt), max_tokens)
+
+    def output_parser(self, tools: Sequence[Mapping[str, Any]], prompt: str = "") -> OutputParser:
+        """Returns what reads the output of one request that offers `tools`, behind the text of its prompt."""
+        if isinstance(self.tool_syntax, HarmonyFormat):
+            return HarmonyParser(tools)
+        answer = PlainParser() if not tools or self.tool_syntax is None else tool_parser(self.tool_syntax, tools)
+        if self.reasoning_format is None:
+            return answer
+        is_open = self.reasoning_format.is_opened_by(prompt)
+        return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
 
 
 @dataclass(eq=False)

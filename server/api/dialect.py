@@ -82,7 +82,9 @@ class Exchange(ABC):
         self.conversation = conversation
         self.asked = _asked(model, request, prompt, conversation)
         """What the prompt was made of, to be compared with other requests."""
-        self.parser: OutputParser = PlainParser() if conversation is None else model.output_parser(conversation.tools)
+        self.parser: OutputParser = PlainParser()
+        if conversation is not None:
+            self.parser = model.output_parser(conversation.tools, prompt.text)
 
     @abstractmethod
     def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:

@@ -18,7 +18,7 @@ from server.api.conversation import Conversation
 from server.api.dialect import Exchange, dialect_of
 from server.api.errors import stopped
 from server.api.json_body import JsonBody
-from server.api.next_turn import next_turn_request
+from server.api.next_turn import next_turn_requests, sent_back
 from server.api.params import Incoming
 from server.api.stream import AnswerStream
 from server.engine.commands import HoldTurn
@@ -106,14 +106,14 @@ def _close(context: ApiContext, answer: Answer, exchange: Exchange, engine: Engi
 async def _evaluate_ahead(
     exchange: Exchange, conversation: Conversation, engine: EnginePort, reply_ids: Sequence[int]
 ) -> None:
-    """Evaluates a finished turn as its next prompt will show it, once the engine is idle."""
+    """Evaluates a finished turn as its next prompt may show it, with its thought and without, once idle."""
 
-    def next_prefix() -> RenderedPrompt:
-        return conversation.followed_by(exchange.reply_messages()).stable_prefix()
+    def next_prefixes() -> list[RenderedPrompt]:
+        variants = sent_back(exchange.reply_messages())
+        return [conversation.followed_by(messages).stable_prefix() for messages in variants]
 
     try:
-        request = next_turn_request(exchange.request, reply_ids, await asyncio.to_thread(next_prefix))
-        if request is not None:
+        for request in next_turn_requests(exchange.request, reply_ids, await asyncio.to_thread(next_prefixes)):
             async for _ in engine.submit(request):
                 pass
     except Exception as error:  # nobody waits for it, and the next turn evaluates what is missing

@@ -1,8 +1,8 @@
 """The part of a conversation's prompt that its next prompt will begin with, and evaluating it ahead of time.
 
 Many templates show a finished turn differently from the prompt that asked for it: they drop what the model thought,
-or write a tool call in another form. `next_turn_request` makes the request that evaluates the difference while the
-engine is idle, so that the next turn evaluates its new message only.
+or write a tool call in another form. Clients drop thoughts too. `next_turn_requests` makes the requests that evaluate
+the differences while the engine is idle, so that the next turn evaluates its new message only.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +19,7 @@ from server.engine.request import GenerationRequest, Priority
 MIN_TOKENS_AHEAD = 16
 """Fewer tokens are left for the next turn to evaluate."""
 
+_THOUGHT = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
 """Roles after whose message the assistant speaks."""
 _NEXT_MESSAGE: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
@@ -47,6 +48,21 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
         restore_points=tuple(point for point in prompt.restore_points if point.offset <= stop),
         outline=replace(prompt.outline, prompt_end=stop),
     )
+
+
+def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
+    """Returns a reply as clients send it back: as it was given, and without what was thought."""
+    without = [{name: value for name, value in message.items() if name != _THOUGHT} for message in reply]
+    return [reply] if without == list(reply) else [reply, without]
+
+
+def next_turn_requests(
+    request: GenerationRequest, reply_ids: Sequence[int], prefixes: Sequence[RenderedPrompt]
+) -> list[GenerationRequest]:
+    """Returns the requests that evaluate what `prefixes` show otherwise than `request` and its reply, each once."""
+    made = [next_turn_request(request, reply_ids, prefix) for prefix in prefixes]
+    distinct = {one.tokens.tobytes(): one for one in made if one is not None}
+    return list(distinct.values())
 
 
 def next_turn_request(

@@ -39,6 +39,8 @@ class GenerationParams:
     is_volatile: bool = False
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
+    max_thinking_tokens: int | None = None
+    """The thought is closed after so many tokens; None: when the model closes it."""
 
 
 def build_request(
@@ -69,6 +71,7 @@ def build_request(
         restore_points=prompt.restore_points,
         outline=prompt.outline,
         ignore_eos=params.ignore_eos,
+        thinking=model.thinking(prompt.text, params.max_thinking_tokens) if prompt.text else None,
     )
 
 

@@ -11,6 +11,9 @@ One step goes through four stages:
   dropped, and each row is replayed from what the trie still holds, decoding alone until one step has succeeded. The
   row that fails alone is at fault.
 
+A token that is forced (`constraint.py`) replaces the one that a step samples: the row is fed the forced one in the
+step after, which may be prepared before the first is read, and it is the forced one that is recorded and accepted.
+
 A sequence whose last token was not evaluated yet stays for one more step, so that the next turn goes on behind it.
 """
 
@@ -82,14 +85,26 @@ class DecodePipeline:
         if not sequences:
             return
         for sequence in sequences:
-            if previous is None or sequence not in previous.sequences:
-                sequence.decode.row.next_token = sequence.decode.unrecorded
+            self._feed(sequence, previous)
         rows = [sequence.decode.row for sequence in sequences]
         step = self._runner.prepare(rows, previous.step if previous else None)
         for sequence in sequences:
             sequence.decode.num_launched += 1
             sequence.record()
         self._in_flight = InFlightStep(step, sequences)
+
+    def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
+        """Says which token a row is fed where that is not the one that `previous` samples for it."""
+        if previous is None or previous.is_read or sequence not in previous.sequences:
+            sequence.decode.row.next_token = sequence.decode.unrecorded
+            return
+        forced = sequence.forced_token()
+        if forced is not None:
+            self._force(sequence, forced)
+
+    def _force(self, sequence: Sequence, token: int) -> None:
+        generated = [*sequence.generated, token]
+        self._runner.force(sequence.decode.row, token, prompt=sequence.request.tokens, generated=generated)
 
     def _start(self) -> None:
         prepared, self._in_flight = self._in_flight, None
@@ -111,7 +126,10 @@ class DecodePipeline:
             return
         for sequence, token in zip(launched.sequences, tokens, strict=True):
             if sequence.reason is None and sequence in self._table:
-                self._accept(sequence, token, launched)
+                forced = sequence.forced_token()
+                if forced is not None and sequence not in self._newer_than(launched):
+                    self._force(sequence, forced)
+                self._accept(sequence, token if forced is None else forced, launched)
 
     def _accept(self, sequence: Sequence, token: int, launched: InFlightStep) -> None:
         sequence.decode.is_suspect = False

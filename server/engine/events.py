@@ -79,6 +79,8 @@ class Finished:
     """The stop string that ended it, if one did."""
     started: Started | None = None
     """How it began; None if it was cancelled before that."""
+    reasoning_tokens: int | None = None
+    """Output tokens that are thought, without its markers; None where thoughts are not told apart."""
 
 
 @dataclass(frozen=True)

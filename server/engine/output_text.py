@@ -1,9 +1,10 @@
 """Generated tokens to text: decoding, stop strings, and which tokens completed which text. Knows no queue."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from models.output.stop_strings import StopStringMatcher
+from server.engine.constraint import TokenConstraint
 from server.engine.events import Delta
 
 
@@ -23,21 +24,30 @@ MakeDecoder = Callable[[], TextDecoder]
 class OutputText:
     """The text of one answer. Text that may be the beginning of a stop string is held back until that is certain."""
 
-    def __init__(self, decoder: TextDecoder, stop: tuple[str, ...]) -> None:
+    def __init__(
+        self, decoder: TextDecoder, stop: tuple[str, ...], constraints: Sequence[TokenConstraint] = ()
+    ) -> None:
+        """`constraints` are told of every token and its text, those of a stop string too."""
         self.stop_text: str | None = None
         """The stop string that was found; nothing behind it is emitted."""
         self._decoder = decoder
         self._stops = StopStringMatcher(stop)
+        self._constraints = constraints
         self._pending: list[int] = []
         """Tokens whose text is not emitted yet."""
 
     def push(self, token: int) -> list[Delta]:
         """Returns the text that a token completes, at most one delta."""
         self._pending.append(token)
-        return self._emit(self._decoder.push(token))
+        text = self._decoder.push(token)
+        for constraint in self._constraints:
+            constraint.accept(token, text)
+        return self._emit(text)
 
     def finish(self) -> list[Delta]:
         """Returns what was held back; nothing where a stop string was found."""
+        for constraint in self._constraints:
+            constraint.finish()
         deltas: list[Delta] = []
         if self.stop_text is None:
             deltas += self._emit(self._decoder.finish())

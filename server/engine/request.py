@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cache.restore_points import RestorePoint
 from models.inference.sampling_params import SamplingParams
+from models.output.reasoning_format import Thinking
 from models.prompt.outline import NO_OUTLINE, Outline
 
 TokenArray: TypeAlias = NDArray[np.int32]
@@ -49,6 +50,8 @@ class GenerationRequest:
     """Nobody waits for it: it is not counted among the open requests, and any other request ends it."""
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
+    thinking: Thinking | None = None
+    """How thoughts are marked, and their limit; None where the output holds none that could be told apart."""
 
     @property
     def is_prime(self) -> bool:

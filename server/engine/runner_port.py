@@ -35,6 +35,9 @@ class RunnerPort(Protocol):
     ) -> Any:
         """Returns a row that decodes from `next_token` on; `generated` was put out after `prompt` so far."""
 
+    def force(self, row: Any, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
+        """Has the next step feed a row `token`, not what the step before samples; it is the last of `generated`."""
+
     def prepare(self, rows: Sequence[Any], previous: Any) -> Step:
         """Returns one decode step; rows without a next token take the one `previous` samples for them."""
 

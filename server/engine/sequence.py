@@ -11,6 +11,8 @@ from cache.disk.read_ahead import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
+from models.output.reasoning import ThoughtWatch
+from server.engine.constraint import TokenConstraint
 from server.engine.events import Event, Finished, FinishReason, Progress, Started, Timings
 from server.engine.output_text import MakeDecoder, OutputText, TextDecoder
 from server.engine.request import GenerationRequest, TokenArray
@@ -90,7 +92,9 @@ class Sequence:
         self.started: Started | None = None
         self.times = Timestamps(submitted=now)
         self._eos = frozenset[int]() if request.ignore_eos else eos_token_ids
-        self._text = OutputText(decoder, request.stop)
+        self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
+        self._constraints: list[TokenConstraint] = [] if self._thoughts is None else [self._thoughts]
+        self._text = OutputText(decoder, request.stop, self._constraints)
         self._reported_tokens = 0
         """Evaluated prompt tokens that the last Progress named."""
 
@@ -138,7 +142,7 @@ class Sequence:
         return [Progress(evaluated, num_prompt)]
 
     def accept(self, token: int, now: float) -> list[Event]:
-        """Takes a sampled token and returns the events it makes; sets `reason` when it is the last one."""
+        """Takes the next token and returns the events it makes; sets `reason` when it is the last one."""
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
         self.generated.append(token)
@@ -161,7 +165,15 @@ class Sequence:
         has_stopped = stop_text is not None and reason is not FinishReason.CANCELLED
         self.reason = FinishReason.STOP if has_stopped else reason
         num_prompt = len(self.request.tokens)
-        return [*events, Finished(self.reason, num_prompt, self._timings(now), stop_text, self.started)]
+        num_thought = None if self._thoughts is None else self._thoughts.num_tokens
+        return [*events, Finished(self.reason, num_prompt, self._timings(now), stop_text, self.started, num_thought)]
+
+    def forced_token(self) -> int | None:
+        """Returns the token that must follow those accepted so far; None where the sampled one counts."""
+        if self.reason is not None:
+            return None
+        forced = (constraint.forced() for constraint in self._constraints)
+        return next((token for token in forced if token is not None), None)
 
     def end_prefetch(self) -> None:
         """Lets go of what was read ahead and is not needed any more."""

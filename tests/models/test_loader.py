@@ -17,6 +17,7 @@ from models.errors import ModelBroken, ModelError, ModelNotFound
 from models.loader import DEFAULT_CONTEXT_TOKENS, load
 from models.mlx_lm_import import make_prompt_cache
 from models.output.detokenizer import StreamDecoder
+from models.output.tool_formats.harmony import HarmonyFormat
 from models.weights import fingerprint
 from tests.support import tiny_models
 
@@ -194,3 +195,25 @@ import mlx.core as mx
 assert mx.set_wired_limit(1 << 60) == 0
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+HARMONY_TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+
+
+def test_the_markers_of_harmony_are_text_and_close_a_thought(tmp_path: Path) -> None:
+    folder = tiny_models.write("gpt_oss", tmp_path / "tiny")
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens["added_tokens"] += [
+        {"id": 320 + number, "content": text, **flags, "special": True} for number, text in enumerate(HARMONY_TOKENS)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ tools }}{{ messages[0].content }}<|start|>assistant")
+    model = load(folder, "tiny")
+    assert isinstance(model.tool_syntax, HarmonyFormat)
+    assert model.reasoning_format is not None
+    decoder = StreamDecoder(model.detokenizer)
+    assert "".join(map(decoder.push, model.reasoning_format.closing_ids)) == model.reasoning_format.closing

@@ -41,6 +41,7 @@ class Script:
     error: Exception | None = None
     """Raised in place of the end, after the texts."""
     stop_text: str | None = None
+    reasoning_tokens: int | None = None
     miss: Miss | None = None
     lost_tokens: int = 0
     progress: tuple[int, ...] = ()
@@ -130,9 +131,9 @@ class FakeEngine:
             return Failed(script.error)
         was_cancelled = request.request_id in self.cancelled
         reason = FinishReason.CANCELLED if was_cancelled else script.reason
-        num_prompt = len(request.tokens)
+        num_prompt, started = len(request.tokens), self._started(request, script)
         timings = Timings(script.hit_tokens, num_prompt - script.hit_tokens, 20.0, num_predicted, 40.0)
-        return Finished(reason, num_prompt, timings, script.stop_text, self._started(request, script))
+        return Finished(reason, num_prompt, timings, script.stop_text, started, script.reasoning_tokens)
 
     @staticmethod
     def _started(request: GenerationRequest, script: Script) -> Started:
@@ -144,8 +145,10 @@ class FakeEngine:
 class FakeRenderer:
     """One token per character; a conversation is its messages joined, each with its role before it."""
 
-    def __init__(self, *, reads_tools: bool = True) -> None:
+    def __init__(self, *, reads_tools: bool = True, opening: str = "") -> None:
+        """`opening` is what the text of a prompt ends with; it has no tokens."""
         self.reads_tools = reads_tools
+        self.opening = opening
         self.calls: list[dict[str, Any]] = []
         self.replies: list[tuple[str, tuple[int, ...]]] = []
 
@@ -160,7 +163,8 @@ class FakeRenderer:
         if messages[0]["role"] == "assistant":
             raise ChatTemplateError("a conversation cannot start with the assistant")
         text = "".join(f"<{m['role']}>{self._text(m['content'])}" for m in messages)
-        return RenderedPrompt(self._tokens(text), (RestorePoint(len(text), RestorePointKind.PROMPT_END),))
+        end = RestorePoint(len(text), RestorePointKind.PROMPT_END)
+        return RenderedPrompt(self._tokens(text), (end,), text + self.opening)
 
     def encode(self, text: str) -> RenderedPrompt:
         return RenderedPrompt(self._tokens(text))
@@ -193,6 +197,6 @@ def fake_model(**changes: Any) -> ServedModel:
         "context_tokens": 200,
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,
-        "tool_format": JSON_TOOLS,
+        "tool_syntax": JSON_TOOLS,
     }
     return ServedModel(**{**settings, **changes})

@@ -106,6 +106,11 @@ class FakeRunner:
         self.before.append((prompt.tolist(), list(generated)))
         return FakeRow(caches, next_token)
 
+    def force(self, row: FakeRow, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
+        """The next step feeds `token`, whatever the step before gave."""
+        assert generated[-1] == token
+        row.next_token = token
+
     def prepare(self, rows: Sequence[FakeRow], previous: FakeStep | None) -> FakeStep:
         """Evaluates one token for each row; what it gives is to be read once the step was started."""
         fed = [self._input(row, previous) for row in rows]

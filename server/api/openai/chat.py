@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.output.pieces import Piece, Text, ToolArguments, ToolCallEnded, ToolCallStarted
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -24,6 +25,7 @@ from server.api.openai.chat_types import (
     ChatMessage,
     ChunkChoice,
     DeltaBody,
+    FunctionDelta,
     MessageBody,
     ToolCallBody,
     template_messages,
@@ -56,9 +58,10 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange:
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, incoming, model, context.config, namespace)
     prompt = conversation.render()
+    params = read_params(body, incoming.fields, IN_CHAT, model)
     request = build_request(
         incoming,
-        read_params(body, incoming.fields, IN_CHAT, model),
+        replace(params, max_thinking_tokens=body.thinking_wish().max_tokens),
         prompt,
         prompt_param="messages",
         namespace=namespace,
@@ -104,11 +107,7 @@ def _messages(body: ChatBody, config: ServerConfig) -> list[Message]:
 def _template_arguments(body: ChatBody) -> dict[str, Any]:
     arguments = dict(body.chat_template_kwargs or {})
     check_template_arguments(arguments, "chat_template_kwargs")
-    if body.enable_thinking is not None:
-        arguments["enable_thinking"] = body.enable_thinking
-    if body.reasoning_effort is not None:
-        arguments["reasoning_effort"] = body.reasoning_effort
-    return arguments
+    return {**arguments, **body.thinking_wish().template_arguments()}
 
 
 class ChatExchange(Exchange):
@@ -126,7 +125,10 @@ class ChatExchange(Exchange):
         self._created = int(time.time())
         self._wants_usage = body.wants_usage()
         self._said = ""
+        self._thought = ""
         self._calls: list[ToolCallBody] = []
+        self._num_streamed = 0
+        """Calls that the stream has begun, those that failed included."""
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
         """Yields the role, what the model says, why it ended, and the usage where asked for."""
@@ -158,21 +160,33 @@ class ChatExchange(Exchange):
         match piece:
             case Text(text):
                 self._said += text
+            case Reasoning(text):
+                self._thought += text
             case ToolCallStarted(call_id, name):
                 self._calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}})
             case ToolArguments(text):
                 self._calls[-1]["function"]["arguments"] += text
+            case ToolCallFailed(text):
+                self._calls.pop()
+                self._said += text
             case ToolCallEnded():
                 pass
 
     def _delta(self, piece: Piece) -> DeltaBody | None:
-        """Returns what the client is told: text as it comes, a call once it is complete."""
+        """Returns what the client is told: text and arguments as they come."""
         match piece:
-            case Text(text):
+            case Text(text) | ToolCallFailed(text):
                 return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text, "reasoning": text}
+            case ToolCallStarted(call_id, name):
+                self._num_streamed += 1
+                first: FunctionDelta = {"name": name, "arguments": ""}
+                index = self._num_streamed - 1
+                return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": first}]}
+            case ToolArguments(text):
+                return {"tool_calls": [{"index": self._num_streamed - 1, "function": {"arguments": text}}]}
             case ToolCallEnded():
-                return {"tool_calls": [{"index": len(self._calls) - 1, **self._calls[-1]}]}
-            case _:
                 return None
 
     def _last_chunks(self, finished: Finished) -> list[ChatChunk]:
@@ -208,6 +222,8 @@ class ChatExchange(Exchange):
             "content": self._said if self._said or not self._calls else None,
             "refusal": None,
         }
+        if self._thought:
+            message["reasoning_content"] = message["reasoning"] = self._thought
         if self._calls:
             message["tool_calls"] = self._calls
         return message

@@ -11,6 +11,7 @@ from models.prompt.chat_template import Message
 from models.unicode_text import read_object
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.usage import Usage
+from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
 from server.api.usage import CacheBody, TimingsBody
 
@@ -33,6 +34,23 @@ def _no_image(kind: Any) -> Any:
     if kind in ("image_url", "input_image", "image"):
         raise PydanticCustomError("no_images", "this model takes no images, only text")
     return kind
+
+
+def _budget(value: Any) -> Any:
+    """-1 is the same as none."""
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
+    return None if whole == -1 else whole
+
+
+_Budget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_budget)]
+_BUDGETS = (
+    "max_thinking_tokens",
+    "thinking_budget",
+    "thinking_budget_tokens",
+    "thinking_token_budget",
+    "reasoning_budget",
+    "reasoning_budget_tokens",
+)
 
 
 def _arguments(value: Any) -> Any:
@@ -122,6 +140,25 @@ class ToolSpec(BodyModel):
     """Taken and without effect: the end of the tools is always a restore point."""
 
 
+class ReasoningOptions(BodyModel):
+    """`reasoning`, as OpenRouter's and OpenAI's newer interface have it."""
+
+    effort: str | None = None
+    max_tokens: _Budget = None
+    enabled: bool | None = None
+    exclude: Literal[False] | None = None
+    """Thoughts are always returned."""
+    summary: str | None = None
+    """Taken, without effect: thoughts come whole, not summarised."""
+
+
+class ThinkingOptions(BodyModel):
+    """`thinking`, as Anthropic's clients and others have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] | None = None
+    budget_tokens: _Budget = None
+
+
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
@@ -132,10 +169,35 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningOptions | None = None
+    thinking: ThinkingOptions | None = None
+    think: bool | str | None = None
+    """Whether to think, or how hard."""
+    max_thinking_tokens: _Budget = None
+    thinking_budget: _Budget = None
+    thinking_budget_tokens: _Budget = None
+    thinking_token_budget: _Budget = None
+    reasoning_budget: _Budget = None
+    reasoning_budget_tokens: _Budget = None
+    """Other names of `max_thinking_tokens`; of several limits the smallest counts."""
     verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the model's chat template."""
     prediction: dict[str, Any] | None = None
+
+    def thinking_wish(self) -> ThinkingWish:
+        """Returns what the body wants of thoughts, under whichever names; the plainest counts."""
+        options, limits = self.reasoning or ReasoningOptions(), self.thinking or ThinkingOptions()
+        by_type = {"enabled": True, "disabled": False}.get(limits.type or "")
+        by_think = self.think if isinstance(self.think, bool) else None
+        enabled = (self.enable_thinking, by_think, by_type, options.enabled)
+        effort = self.reasoning_effort or options.effort or (self.think if isinstance(self.think, str) else None)
+        budgets = (options.max_tokens, limits.budget_tokens, *(getattr(self, name) for name in _BUDGETS))
+        return ThinkingWish(
+            is_enabled=next((value for value in enabled if value is not None), None),
+            effort=effort,
+            max_tokens=min((limit for limit in budgets if limit is not None), default=None),
+        )
 
     def num_explicit_points(self) -> int:
         """Returns how many restore points the client asks for."""
@@ -179,10 +241,20 @@ class ToolCallBody(TypedDict):
     function: FunctionBody
 
 
-class ToolCallDelta(ToolCallBody):
-    """A complete tool call in a stream."""
+class FunctionDelta(TypedDict):
+    """What a chunk says of a call's function: its name in the first, then more of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """What a chunk says of a tool call; `id` and `type` stand in the first."""
 
     index: int
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: FunctionDelta
 
 
 class DeltaBody(TypedDict, total=False):
@@ -190,6 +262,9 @@ class DeltaBody(TypedDict, total=False):
 
     role: str
     content: str
+    reasoning_content: str
+    reasoning: str
+    """The same text under the other name that clients look for."""
     refusal: str | None
     tool_calls: list[ToolCallDelta]
 
@@ -200,6 +275,9 @@ class MessageBody(TypedDict):
     role: str
     content: str | None
     refusal: str | None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    """The same text under the other name that clients look for."""
     tool_calls: NotRequired[list[ToolCallBody]]
 
 

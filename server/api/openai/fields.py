@@ -147,25 +147,6 @@ IN_BOTH: Rules = {
         session_params=({},),
         suffix=("",),
     ),
-    **refused(
-        "thinking is steered by enable_thinking, reasoning_effort and chat_template_kwargs, as far as the model's "
-        "template reads them",
-        think=(),
-        thinking=({},),
-        thinking_budget=(),
-        thinking_budget_tokens=(-1,),
-        thinking_token_budget=(),
-        reasoning=({},),
-        reasoning_budget=(-1,),
-        reasoning_budget_tokens=(-1,),
-    ),
-    **refused(
-        "what the model thinks is part of the text",
-        include_reasoning=(True,),
-        separate_reasoning=(False,),
-        stream_reasoning=(True,),
-        reasoning_format=("none", "auto"),
-    ),
     **refused("its name here is max_tokens", num_predict=(), max_output_tokens=()),
     **refused("its name here is seed", random_seed=()),
     **refused("its name here is cache_salt", extra_key=()),
@@ -222,7 +203,20 @@ IN_BOTH: Rules = {
 
 IN_CHAT: Rules = {
     **IN_BOTH,
-    **honoured("messages tools tool_choice enable_thinking reasoning_effort chat_template_kwargs"),
+    **honoured(
+        """
+        messages tools tool_choice chat_template_kwargs enable_thinking reasoning_effort reasoning thinking think
+        max_thinking_tokens thinking_budget thinking_budget_tokens thinking_token_budget reasoning_budget
+        reasoning_budget_tokens
+        """
+    ),
+    **refused(
+        "what the model thinks is returned apart from what it says",
+        include_reasoning=(True,),
+        separate_reasoning=(True,),
+        stream_reasoning=(True,),
+        reasoning_format=("auto", "deepseek", "parsed"),
+    ),
     **no_effect("the model decides", "parallel_tool_calls verbosity", is_read=True),
     **no_effect("it could only save time", "prediction", is_read=True),
     **refused(_NO_TOKEN_DATA, logprobs=(False, 0), top_logprobs=(0, -1)),
@@ -244,6 +238,25 @@ IN_CHAT: Rules = {
 IN_TEXT: Rules = {
     **IN_BOTH,
     **honoured("prompt"),
+    **refused(
+        "a plain completion has no template that could be told to think; send it to /v1/chat/completions",
+        think=(),
+        thinking=({},),
+        max_thinking_tokens=(-1,),
+        thinking_budget=(-1,),
+        thinking_budget_tokens=(-1,),
+        thinking_token_budget=(-1,),
+        reasoning=({},),
+        reasoning_budget=(-1,),
+        reasoning_budget_tokens=(-1,),
+    ),
+    **refused(
+        "what the model thinks is part of a completion's text",
+        include_reasoning=(True,),
+        separate_reasoning=(False,),
+        stream_reasoning=(True,),
+        reasoning_format=("none", "auto"),
+    ),
     **refused(_NO_TOKEN_DATA, logprobs=()),
     **refused("a prompt always begins with the model's first token, where it has one", add_special_tokens=(True,)),
     **refused(

@@ -1,6 +1,6 @@
 """Token counts and the reason of an answer's end, as OpenAI names them."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from server.engine.events import Finished, FinishReason
 
@@ -11,6 +11,12 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """What the answer's tokens were spent on."""
+
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     """Token counts of one request, as OpenAI names them."""
 
@@ -18,17 +24,22 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    """Only where the model's thoughts are told apart."""
 
 
 def usage_of(finished: Finished) -> Usage:
     """Returns the token counts of a finished request."""
     predicted = finished.timings.predicted_tokens
-    return {
+    usage: Usage = {
         "prompt_tokens": finished.prompt_tokens,
         "completion_tokens": predicted,
         "total_tokens": finished.prompt_tokens + predicted,
         "prompt_tokens_details": {"cached_tokens": finished.timings.cache_tokens},
     }
+    if finished.reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": finished.reasoning_tokens}
+    return usage
 
 
 def finish_reason(finished: Finished, *, made_calls: bool = False) -> str:

@@ -18,7 +18,7 @@ ASK_SECONDS = 1.0
 """How long a server may take to say which models it has; one on this machine that is well needs far less."""
 OWNER = "mlx-serve"
 
-_MANNERS = {"reasoning_content": Manner.THOUGHT, "reasoning": Manner.THOUGHT, "content": Manner.ANSWER}
+_MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from contextlib import contextmanager, nullcontext
 from rich.console import Console
 
 from models.errors import ModelError
-from models.output.pieces import OutputParser, Piece, Text
+from models.output.pieces import OutputParser, Piece, Reasoning, Text
+from models.prompt.chat_template import RenderedPrompt
 from server.api.context import EnginePort, ServedModel
 from server.cli.repl.speech import AnswerCosts, AnswerFailed, Manner, Said, Turn
 from server.config import ServerConfig
@@ -19,7 +20,7 @@ from server.engine.request import GenerationRequest
 from server.log import configure_logging
 from server.service import open_service
 
-MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER}
+MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.THOUGHT}
 """How each kind of piece is said; a kind that is not here is not shown."""
 
 
@@ -53,10 +54,11 @@ class LocalModel:
     async def answer(self, turns: Sequence[Turn], conversation: int) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first."""
         try:
-            generation = self._engine.submit(self._request(turns, conversation))
+            prompt = self._model.renderer.render(turns)
+            generation = self._engine.submit(self._request(prompt, conversation))
         except (ModelError, EngineError, ValueError) as error:
             raise AnswerFailed(str(error)) from error
-        parser = self._model.output_parser(())
+        parser = self._model.output_parser((), prompt.text)
         try:
             async for part in _follow(generation, parser):
                 yield part
@@ -67,8 +69,7 @@ class LocalModel:
                 yield part
             raise
 
-    def _request(self, turns: Sequence[Turn], conversation: int) -> GenerationRequest:
-        prompt = self._model.renderer.render(turns)
+    def _request(self, prompt: RenderedPrompt, conversation: int) -> GenerationRequest:
         room = self._model.context_tokens - len(prompt.tokens)
         if room < 1:
             raise ValueError(
@@ -82,6 +83,7 @@ class LocalModel:
             sampling=self._model.sampling,
             session_id=f"run-{conversation}",
             restore_points=prompt.restore_points,
+            thinking=self._model.thinking(prompt.text),
         )
 
 

@@ -303,6 +303,53 @@ def test_the_runner_lets_go_of_rows_that_are_over(ending: str) -> None:
     assert held() is None
 
 
+def decoded(runner: Runner, sampling: SamplingParams, forced: dict[int, int], replayed_at: int | None) -> list[int]:
+    """Thirty tokens of a row beside another; some forced, each known when the step after is prepared; or replayed."""
+    given, output = prompt(20), list[int]()
+    company = row_after(runner, prompt(9), [], GREEDY)
+    row = row_after(runner, given, output, sampling)
+    step = runner.launch([row, company], None)
+    while len(output) < 30:
+        token = forced.get(len(output))
+        if replayed_at == len(output):
+            output.append(step.tokens()[0] if token is None else token)
+            row, company = row_after(runner, given, output, sampling), row_after(runner, prompt(9), [], GREEDY)
+            step = runner.launch([row, company], None)
+            continue
+        if token is not None:
+            runner.force(row, token, prompt=given, generated=[*output, token])
+        following = runner.launch([row, company], step)
+        output.append(step.tokens()[0] if token is None else token)
+        step = following
+    return output
+
+
+def row_after(runner: Runner, given: list[int], output: list[int], sampling: SamplingParams) -> DecodeRow:
+    caches, tokens = runner.make_caches(), [*given, *output]
+    runner.prefill(caches, np.array(tokens[:-1], np.int32))
+    return runner.make_row(caches, sampling, tokens[-1], prompt=given, generated=output)
+
+
+PENALISED = SamplingParams(
+    temperature=0,
+    repetition_penalty=1.1,
+    presence_penalty=1,
+    frequency_penalty=2,
+    logit_bias=tuple((token, 100.0) for token in range(5, 12)),
+)
+"""Seven tokens are likely, and their penalties say which comes next."""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PENALISED])
+def test_a_row_goes_on_from_forced_tokens_as_if_they_had_been_sampled(sampling: SamplingParams) -> None:
+    runner, forced = runner_of("llama"), {1: 5, 2: 6, 3: 5}
+    output = decoded(runner, sampling, forced, None)
+    assert output[1:4] == [5, 6, 5]
+    assert output != decoded(runner, sampling, {}, None)
+    for place in (4, 6, 15):
+        assert decoded(runner, sampling, forced, place) == output
+
+
 def test_a_row_needs_a_token_from_somewhere() -> None:
     runner = runner_of("llama")
     row = runner.make_row(runner.make_caches(), GREEDY, next_token=3)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.output.pieces import Piece, Text, ToolArguments, ToolCallEnded, ToolCallStarted
+from models.output.pieces import Piece, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.output.plain import PlainParser
 from models.output.tool_calls import ToolCallParser
 from models.output.tool_format import ToolCall, ToolFormat
@@ -54,6 +54,10 @@ def together(pieces: list[Piece]) -> list[str | ToolCall]:
                 result[-1] = ToolCall(call.id, call.name, call.arguments + text)
             case ToolCallEnded():
                 assert is_open
+                is_open = False
+            case ToolCallFailed(text):
+                assert is_open and isinstance(result[-1], ToolCall)
+                result[-1] = text
                 is_open = False
     assert not is_open
     return result
@@ -119,7 +123,37 @@ NO_CALLS = [
 @pytest.mark.parametrize("text", NO_CALLS)
 def test_what_only_looks_like_a_call_stays_text(text: str) -> None:
     written = f"<tool_call>{text}</tool_call>"
-    assert run([written]) == [written]
+    assert run([written]) == run(list(written)) == [written]
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    output = ToolCallParser(JSON_TOOLS, [])
+    assert output.feed('Hm.\n<tool_call>{"name": "f", "argum') == [Text("Hm.")]
+    started, arguments = output.feed('ents": {"a": "x y')
+    assert isinstance(started, ToolCallStarted) and started.name == "f"
+    assert arguments == ToolArguments('{"a": "x y')
+    assert output.feed(" z\\") == [ToolArguments(" z")]
+    assert output.feed('n", "b": 12') == [ToolArguments('\\n", "b": ')]
+    assert output.feed("3}") == [ToolArguments("123}")]
+    assert not output.made_calls
+    assert output.feed("}</tool_call>") == [ToolCallEnded()]
+    assert output.made_calls
+
+
+@pytest.mark.parametrize("rest", ["oops}}</tool_call>", '1}, "name": "g"}</tool_call>', "1}}}</tool_call>", "1"])
+def test_a_call_that_fails_after_all_is_text_and_nothing_of_it_is_lost(rest: str) -> None:
+    written = '<tool_call>{"name": "f", "arguments": {"a": '
+    output = ToolCallParser(JSON_TOOLS, [])
+    started, arguments = output.feed(written)
+    assert isinstance(started, ToolCallStarted) and arguments == ToolArguments('{"a": ')
+    pieces = [*output.feed(rest), *output.finish(is_complete=False)]
+    assert pieces[-1] == ToolCallFailed(written + rest)
+    assert not output.made_calls
+
+
+def test_a_change_of_mind_within_a_call_does_not_change_what_was_said() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}, "arguments": {"a": 2}}</tool_call>'
+    assert run(list(text)) == [text]
 
 
 @pytest.mark.parametrize("parser", ["json_tools", "mistral", "glm47", "longcat"])
@@ -144,7 +178,20 @@ def test_text_and_calls_are_told_apart(text: str, expected: list[str | ToolCall]
 def test_it_does_not_matter_where_the_text_is_cut(case: tuple[str, list[str | ToolCall]], cuts: list[int]) -> None:
     text, expected = case
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    assert run([text[start:stop] for start, stop in itertools.pairwise(edges)]) == expected
+    parts = run([text[start:stop] for start, stop in itertools.pairwise(edges)])
+    assert meanings(parts) == meanings(expected)
+
+
+def meanings(parts: list[str | ToolCall]) -> list[Any]:
+    """The parts with arguments as values: what is passed on early keeps the spelling of the model."""
+    return [(part.name, json.loads(part.arguments)) if isinstance(part, ToolCall) else part for part in parts]
+
+
+@pytest.mark.parametrize(("text", "expected"), CASES)
+def test_every_cut_gives_the_same(text: str, expected: list[str | ToolCall]) -> None:
+    assert meanings(run(list(text))) == meanings(expected)
+    for cut in range(len(text)):
+        assert meanings(run([text[:cut], text[cut:]])) == meanings(expected)
 
 
 @given(st.text(alphabet="<tol_ca>/{} \n", max_size=60), st.booleans())

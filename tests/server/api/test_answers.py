@@ -114,9 +114,44 @@ def test_streamed_calls_are_numbered_and_complete(client: TestClient, engine: Fa
     engine.script = Script(texts=('<tool_call>{"name": "f"}</tool_call>\n<tool_', 'call>{"name": "g"}</tool_call>'))
     chunks = ask(client, tools=TOOLS, stream=True)
     calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert [(call["index"], call["function"]["name"]) for call in calls] == [(0, "f"), (1, "g")]
+    assert [(call["index"], call.get("id") is None, call["function"]) for call in calls] == [
+        (0, False, {"name": "f", "arguments": ""}),
+        (0, True, {"arguments": "{}"}),
+        (1, False, {"name": "g", "arguments": ""}),
+        (1, True, {"arguments": "{}"}),
+    ]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
     assert all(not chunk["choices"][0]["delta"].get("content") for chunk in chunks)
+
+
+LATE_FAULT = (
+    '<tool_call>{"name": "f", "arguments": {"a": 1',
+    ", oops}}</tool_call>",
+    '<tool_call>{"name": "g"}</tool_call>',
+)
+
+
+def test_a_call_that_fails_late_is_text_and_the_next_one_has_its_own_index(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    engine.script = Script(texts=LATE_FAULT)
+    deltas = [chunk["choices"][0]["delta"] for chunk in ask(client, tools=TOOLS, stream=True)]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [(call["index"], call["function"]["arguments"]) for call in calls] == [
+        (0, ""),
+        (0, '{"a": '),
+        (0, "1, "),
+        (1, ""),
+        (1, "{}"),
+    ]
+    assert "".join(delta.get("content", "") for delta in deltas) == "".join(LATE_FAULT[:2])
+
+
+def test_a_call_that_fails_late_is_no_call_of_a_whole_answer(client: TestClient, engine: FakeEngine) -> None:
+    engine.script = Script(texts=LATE_FAULT)
+    message = ask(client, tools=TOOLS)["choices"][0]["message"]
+    assert message["content"] == "".join(LATE_FAULT[:2])
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["g"]
 
 
 def test_a_malformed_call_stays_text(client: TestClient, engine: FakeEngine) -> None:
@@ -146,13 +181,13 @@ def test_tools_that_are_not_offered_are_neither_shown_nor_called(
 
 def test_a_model_without_a_parser_answers_calls_as_text(engine: FakeEngine) -> None:
     engine.script = Script(texts=CALL_TEXTS)
-    client = TestClient(create_app(engine, fake_model(tool_format=None), ServerConfig()))
+    client = TestClient(create_app(engine, fake_model(tool_syntax=None), ServerConfig()))
     assert ask(client, tools=TOOLS)["choices"][0]["message"]["content"] == "".join(CALL_TEXTS)
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({}, "parsed"), ({"tool_format": None}, "text"), ({"renderer": FakeRenderer(reads_tools=False)}, "none")],
+    [({}, "parsed"), ({"tool_syntax": None}, "text"), ({"renderer": FakeRenderer(reads_tools=False)}, "none")],
 )
 def test_the_model_says_what_becomes_of_its_calls(engine: FakeEngine, changes: dict[str, Any], says: str) -> None:
     client = TestClient(create_app(engine, fake_model(**changes), ServerConfig()))

@@ -46,9 +46,10 @@ class Live:
     client: openai.OpenAI
     http: httpx.Client
     engine: Engine
+    model: str = "tiny"
 
     def ask(self, *messages: Any, **fields: Any) -> Any:
-        return self.client.chat.completions.create(model="tiny", messages=list(messages), **{**GREEDY, **fields})
+        return self.client.chat.completions.create(model=self.model, messages=list(messages), **{**GREEDY, **fields})
 
     def text(self, *messages: Any, **fields: Any) -> str:
         return str(self.ask(*messages, **fields).choices[0].message.content)
@@ -81,10 +82,10 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 class serving:  # noqa: N801 - a context manager reads as a verb
     """Serves a model folder while the block runs."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path | str, **settings: Any) -> None:
         config = ServerConfig(models=(str(folder),), cache_memory_bytes=1 << 28, **settings)
         service = open_service(config)
-        self._engine = service.engine
+        self._engine, self._model = service.engine, service.model.id
         self._server = running(create_app(service.engine, service.model, config))
 
     def __enter__(self) -> Live:
@@ -92,7 +93,7 @@ class serving:  # noqa: N801 - a context manager reads as a verb
         address = self._server.__enter__()
         self._client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
         self._http = httpx.Client(base_url=address, timeout=WAIT_SECONDS)
-        return Live(address, self._client, self._http, self._engine)
+        return Live(address, self._client, self._http, self._engine, self._model)
 
     def __exit__(self, *_: object) -> None:
         self._client.close()

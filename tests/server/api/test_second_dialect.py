@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from models.output.pieces import Text, ToolArguments, ToolCallEnded, ToolCallStarted
+from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import Message
 from server.api.auth import namespace_of
 from server.api.context import ApiContext
@@ -108,12 +108,16 @@ def written(event: OutputEvent) -> tuple[str, Any]:
     match event:
         case Text(text):
             return "text", text
+        case Reasoning(text):
+            return "thought", text
         case ToolCallStarted(_, name):
             return "call", name
         case ToolArguments(text):
             return "arguments", text
         case ToolCallEnded():
             return "called", None
+        case ToolCallFailed(text):
+            return "no call", text
         case Finished():
             return "end", {"reason": event.reason.value, "tokens": event.prompt_tokens}
 

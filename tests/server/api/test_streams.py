@@ -110,7 +110,9 @@ def test_half_a_character_in_a_call_does_not_fail_the_answer(stream: bool) -> No
     if stream:
         events = events_of(answer)
         assert events[-1] == "[DONE]"
-        [call] = [c for e in events[:-1] for choice in e["choices"] for c in choice["delta"].get("tool_calls", ())]
+        deltas = [c for e in events[:-1] for choice in e["choices"] for c in choice["delta"].get("tool_calls", ())]
+        arguments = "".join(delta["function"]["arguments"] for delta in deltas)
+        call = {**deltas[0], "function": {**deltas[0]["function"], "arguments": arguments}}
     else:
         [call] = answer.json()["choices"][0]["message"]["tool_calls"]
     assert (call["id"], call["function"]["name"]) == ("c\ufffd", "f\ufffd")

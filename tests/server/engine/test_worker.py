@@ -10,6 +10,7 @@ import pytest
 from cache.errors import PinLimit
 from cache.pins import PinName
 from models.inference.sampling_params import SamplingParams
+from models.output.reasoning_format import ReasoningFormat, Thinking
 from server.engine.commands import ClearCache, PinSession, UnpinSession
 from server.engine.errors import OutOfMemory, PromptTooLarge, StepFailed
 from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
@@ -17,7 +18,7 @@ from server.engine.prefill import COPIED_PER_EVALUATED
 from server.engine.request import Priority
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_model import LAYOUTS
-from tests.support.fake_runner import EOS, FakeRunner, reference
+from tests.support.fake_runner import EOS, FakeRunner, next_token, reference
 
 pytestmark = pytest.mark.usefixtures("overlaps")
 
@@ -658,3 +659,64 @@ def test_a_replayed_row_knows_its_prompt_from_its_output() -> None:
         first, again = [generated for held, generated in runner.before if held == prompt]
         assert first == []
         assert 0 < len(again) < 8 and again == reference(prompt, 8, ignore_eos=True)[: len(again)]
+
+
+CLOSING = (11, 12, 13)
+NUMBERED = ReasoningFormat("30 ", "12 ", CLOSING)
+"""Markers of `NumberDecoder`'s texts: a thought ends with token 12."""
+
+
+def thinking_reference(prompt: list[int], max_tokens: int, limit: int) -> list[int]:
+    """What the fake model answers when its thought, open from the start, is closed after `limit` tokens."""
+    output: list[int] = []
+    forced: list[int] | None = None
+    while len(output) < max_tokens and (not output or output[-1] != EOS):
+        if forced is None and 12 not in output and len(output) == limit:
+            forced = list(CLOSING)
+        output.append(forced.pop(0) if forced else next_token([*prompt, *output]))
+    return output
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_thought_is_closed_after_its_last_token_and_the_answer_goes_on(layout: str, limit: int) -> None:
+    harness = Harness(layout)
+    thinking = Thinking(NUMBERED, is_open=True, max_tokens=limit)
+    prompts = [prompt_of(seed, 20 + seed) for seed in range(6)]
+    sinks = [
+        harness.submit(prompt, max_tokens=14, thinking=thinking if n % 3 else None)
+        for n, prompt in enumerate(prompts)
+    ]
+    harness.run()
+    for n, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        expected = thinking_reference(prompt, 14, limit) if n % 3 else reference(prompt, 14)
+        assert sink.tokens == [token for token in expected if token != EOS]
+        thought = expected[: min(limit, *(i for i, token in enumerate([*expected, 12]) if token in (12, EOS)))]
+        assert sink.last.reasoning_tokens == (len(thought) if n % 3 else None)
+        assert sink.last.timings.predicted_tokens == len(expected)
+
+
+def test_the_turn_after_a_closed_thought_finds_the_forced_tokens_cached() -> None:
+    harness, prompt = Harness(), prompt_of(3, 20)
+    expected = thinking_reference(prompt, 12, 3)
+    harness.run(harness.submit(prompt, max_tokens=12, thinking=Thinking(NUMBERED, is_open=True, max_tokens=3)))
+    sink = harness.submit([*prompt, *expected, 5, 6], max_tokens=4)
+    harness.run()
+    assert sink.started.hit_tokens >= 20 + len(expected) - 1
+    assert sink.tokens == answer([*prompt, *expected, 5, 6], 4)
+
+
+@pytest.mark.parametrize("part", ["prepare", "start", "read"])
+@pytest.mark.parametrize("failing", range(1, 9))
+def test_a_failed_step_does_not_lose_a_forced_token(part: str, failing: int) -> None:
+    steps = iter(range(1, 1000))
+    runner = FakeRunner("T", fault=lambda kind, rows: part if kind == "decode" and next(steps) == failing else None)
+    harness = Harness(runner=runner)
+    prompts = [prompt_of(seed, 20) for seed in (1, 2)]
+    thinking = Thinking(NUMBERED, is_open=True, max_tokens=3)
+    sinks = [harness.submit(prompt, max_tokens=12, thinking=thinking) for prompt in prompts]
+    harness.run()
+    for prompt, sink in zip(prompts, sinks, strict=True):
+        if not isinstance(sink.last, Failed):
+            expected = thinking_reference(prompt, 12, 3)
+            assert sink.tokens == [token for token in expected if token != EOS]

@@ -1,0 +1,165 @@
+"""Thoughts told apart from the answer: in the text as it streams, and by tokens in the engine.
+
+A thought stands at the beginning of an answer, or was begun by the prompt. It ends at its end marker; one that never
+ends is all of the output. White space around the markers belongs to the format, not to thought or answer. A marker
+anywhere else is text. Pure.
+"""
+
+from enum import Enum, auto
+
+from models.output.marker import MarkerSearch
+from models.output.pieces import OutputParser, Piece, Reasoning
+from models.output.reasoning_format import ReasoningFormat, Thinking
+
+
+class _Phase(Enum):
+    BEFORE = auto()
+    """Nothing but white space was written."""
+    THOUGHT = auto()
+    GAP = auto()
+    """Behind the thought, before the first letter of the answer."""
+    ANSWER = auto()
+
+
+class ReasoningParser:
+    """Splits one answer's text into what was thought and the rest, which another parser reads."""
+
+    def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
+        """`is_open`: the prompt has begun the thought."""
+        self._format = reasoning_format
+        self._answer = answer
+        self._phase = _Phase.THOUGHT if is_open else _Phase.BEFORE
+        self._search = MarkerSearch([reasoning_format.end if is_open else reasoning_format.start])
+        self._space = ""
+        """White space that is held back: it belongs to the format if a marker follows."""
+        self._has_thought = False
+
+    @property
+    def made_calls(self) -> bool:
+        """Whether a complete tool call was returned so far."""
+        return self._answer.made_calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """Returns the pieces that `text` completes; holds back what may become a marker."""
+        pieces: list[Piece] = []
+        while text:
+            text = self._read(text, pieces)
+        return pieces
+
+    def finish(self, *, is_complete: bool) -> list[Piece]:
+        """Returns the rest: of a thought that was never closed, or of the answer."""
+        rest, pieces = self._space + self._search.flush(), list[Piece]()
+        if self._phase is _Phase.THOUGHT and rest and (self._has_thought or not rest.isspace()):
+            pieces.append(Reasoning(rest))
+        elif self._phase is _Phase.BEFORE:
+            pieces += self._answer.feed(rest)
+        return pieces + self._answer.finish(is_complete=is_complete)
+
+    def _read(self, text: str, pieces: list[Piece]) -> str:
+        """Reads up to where the phase changes; returns what follows."""
+        match self._phase:
+            case _Phase.BEFORE:
+                return self._read_before(text, pieces)
+            case _Phase.THOUGHT:
+                return self._read_thought(text, pieces)
+            case _Phase.GAP:
+                text = text.lstrip()
+                self._phase = _Phase.ANSWER if text else _Phase.GAP
+                return text
+            case _Phase.ANSWER:
+                pieces += self._answer.feed(text)
+                return ""
+
+    def _read_before(self, text: str, pieces: list[Piece]) -> str:
+        found = self._search.push(text)
+        before, self._space = self._space + found.before, ""
+        if before and not before.isspace():
+            # The answer has begun without a thought; a marker in it is text.
+            self._phase = _Phase.ANSWER
+            pieces += self._answer.feed(before + self._search.flush() + (found.marker or ""))
+        elif found.marker is not None:
+            self._phase, self._search = _Phase.THOUGHT, MarkerSearch([self._format.end])
+        else:
+            self._space = before
+        return found.after
+
+    def _read_thought(self, text: str, pieces: list[Piece]) -> str:
+        found = self._search.push(text)
+        thought = self._space + found.before
+        if not self._has_thought:
+            thought = thought.lstrip()
+        visible = thought.rstrip()
+        self._space = thought[len(visible) :]
+        if visible:
+            self._has_thought = True
+            pieces.append(Reasoning(visible))
+        if found.marker is not None:
+            self._space, self._phase = "", _Phase.GAP
+        return found.after
+
+
+class ThoughtWatch:
+    """Counts the tokens of one answer's thought, and closes it when there are as many as were allowed.
+
+    Told of every token of the output and the text that it completes, in order. The markers are not counted, nor are
+    the tokens that `forced` has put in.
+    """
+
+    def __init__(self, thinking: Thinking) -> None:
+        self.num_tokens = 0
+        """Tokens of the thought so far."""
+        self._thinking = thinking
+        self._phase = _Phase.THOUGHT if thinking.is_open else _Phase.BEFORE
+        markers = thinking.reasoning_format
+        self._search = MarkerSearch([markers.end if thinking.is_open else markers.start])
+        self._num_held = 0
+        """Tokens of the thought that may turn out to be part of the end marker."""
+        self._num_forced = 0
+
+    def accept(self, token: int, text: str) -> None:
+        """Takes the next token of the output and the text that became certain with it."""
+        if self.forced() is not None:
+            self._num_forced += 1
+            if self._num_forced == len(self._closing_ids):
+                self._phase = _Phase.ANSWER
+        elif self._phase is _Phase.THOUGHT:
+            self._count(text)
+        elif self._phase is _Phase.BEFORE:
+            self._look_for_start(text)
+
+    def forced(self) -> int | None:
+        """Returns the token that must come next; None where any may."""
+        limit = self._thinking.max_tokens
+        if limit is None or not self._closing_ids or self._phase is not _Phase.THOUGHT:
+            return None
+        return self._closing_ids[self._num_forced] if self.num_tokens + self._num_held >= limit else None
+
+    def finish(self) -> None:
+        """Counts what was held back: the output is over."""
+        self.num_tokens, self._num_held = self.num_tokens + self._num_held, 0
+
+    @property
+    def _closing_ids(self) -> tuple[int, ...]:
+        return self._thinking.reasoning_format.closing_ids
+
+    def _look_for_start(self, text: str) -> None:
+        found = self._search.push(text)
+        if found.before.strip():
+            self._phase = _Phase.ANSWER
+        elif found.marker is not None:
+            self._phase, self._search = _Phase.THOUGHT, MarkerSearch([self._thinking.reasoning_format.end])
+            if found.after:
+                self._count(found.after)
+
+    def _count(self, text: str) -> None:
+        found = self._search.push(text)
+        if found.marker is not None:
+            # A token may hold the end of the thought and the marker.
+            self.num_tokens += 1 if found.before else 0
+            self._num_held, self._phase = 0, _Phase.ANSWER
+        elif not self._search.is_holding:
+            self.num_tokens, self._num_held = self.num_tokens + self._num_held + 1, 0
+        elif found.before:
+            self.num_tokens, self._num_held = self.num_tokens + self._num_held, 1
+        else:
+            self._num_held += 1
