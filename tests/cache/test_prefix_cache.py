@@ -24,6 +24,8 @@ from tests.support import cache_driver, fake_model
 # isort: split
 from mlx_lm.models.cache import KVCache
 
+pytestmark = pytest.mark.usefixtures("exact_buffers")
+
 
 def make(layout: str = "T", *, num_slots: int = 2, budget_bytes: int = 1 << 30) -> PrefixCache:
     return PrefixCache(lambda: fake_model.make_caches(layout), num_slots=num_slots, budget_bytes=budget_bytes)

@@ -99,6 +99,23 @@ def test_a_prompt_that_parts_inside_an_edge(make_world: MakeWorld, edge_tokens: 
     assert max(hits) == HEAD_TOKENS + (0 if has_points or edge_tokens > W else inside)
 
 
+@pytest.mark.parametrize("make_world", FAKES)
+def test_rows_that_are_about_to_be_restored_live_through_both_evictions(make_world: MakeWorld) -> None:
+    """One is for the request; the other comes once the conversation that its slot held is stored, too."""
+    story, other = tokens_of(1, HEAD_TOKENS + W + 1), tokens_of(4, HEAD_TOKENS + W + 1)
+
+    def make() -> World:
+        world = ready(make_world)
+        world.request(story, explicit=(HEAD_TOKENS,))
+        world.request(other)
+        return world
+
+    hits = press(make, [*story[: HEAD_TOKENS + W // 2], *tokens_of(2, 9)])
+    has_points = make().prefix_cache.layout.has_points
+    # The smallest budget holds no rows beside the live ones. In all others it is the other conversation that goes.
+    assert hits[1:] == [HEAD_TOKENS + (0 if has_points else W // 2)] * NUM_BUDGETS
+
+
 @pytest.mark.parametrize("make_world", REAL)
 def test_a_prompt_that_parts_inside_an_edge_of_a_window(make_world: MakeWorld) -> None:
     hits, _ = press_inside_edge(make_world, W, W // 2)
