@@ -32,7 +32,7 @@ from cache.reclaim import Reclaimer
 from cache.recording import Recorder
 from cache.reservations import Reservations
 from cache.restore_points import RestorePoint
-from cache.sizes import SequenceSizes
+from cache.sizes import CHUNK_TOKENS, SequenceSizes
 from cache.slots import Slot
 from cache.stats import CacheStats
 from cache.tokens import TokenArray
@@ -49,10 +49,13 @@ class PrefixCache:
         *,
         num_slots: int,
         budget_bytes: int,
+        chunk_tokens: int = CHUNK_TOKENS,
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """`layout` says how the caches come apart; by default it is found from what `make_caches` makes.
+        """Prompts are evaluated in calls of up to `chunk_tokens`, on which depends what window layers hold.
+
+        `layout` says how the caches come apart; by default it is found from what `make_caches` makes.
 
         State that does not fit the budget goes to `disk`, if there is one, and so does idle state.
         """
@@ -61,7 +64,7 @@ class PrefixCache:
         self.memory = MemoryTier(layout, budget_bytes)
         self.archive = Archive(disk, layout) if disk is not None else None
         self.pager = Pager(layout, self.memory, make_caches, num_slots)
-        self.sizes = SequenceSizes(layout)
+        self.sizes = SequenceSizes(layout, chunk_tokens)
         self._pinning = Pinning(self.pager, self.sizes)
         self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes)
         self._promotion = Promotion(self.archive, self.memory, self.pager, self.reclaimer, self.clock)

@@ -34,6 +34,7 @@ from tests.support import fake_model
 from tests.support.disk_driver import open_tier
 
 WINDOW = 6
+MAX_CHUNK_TOKENS = 16
 SLACK_BYTES = 4096
 """Small arrays that fakes and mlx-lm's caches hold besides their rows."""
 
@@ -68,6 +69,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             lambda: fake_model.make_caches(self.layout, WINDOW),
             num_slots=num_slots,
             budget_bytes=budget_bytes,
+            chunk_tokens=MAX_CHUNK_TOKENS,
             disk=self.tier,
         )
         sample = fake_model.make_caches(self.layout, WINDOW)
@@ -204,7 +206,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # ----------------------------------------------------------------------------------------------- running
 
     @precondition(lambda self: any(r.lease.offset < r.limit for r in self.running))
-    @rule(which=st.integers(0, 3), chunk_tokens=st.integers(1, 16))
+    @rule(which=st.integers(0, 3), chunk_tokens=st.integers(1, MAX_CHUNK_TOKENS))
     def prefill(self, which: int, chunk_tokens: int) -> None:
         waiting = [r for r in self.running if r.lease.offset < r.limit]
         run = waiting[which % len(waiting)]
