@@ -8,7 +8,7 @@ import pytest
 from scripts.demo.server_facts import TOPICS
 
 ROOT = Path(__file__).parents[1]
-DOCS = ("README.md", "ARCHITECTURE.md", "docs/api.md", "docs/benchmarks.md", "docs/cli.md")
+DOCS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/api.md", "docs/benchmarks.md", "docs/cli.md")
 NAMED = re.compile(
     r"--[a-z][a-z-]*|/(?:v1/[a-z/]+|health)|mlx-serve (?:pull|list|run|serve|doctor)|make [a-z]+"
     r"|[a-z]+_[a-z_]+|Ctrl-C|Apache-2\.0|\d+(?:\.\d+)*"
