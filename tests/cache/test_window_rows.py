@@ -66,7 +66,7 @@ def press(make: Callable[[], World], prompt: Sequence[int]) -> list[int]:
     The smallest budget just holds the prompt, the largest needs nothing to go.
     """
     ledger, hits = make().prefix_cache.ledger, list[int]()
-    needed = int(len(prompt) * make().prefix_cache.sizes.bytes_per_token) + 1
+    needed = int(make().prefix_cache.sizes.bytes_for(len(prompt))) + 1
     for step in range(NUM_BUDGETS + 1):
         world = make()
         world.prefix_cache.ledger.budget_bytes = needed + (ledger.charged_bytes + needed) * step // NUM_BUDGETS
