@@ -36,7 +36,7 @@ class CacheRequest:
     lookup: Lookup
     session_id: str | None
     restore_points: Sequence[RestorePoint]
-    """Where the sequence is worth being restored later."""
+    """Offsets at which the sequence is to be restorable later."""
     expected_tokens: int
     """Output to reserve memory for."""
     reuse: bool

@@ -23,7 +23,7 @@ class Demotion:
             self.archive.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Has everything written that is worth it and not on disk yet, one piece with each step.
+        """Writes the state that is to be kept and not on disk yet, one piece with each step.
 
         What was used last is written first. The iterator is for idle time: make a new one after any other call.
         """

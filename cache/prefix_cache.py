@@ -195,7 +195,7 @@ class PrefixCache:
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Has everything written that is worth it and not on disk yet, one piece with each step.
+        """Writes the state that is to be kept and not on disk yet, one piece with each step.
 
         For idle time: begin anew after any other call.
         """

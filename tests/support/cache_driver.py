@@ -65,7 +65,7 @@ def run(
     if stop_at is None:
         for token in [prompt[-1], *generated]:
             evaluate(lease.caches, np.array([token], np.int32))
-            lease.append(token, is_settled=True)
+            lease.append(token, is_evaluated=True)
     inspect(lease)
     lease.close()
     prefix_cache.check()
