@@ -6,6 +6,8 @@ ModelError
 ├── PromptTooLong        a text has more tokens than may be asked of the model; not all were counted
 ├── TokenizerFailed      the tokenizers library gives up on a text
 ├── InvalidParameter     a sampling parameter is out of range; carries the parameter's name
+├── InvalidGrammar       a schema, pattern or grammar is wrong, or more than can be followed
+├── GrammarFailed        an output cannot be bound to its grammar any further
 └── PullFailed           a download did not come about; what was fetched before is kept
     ├── HubUnreachable        no network, or the hub does not answer
     ├── RepositoryNotFound    no such repository or revision, or it is private
@@ -50,6 +52,14 @@ class InvalidParameter(ModelError):
         super().__init__(message)
         self.param = param
         """The parameter's name as clients write it, such as `top_p`."""
+
+
+class InvalidGrammar(ModelError):
+    """No output can be bound to a schema, a pattern or a grammar; the message says what is wrong with it."""
+
+
+class GrammarFailed(ModelError):
+    """An output cannot be bound any further: following its grammar has become too much work."""
 
 
 class PullFailed(ModelError):

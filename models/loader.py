@@ -144,7 +144,8 @@ def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None)
         found = HARMONY_REASONING
     if found is None:
         return None
-    return replace(found, closing_ids=tuple(tokenizer.encode(found.closing, add_special_tokens=False)))
+    closing_ids = tuple(tokenizer.encode(found.closing, add_special_tokens=False))
+    return replace(found, closing_ids=closing_ids, start_id=tokenizer.get_vocab().get(found.start))
 
 
 def _check_folder(path: Path, name: str) -> None:

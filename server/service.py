@@ -1,5 +1,6 @@
 """From settings to a model that can be asked: finds it, loads it, and puts an engine behind it."""
 
+import copy
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from mlx.utils import tree_flatten
 from models import weights
 from models.alternatives import suggest_smaller
 from models.errors import InvalidParameter
+from models.inference.grammar_compiler import GrammarCompiler
 from models.inference.sampling_params import SamplingParams, check
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import get_total_parameters
@@ -170,6 +172,7 @@ def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
         created=int(time.time()),
         tool_syntax=loaded.tool_syntax,
         reasoning_format=loaded.reasoning_format,
+        grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
     )
     if served.tool_calls == "text":
@@ -177,6 +180,14 @@ def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
             "%s takes tools, but how it writes calls is not known: they come as text, not as tool_calls", served.id
         )
     return served
+
+
+def _describe_tokenizer(loaded: LoadedModel) -> str:
+    """Returns the text of a model's `tokenizer.json`; raises AttributeError for a tokenizer of another kind."""
+    backend = copy.copy(loaded.tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return str(backend.to_str())
 
 
 def _template_owner(loaded: LoadedModel) -> Any:

@@ -7,6 +7,9 @@ device then never waits for Python.
     runner.start(following)                     # before or after the next line: see `overlaps`
     tokens = current.tokens()                   # blocks until `current` is done
 
+Where the tokens of `current` decide what `following` may sample, it is prepared without sampling and started; once
+they are read, `sample` takes the masks, and a second `start` computes the rest. Meanwhile the model was evaluated.
+
 Invariants:
 
 - `prepare` adds the tokens that it feeds to the rows' caches. The token that the latest step samples is not in them
@@ -38,6 +41,7 @@ from models.inference.ragged import RaggedBatch, own_point_state, ragged_attenti
 from models.inference.sampling import BatchSampler, RowSampling, TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import make_prompt_cache
+from models.output.grammar import MaskWords
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_STEPS = 256
@@ -54,15 +58,18 @@ class DecodeRow:
     """The token that the next step feeds the row; None for the one that the step before sampled for it."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DecodeStep:
     """One decode step: a token for each of its rows, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
-    sampled: mx.array
+    logits: mx.array | None
+    """`[num_rows, vocab_size]` until the tokens are sampled from them."""
+    sampled: mx.array | None = None
 
     def tokens(self) -> list[int]:
         """Blocks until the step is done; returns the sampled token of each row, in the order of `rows`."""
+        assert self.sampled is not None, "a step was read that has sampled nothing"
         return cast(list[int], self.sampled.tolist())
 
 
@@ -129,23 +136,38 @@ class Runner:
         if row.sampling.params.is_penalised:
             row.sampling = row.sampling.after(prompt, generated)
 
-    def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None) -> DecodeStep:
+    def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:
         """Returns a step that evaluates one token for each row and samples the next; nothing is computed yet.
 
         A row is fed its `next_token`, which is then cleared; without one, the token that `previous` samples for it.
+        Without `samples` it waits for `sample`.
         The module's docstring says what state the rows are in after an error.
         """
         tokens = _inputs(rows, previous)
         with self._dropping_merged_state_on_error():
-            sampled = self._sampler.sample(self._evaluate(rows, tokens), [row.sampling for row in rows])
+            step = DecodeStep(tuple(rows), self._evaluate(rows, tokens))
+            if samples:
+                self.sample(step, ())
         for row in rows:
             row.next_token = None
-        return DecodeStep(tuple(rows), sampled)
+        return step
+
+    def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
+        """Samples the tokens of a step, which `start` then computes.
+
+        `masks` says for each row which tokens it may sample, None for all; empty where that holds for every row.
+        """
+        assert step.logits is not None, "a step samples once"
+        with self._dropping_merged_state_on_error():
+            step.sampled = self._sampler.sample(step.logits, [row.sampling for row in step.rows], masks)
+        step.logits = None
 
     def start(self, step: DecodeStep) -> None:
-        """Has the device compute a step; does not wait for its end."""
+        """Has the device compute what of a step is prepared; does not wait for its end."""
         with self._dropping_merged_state_on_error():
-            mx.async_eval(step.sampled)  # type: ignore[no-untyped-call]
+            mx.async_eval(step.logits if step.sampled is None else step.sampled)  # type: ignore[no-untyped-call]
+        if step.sampled is None:
+            return
         self._num_steps += 1
         if self._num_steps % CLEAR_CACHE_STEPS == 0:
             mx.clear_cache()
@@ -220,6 +242,7 @@ def _inputs(rows: Sequence[DecodeRow], previous: DecodeStep | None) -> mx.array:
     if len(host_tokens) == len(rows):
         return mx.array(host_tokens, dtype=mx.uint32)
     assert previous is not None, "a row without next_token needs the step that sampled its token"
+    assert previous.sampled is not None, "a step is followed once it has sampled"
     if tuple(rows) == previous.rows and not host_tokens:
         return previous.sampled
     sampled_at = {row: index for index, row in enumerate(previous.rows)}

@@ -1,8 +1,8 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
-The order is the usual one: logit bias, penalties, temperature, top-k, top-p, min-p, then one draw. Each filter
-applies to what the one before it kept. Tokens that tie with the last one kept are kept too, so that the choice does
-not depend on the order of a sort.
+The order is the usual one: the mask of a grammar, logit bias, penalties, temperature, top-k, top-p, min-p, then one
+draw. Each filter applies to what the one before it kept. Tokens that tie with the last one kept are kept too, so that
+the choice does not depend on the order of a sort.
 
 A draw adds Gumbel noise and takes the maximum (Gumbel-max trick: Maddison, Tarlow, Minka, "A* Sampling", 2014,
 section 2). The noise comes from a key made of the request's seed and the number of tokens drawn before, so it does
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import MaskWords
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
 
@@ -82,11 +83,18 @@ class BatchSampler:
         self._vocab_size = vocab_size
         self._batch: _Batch | None = None
 
-    def sample(self, logits: mx.array, rows: Sequence[RowSampling]) -> mx.array:
-        """Returns the token of each row, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`."""
+    def sample(
+        self, logits: mx.array, rows: Sequence[RowSampling], masks: Sequence[MaskWords | None] = ()
+    ) -> mx.array:
+        """Returns the token of each row, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`.
+
+        `masks` are the tokens that each row may sample, None for all of them; empty where that holds for every row.
+        """
         if self._batch is None or not self._batch.is_for(rows):
             self.release()
             self._batch = _Batch(rows, self._vocab_size)
+        if any(mask is not None for mask in masks):
+            logits = mx.where(_allowed(masks, self._vocab_size), logits, -math.inf)
         return self._batch.sample(logits)
 
     def release(self) -> None:
@@ -290,6 +298,18 @@ def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | N
     if all(row is None for row in rows):
         return None
     return mx.stack([missing if row is None else row for row in rows])
+
+
+def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
+    """Returns which tokens each row may sample, bool `[num_rows, vocab_size]`. Those beyond a mask it may not."""
+    allowed = np.zeros((len(masks), vocab_size), np.bool_)
+    for row, words in zip(allowed, masks, strict=True):
+        if words is None:
+            row[:] = True
+            continue
+        bits = np.unpackbits(words.view(np.uint8), count=min(words.size * 32, vocab_size), bitorder="little")
+        row[: bits.size] = bits
+    return mx.array(allowed)
 
 
 def _column(values: Iterable[float]) -> mx.array:

@@ -115,6 +115,13 @@ class ThoughtWatch:
         self._num_held = 0
         """Tokens of the thought that may turn out to be part of the end marker."""
         self._num_forced = 0
+        self.answer_begun = ""
+        """What the token that ended the thought has put out of the answer, white space before it left away."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the thought has begun and has not ended."""
+        return self._phase is _Phase.THOUGHT
 
     def accept(self, token: int, text: str) -> None:
         """Takes the next token of the output and the text that became certain with it."""
@@ -157,6 +164,7 @@ class ThoughtWatch:
             # A token may hold the end of the thought and the marker.
             self.num_tokens += 1 if found.before else 0
             self._num_held, self._phase = 0, _Phase.ANSWER
+            self.answer_begun = found.after.lstrip()
         elif not self._search.is_holding:
             self.num_tokens, self._num_held = self.num_tokens + self._num_held + 1, 0
         elif found.before:

@@ -33,6 +33,8 @@ class ReasoningFormat:
     end: str
     closing_ids: tuple[int, ...] = ()
     """The tokens that close a thought which has gone on for long enough."""
+    start_id: int | None = None
+    """The token that is `start`, where one token is."""
 
     @property
     def closing(self) -> str:
@@ -44,6 +46,10 @@ class ReasoningFormat:
     def is_opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt has begun the thought already, so that the answer goes on with it."""
         return prompt.rstrip().endswith(self.start)
+
+    def is_closed_by(self, prompt: str) -> bool:
+        """Whether a rendered prompt holds a thought that is over, so that the answer begins without one."""
+        return prompt.rstrip().endswith(self.end)
 
 
 @dataclass(frozen=True)

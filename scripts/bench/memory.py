@@ -34,6 +34,7 @@ from cache.restore_points import RestorePoint, RestorePointKind
 from cache.tokens import TokenArray
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import MaskWords
 from scripts.bench.common import Report, Target, median, write_json
 from server.engine.events import Event, Finished
 from server.engine.request import GenerationRequest
@@ -310,11 +311,15 @@ class ShapeRunner:
         """Nothing is ever forced here."""
         raise AssertionError("no request of this benchmark forces a token")
 
-    def prepare(self, rows: Sequence[Row], previous: Sampled | None) -> Sampled:
+    def prepare(self, rows: Sequence[Row], previous: Sampled | None, *, samples: bool = True) -> Sampled:
         """Evaluates a token for each row."""
         for row in rows:
             self._shape.evaluate(row.caches, 1)
         return Sampled(len(rows))
+
+    def sample(self, step: Sampled, masks: Sequence[MaskWords | None]) -> None:
+        """Nothing is ever bound here."""
+        raise AssertionError("no request of this benchmark is bound to a grammar")
 
     def start(self, step: Sampled) -> None:
         """Steps are done when they are prepared."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 from starlette.requests import Request
 
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import CompiledGrammar, Grammar
 from models.output.pieces import OutputParser
 from models.output.plain import PlainParser
 from models.output.reasoning import ReasoningParser
@@ -53,6 +54,14 @@ class PromptRenderer(Protocol):
         ...
 
 
+class AnswerBinder(Protocol):
+    """Compiles grammars for one model's tokens. For any thread; may take a while."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Returns a grammar ready to be followed; raises InvalidGrammar."""
+        ...
+
+
 class EnginePort(Protocol):
     """The part of the engine that the HTTP side uses, all of it on the event loop."""
 
@@ -93,6 +102,8 @@ class ServedModel:
     """How the model writes tool calls; None where that is unknown, and calls stay text."""
     reasoning_format: ReasoningFormat | None = None
     """How the model marks its thoughts; None where it has none or they stay text."""
+    grammars: AnswerBinder | None = None
+    """Binds answers; None where they cannot be bound."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's own defaults, for what a request leaves out."""
 

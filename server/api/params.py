@@ -11,6 +11,7 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.context import ServedModel
 from server.api.dialect import dialect_of
 from server.api.errors import ApiError, Code
+from server.api.structured_output import AnswerGrammar, bind
 from server.config import ServerConfig
 from server.engine.request import GenerationRequest, Priority
 
@@ -41,6 +42,8 @@ class GenerationParams:
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
     """The thought is closed after so many tokens; None: when the model closes it."""
+    grammar: AnswerGrammar | None = None
+    """What the answer is bound to."""
 
 
 def build_request(
@@ -72,6 +75,7 @@ def build_request(
         outline=prompt.outline,
         ignore_eos=params.ignore_eos,
         thinking=model.thinking(prompt.text, params.max_thinking_tokens) if prompt.text else None,
+        grammar=bind(model, params.grammar, prompt.text) if params.grammar is not None else None,
     )
 
 

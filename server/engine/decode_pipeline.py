@@ -1,9 +1,11 @@
 """Decode steps, double-buffered: the next is prepared before the tokens of the last are read.
 
-One step goes through four stages:
+One step goes through these stages:
 
 * *launch*: the runner prepares it for all rows, and starts it. It is started before the last step is read too,
   unless the runner does not overlap: then starting would delay what is read;
+* *sample*: a step whose tokens depend on those of the last, because one of its rows is bound to a grammar, samples
+  only once they are read. Where the runner overlaps, the model is evaluated meanwhile;
 * *record*: the token that a step evaluates is added to the lease's log, at the launch or once it is known;
 * *read*: the sampled tokens become text and events. A token is recorded before it is evaluated a second time,
   and the caches never run ahead of the log;
@@ -23,7 +25,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from cache.prefix_cache import PrefixCache
-from server.engine.errors import is_out_of_memory
+from models.output.grammar import MaskWords
+from server.engine.errors import StepFailed, is_out_of_memory
 from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence
 from server.engine.sequence_table import SequenceTable
@@ -38,6 +41,8 @@ class InFlightStep:
     step: Step
     sequences: list[Sequence]
     is_read: bool = False
+    waits: bool = False
+    """Whether it is to sample once the tokens of the step before are read."""
 
 
 class DecodePipeline:
@@ -67,6 +72,7 @@ class DecodePipeline:
             error = error or _error_of(self._start)
         if previous is not None and not previous.is_read:
             self._read(previous)
+        error = error or _error_of(self._sample)
         if not self._runner.overlaps:
             error = error or _error_of(self._start)
         if error is not None:
@@ -87,11 +93,12 @@ class DecodePipeline:
         for sequence in sequences:
             self._feed(sequence, previous)
         rows = [sequence.decode.row for sequence in sequences]
-        step = self._runner.prepare(rows, previous.step if previous else None)
+        waits = any(sequence.is_bound for sequence in sequences)
+        step = self._runner.prepare(rows, previous.step if previous else None, samples=not waits)
         for sequence in sequences:
             sequence.decode.num_launched += 1
             sequence.record()
-        self._in_flight = InFlightStep(step, sequences)
+        self._in_flight = InFlightStep(step, sequences, waits=waits)
 
     def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
         """Says which token a row is fed where that is not the one that `previous` samples for it."""
@@ -111,6 +118,31 @@ class DecodePipeline:
         if prepared is not None:
             self._runner.start(prepared.step)
             self._in_flight = prepared
+
+    # -- sample
+
+    def _sample(self) -> None:
+        """Has a step that waited for the tokens before it sample its own."""
+        waiting = self._in_flight
+        if waiting is None or not waiting.waits:
+            return
+        self._in_flight = None
+        waiting.waits = False
+        self._runner.sample(waiting.step, [self._mask_of(sequence) for sequence in waiting.sequences])
+        self._in_flight = waiting
+        if self._runner.overlaps:
+            self._start()
+
+    def _mask_of(self, sequence: Sequence) -> MaskWords | None:
+        """Returns which tokens a sequence may sample; ends one whose grammar cannot be followed any further."""
+        if sequence not in self._table:
+            return None
+        try:
+            return sequence.mask()
+        except Exception as error:  # the grammar's: no other row has it
+            logger.warning("request %s failed: %s", sequence.request.request_id, error)
+            self._table.fail(sequence, StepFailed(str(error)))
+            return None
 
     # -- read
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cache.restore_points import RestorePoint
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import OutputGrammar
 from models.output.reasoning_format import Thinking
 from models.prompt.outline import NO_OUTLINE, Outline
 
@@ -52,6 +53,8 @@ class GenerationRequest:
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
     thinking: Thinking | None = None
     """How thoughts are marked, and their limit; None where the output holds none that could be told apart."""
+    grammar: OutputGrammar | None = None
+    """What the answer is bound to, its thought left aside; None where any answer is right."""
 
     @property
     def is_prime(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import MaskWords
 from server.engine.request import TokenArray
 
 
@@ -38,11 +39,17 @@ class RunnerPort(Protocol):
     def force(self, row: Any, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """Has the next step feed a row `token`, not what the step before samples; it is the last of `generated`."""
 
-    def prepare(self, rows: Sequence[Any], previous: Any) -> Step:
-        """Returns one decode step; rows without a next token take the one `previous` samples for them."""
+    def prepare(self, rows: Sequence[Any], previous: Any, *, samples: bool = True) -> Step:
+        """Returns one decode step; rows without a next token take the one `previous` samples for them.
+
+        Without `samples` the step evaluates and samples nothing until `sample`.
+        """
+
+    def sample(self, step: Any, masks: Sequence[MaskWords | None]) -> None:
+        """Has a step sample after all, each row among the tokens of its mask; to be started, or started again."""
 
     def start(self, step: Any) -> None:
-        """Has a prepared step computed, without waiting for it."""
+        """Has computed what of a step is prepared, without waiting for it."""
 
     def detach(self, row: Any) -> None:
         """Makes a row's own caches hold all of its state, evaluated."""

@@ -11,9 +11,11 @@ from cache.disk.read_ahead import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import MaskWords
 from models.output.reasoning import ThoughtWatch
 from server.engine.constraint import TokenConstraint
 from server.engine.events import Event, Finished, FinishReason, Progress, Started, Timings
+from server.engine.grammar_constraint import GrammarConstraint
 from server.engine.output_text import MakeDecoder, OutputText, TextDecoder
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.scheduler import Ticket, ticket_for
@@ -94,6 +96,9 @@ class Sequence:
         self._eos = frozenset[int]() if request.ignore_eos else eos_token_ids
         self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
         self._constraints: list[TokenConstraint] = [] if self._thoughts is None else [self._thoughts]
+        self._grammar = GrammarConstraint(request.grammar, self._thoughts) if request.grammar is not None else None
+        if self._grammar is not None:
+            self._constraints.append(self._grammar)  # behind the thoughts, which it asks
         self._text = OutputText(decoder, request.stop, self._constraints)
         self._reported_tokens = 0
         """Evaluated prompt tokens that the last Progress named."""
@@ -151,6 +156,9 @@ class Sequence:
         events: list[Event] = [*self._text.push(token)]
         if self._text.stop_text is not None:
             return [*events, *self.end(FinishReason.STOP, now)]
+        if self._grammar is not None and self._grammar.is_complete:
+            # Only the end of the turn may follow, which needs no step to be known.
+            return [*events, *self.end(FinishReason.STOP, now)]
         if len(self.generated) >= self.request.max_tokens:
             return [*events, *self.end(FinishReason.LENGTH, now)]
         return events
@@ -174,6 +182,15 @@ class Sequence:
             return None
         forced = (constraint.forced() for constraint in self._constraints)
         return next((token for token in forced if token is not None), None)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the tokens that may come next depend on those before, so that these must be read first."""
+        return self._grammar is not None and self.reason is None
+
+    def mask(self) -> MaskWords | None:
+        """Returns which tokens may follow those accepted so far; None where any may. Raises GrammarFailed."""
+        return self._grammar.mask() if self._grammar is not None and self.reason is None else None
 
     def end_prefetch(self) -> None:
         """Lets go of what was read ahead and is not needed any more."""

@@ -12,6 +12,7 @@ import numpy as np
 from cache.tokens import TokenArray
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import MaskWords
 from tests.support import fake_model
 
 OVERLAPS = True
@@ -55,10 +56,11 @@ class FakeStep:
     start_error: Exception | None = None
     error: Exception | None = None
     is_started: bool = False
+    has_sampled: bool = True
 
     def tokens(self) -> list[int]:
         """Returns the sampled tokens, or raises."""
-        assert self.is_started, "a step was read that nobody started"
+        assert self.is_started and self.has_sampled, "a step was read that nobody started"
         if self.error is not None:
             raise self.error
         return self.sampled
@@ -111,7 +113,7 @@ class FakeRunner:
         assert generated[-1] == token
         row.next_token = token
 
-    def prepare(self, rows: Sequence[FakeRow], previous: FakeStep | None) -> FakeStep:
+    def prepare(self, rows: Sequence[FakeRow], previous: FakeStep | None, *, samples: bool = True) -> FakeStep:
         """Evaluates one token for each row; what it gives is to be read once the step was started."""
         fed = [self._input(row, previous) for row in rows]
         held = [[*tokens_in(row.caches), token] for row, token in zip(rows, fed, strict=True)]
@@ -124,11 +126,22 @@ class FakeRunner:
         errors = {failing: RuntimeError(f"the fake model failed at {failing}")} if failing else {}
         if "prepare" in errors:
             raise errors["prepare"]
-        return FakeStep(list(rows), [next_token(tokens) for tokens in held], errors.get("start"), errors.get("read"))
+        sampled = [next_token(tokens) for tokens in held]
+        return FakeStep(list(rows), sampled, errors.get("start"), errors.get("read"), has_sampled=samples)
+
+    def sample(self, step: FakeStep, masks: Sequence[MaskWords | None]) -> None:
+        """Gives each row the next token that its mask allows, counted from the one that it would have had."""
+        assert not step.has_sampled, "a step samples once"
+        step.has_sampled, step.is_started = True, False
+        step.sampled = [
+            token if words is None else _allowed(token, words)
+            for token, words in zip(step.sampled, masks, strict=True)
+        ]
 
     def start(self, step: FakeStep) -> None:
         """Makes a step readable."""
-        self.log.append(("decode", len(step.rows)))
+        if step.has_sampled:
+            self.log.append(("decode", len(step.rows)))
         if step.start_error is not None:
             raise step.start_error
         step.is_started = True
@@ -146,6 +159,11 @@ class FakeRunner:
             return token
         assert previous is not None and row in previous.rows, "a row was fed from a step it was not in"
         return previous.sampled[previous.rows.index(row)]
+
+
+def _allowed(token: int, words: MaskWords) -> int:
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return next(each % VOCABULARY for each in range(token, token + VOCABULARY) if bits[each % VOCABULARY])
 
 
 def tokens_in(caches: Sequence[LayerCache]) -> list[int]:

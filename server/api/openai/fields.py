@@ -6,7 +6,6 @@ docs/api.md by the tests.
 
 from server.api.field_rules import Rules, honoured, no_effect, refused
 
-_NO_GRAMMAR = "answers are not bound to a grammar, a pattern or a schema"
 _NO_TOKEN_DATA = "answers hold text, without data on single tokens or on the model's inner state"
 _NO_TEMPLATE = "a plain completion has no messages, tools or template; send it to /v1/chat/completions"
 
@@ -15,6 +14,8 @@ IN_BOTH: Rules = {
         """
         model stream stream_options max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p top_k
         min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop ignore_eos
+        response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
+        guided_grammar grammar ebnf
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
         store
         """
@@ -42,7 +43,7 @@ IN_BOTH: Rules = {
         "it belongs to a field that is refused",
         """
         xtc_threshold mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n
-        dry_sequence_breakers truncation_side guided_decoding_backend guided_whitespace_pattern custom_params
+        dry_sequence_breakers truncation_side custom_params
         routed_experts_start_len routed_experts_prompt_start return_mm_kwargs
         """,
     ),
@@ -53,19 +54,11 @@ IN_BOTH: Rules = {
         """,
     ),
     **refused(
-        _NO_GRAMMAR,
-        regex=("",),
-        ebnf=("",),
-        grammar=("",),
-        format=("",),
-        json_schema=(),
-        guided_choice=(),
-        guided_grammar=(),
-        guided_json=(),
-        guided_regex=(),
-        response_format=({"type": "text"},),
+        "answers are bound by a JSON schema, a pattern, a list of choices or a grammar only",
         structural_tag=(),
-        structured_outputs=(),
+    ),
+    **no_effect(
+        "JSON is written on one line here, whatever binds it", "guided_decoding_backend guided_whitespace_pattern"
     ),
     **refused(
         "a request has one answer, sampled token by token",

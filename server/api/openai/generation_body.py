@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from server.api.openai.output_format import BoundBody
 from server.api.typed_body import BodyModel
 
 MAX_STOP_STRINGS = 16
@@ -55,7 +56,7 @@ class StreamOptions(BodyModel):
     """Counts in every chunk, which some servers offer, are not."""
 
 
-class GenerationBody(BodyModel):
+class GenerationBody(BoundBody):
     """Fields of a request for text, whatever the prompt looks like."""
 
     model: str | None = None

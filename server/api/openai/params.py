@@ -11,6 +11,7 @@ from server.api.errors import ApiError, Code
 from server.api.field_rules import Rules, refuse_windows
 from server.api.openai.generation_body import RANDOM_SEED, GenerationBody
 from server.api.params import GenerationParams
+from server.api.structured_output import AnswerGrammar
 from server.engine.request import Priority
 
 BACKGROUND_TIER = "flex"
@@ -48,7 +49,16 @@ def read_params(
         is_volatile=body.store is False or body.prompt_cache_retention in IN_MEMORY,
         priority=_priority(body),
         ignore_eos=body.ignore_eos is True,
+        grammar=_grammar(body),
     )
+
+
+def _grammar(body: GenerationBody) -> AnswerGrammar | None:
+    wanted = body.answer_grammar()
+    if wanted is not None and body.ignore_eos:
+        message = f"ignore_eos: an answer that {wanted.param} binds ends where nothing may follow"
+        raise ApiError(Code.INVALID_VALUE, message, "ignore_eos")
+    return wanted
 
 
 def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:

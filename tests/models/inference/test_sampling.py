@@ -183,3 +183,29 @@ def test_what_is_out_of_range_is_named(param: str, value: object) -> None:
 def test_what_is_in_range_passes(params: SamplingParams) -> None:
     check(params, VOCAB)
     check(SamplingParams(temperature=2, top_p=1, top_k=10**9, seed=-(2**63), logit_bias=((VOCAB - 1, -100),)), VOCAB)
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0), SamplingParams(top_k=3), SamplingParams(top_p=0.2)]
+)
+def test_a_masked_row_takes_its_allowed_tokens_and_the_others_what_they_would_have_had(
+    params: SamplingParams,
+) -> None:
+    logits = mx.array(np.random.default_rng(1).normal(size=(3, 50)), mx.float32)
+    bits = np.zeros(64, np.uint8)
+    bits[[4, 9, 60]] = 1
+    words = np.packbits(bits, bitorder="little").view(np.int32)
+    for seed in range(20):
+        rows = [RowSampling(params, 50, seed=seed + n) for n in range(3)]
+        free = [RowSampling(params, 50, seed=seed + n) for n in range(3)]
+        tokens = np.array(BatchSampler(50).sample(logits, rows, [None, words, None]))
+        unbound = np.array(BatchSampler(50).sample(logits, free))
+        assert tokens[1] in (4, 9)
+        assert (tokens[0], tokens[2]) == (unbound[0], unbound[2])
+
+
+def test_tokens_beyond_a_mask_are_not_allowed() -> None:
+    logits = mx.arange(50, dtype=mx.float32)[None]
+    words = np.array([1 << 5], np.int32)
+    rows = [RowSampling(SamplingParams(temperature=0), 50)]
+    assert BatchSampler(50).sample(logits, rows, [words]).tolist() == [5]

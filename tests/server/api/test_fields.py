@@ -27,13 +27,10 @@ ASKING = [{"an": "object that no field takes"}]
 """A value that is neutral nowhere."""
 
 CHANGING = {
-    "regex": "[a-z]+",
-    "ebnf": 'root ::= "x"',
     "truncate_prompt_tokens": 5,
     "allowed_token_ids": [1, 2],
     "skip_special_tokens": False,
     "top_n_sigma": 1.5,
-    "format": "json",
     "stop_regex": "x+",
     "return_token_ids": True,
     "options": {"temperature": 0},

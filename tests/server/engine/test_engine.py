@@ -30,10 +30,10 @@ class GatedRunner(FakeRunner):
         self.gate = threading.Event()
         self.gate.set()
 
-    def prepare(self, rows, previous):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    def prepare(self, rows, previous, **how):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN201
         """Waits for the gate, then decodes."""
         assert self.gate.wait(20)
-        return super().prepare(rows, previous)
+        return super().prepare(rows, previous, **how)
 
 
 class Served:

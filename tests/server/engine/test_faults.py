@@ -59,9 +59,9 @@ class FaultyRunner(FakeRunner):
         self.faults.meet("prefill")
         super().prefill(*arguments)
 
-    def prepare(self, *arguments: Any) -> Any:
+    def prepare(self, *arguments: Any, **how: Any) -> Any:
         self.faults.meet("prepare")
-        return super().prepare(*arguments)
+        return super().prepare(*arguments, **how)
 
     def start(self, step: Any) -> None:
         self.faults.meet("start")

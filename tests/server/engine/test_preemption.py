@@ -266,8 +266,8 @@ class SmallDevice(FakeRunner):
             return "read"
         return None
 
-    def prepare(self, rows: Any, previous: Any) -> Any:
-        step = super().prepare(rows, previous)
+    def prepare(self, rows: Any, previous: Any, **how: Any) -> Any:
+        step = super().prepare(rows, previous, **how)
         if step.error is not None:
             step.error = RuntimeError("[malloc] Unable to allocate 1048576 bytes.")
         return step

@@ -191,9 +191,9 @@ class ToldAtStart(FakeRunner):
         self.sink = Collected()
         self.told: list[tuple[str, int]] = []
 
-    def prepare(self, rows: Any, previous: Any) -> Any:
+    def prepare(self, rows: Any, previous: Any, **how: Any) -> Any:
         self.told.append(("prepare", len(self.sink.tokens)))
-        return super().prepare(rows, previous)
+        return super().prepare(rows, previous, **how)
 
     def start(self, step: Any) -> None:
         self.told.append(("start", len(self.sink.tokens)))
@@ -453,9 +453,9 @@ class ShortRunner(FakeRunner):
         self._fail("prefill")
         super().prefill(caches, tokens)
 
-    def prepare(self, rows: Any, previous: Any) -> Any:
+    def prepare(self, rows: Any, previous: Any, **how: Any) -> Any:
         self._fail("decode")
-        return super().prepare(rows, previous)
+        return super().prepare(rows, previous, **how)
 
     def _fail(self, kind: str) -> None:
         if kind in self.failing:

@@ -1,0 +1,169 @@
+"""Grammars compiled against one model's tokens, by llguidance; the only module that knows it.
+
+Compiling takes up to some 100 ms and belongs on a thread of its own. What was compiled is kept, the latest first, and
+each output follows a copy. JSON is bound to one line with at most one space behind commas and colons: white space
+without a limit is what a small model would go on with for ever.
+"""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import fill_next_token_bitmask
+
+from models.errors import GrammarFailed, InvalidGrammar
+from models.output.grammar import Grammar, GrammarKind, MaskWords
+
+MAX_KEPT = 64
+"""Compiled grammars that are kept."""
+MAX_CHARACTERS: Final = 1 << 18
+"""Of a grammar's text."""
+MAX_MESSAGE: Final = 400
+_WORD_BITS = 32
+JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""How JSON is written, as llguidance names it in a schema's `x-guidance`."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. For any thread."""
+
+    def __init__(self, describe_tokenizer: Callable[[], str], eos_token_ids: Iterable[int]) -> None:
+        """`describe_tokenizer` returns the text of a `tokenizer.json`; it is called with the first grammar."""
+        self._describe_tokenizer = describe_tokenizer
+        self._eos = sorted(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: Any = None
+        self._kept: OrderedDict[bytes, LlguidanceGrammar] = OrderedDict()
+
+    def compile(self, grammar: Grammar) -> "LlguidanceGrammar":
+        """Returns a grammar ready to be followed; raises InvalidGrammar, saying what is wrong with it."""
+        if len(grammar.text) > MAX_CHARACTERS:
+            raise InvalidGrammar(f"{len(grammar.text)} characters are more than the {MAX_CHARACTERS} that are taken")
+        digest = hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            found = self._kept.get(digest)
+            if found is not None:
+                self._kept.move_to_end(digest)
+                return found
+            tokenizer = self._ready_tokenizer()
+        compiled = LlguidanceGrammar(tokenizer, _definition(grammar), self._eos)
+        with self._lock:
+            self._kept[digest] = compiled
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def _ready_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = llguidance.LLTokenizer(self._describe_tokenizer(), eos_token=self._eos or None)
+            except Exception as error:  # whatever it makes of a tokenizer that it does not know
+                raise InvalidGrammar(f"this model's tokenizer cannot be bound: {_brief(error)}") from error
+        return self._tokenizer
+
+
+class LlguidanceGrammar:
+    """One compiled grammar. For any thread."""
+
+    def __init__(self, tokenizer: Any, definition: str, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+        self._beginning = llguidance.LLMatcher(tokenizer, definition, log_level=0, limits=limits)
+        if self._beginning.is_error():
+            raise InvalidGrammar(_brief(self._beginning.get_error()))
+        self._free = _free_mask(tokenizer.vocab_size, eos_token_ids)
+        self._check_beginning()
+
+    def begin(self) -> "LlguidanceMatcher":
+        """Returns a matcher at the beginning of an output."""
+        with self._lock:
+            return LlguidanceMatcher(self._tokenizer, self._beginning.deep_copy(), self._free)
+
+    def _check_beginning(self) -> None:
+        try:
+            self.begin().mask()
+        except GrammarFailed as error:
+            raise InvalidGrammar("no output of this model is allowed by it") from error
+
+
+class LlguidanceMatcher:
+    """Follows one output."""
+
+    def __init__(self, tokenizer: Any, matcher: Any, free: MaskWords) -> None:
+        self._tokenizer = tokenizer
+        self._matcher = matcher
+        self._free = free
+        self._words = np.zeros((1, len(free)), np.int32)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output is allowed as it is and nothing may follow."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def accept(self, token: int) -> None:
+        """Takes the next token. One that is not allowed is an error, which `mask` raises."""
+        self._matcher.consume_token(token)
+
+    def accept_text(self, text: str) -> None:
+        """Takes text as `accept` takes a token."""
+        self._matcher.consume_tokens(self._tokenizer.tokenize_str(text))
+
+    def mask(self) -> MaskWords:
+        """Returns which tokens may come next; raises GrammarFailed where that cannot be said."""
+        fill_next_token_bitmask(self._matcher, self._words)
+        if self._matcher.is_error():
+            raise GrammarFailed(f"the answer cannot be bound any further: {_brief(self._matcher.get_error())}")
+        words: MaskWords = self._words[0].copy()
+        return words
+
+    def mask_without_end(self) -> MaskWords:
+        """Returns a mask of all tokens but the ends of turn."""
+        return self._free
+
+
+def _definition(grammar: Grammar) -> str:
+    """Returns a grammar as llguidance takes it; raises InvalidGrammar."""
+    matcher = llguidance.LLMatcher
+    try:
+        match grammar.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return matcher.grammar_from_json_schema(grammar.text, overrides=_json_options(lenient=False))
+            case GrammarKind.LENIENT_JSON_SCHEMA:
+                return matcher.grammar_from_json_schema(grammar.text, overrides=_json_options(lenient=True))
+            case GrammarKind.REGEX:
+                return matcher.grammar_from_regex(grammar.text)
+            case GrammarKind.CHOICE:
+                return matcher.grammar_from_lark(_choice(json.loads(grammar.text)))
+            case GrammarKind.GBNF_OR_LARK:
+                return matcher.grammar_from_lark(any_to_lark(grammar.text))
+            case GrammarKind.LARK:
+                return matcher.grammar_from_lark(grammar.text)
+    except Exception as error:  # the converters raise anything for what they cannot read
+        raise InvalidGrammar(_brief(error)) from error
+
+
+def _json_options(*, lenient: bool) -> Any:
+    return {**JSON_OPTIONS, "lenient": lenient}
+
+
+def _choice(texts: list[str]) -> str:
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:
+    bits = np.zeros((vocab_size + _WORD_BITS - 1) // _WORD_BITS * _WORD_BITS, np.uint8)
+    bits[:vocab_size] = 1
+    bits[[token for token in eos_token_ids if token < vocab_size]] = 0
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _brief(error: object) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"

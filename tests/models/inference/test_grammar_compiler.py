@@ -1,0 +1,174 @@
+"""Grammars against the tokens of real tokenizers: what a mask allows is what the grammar allows."""
+
+import contextlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tokenizers import decoders
+
+from models.errors import GrammarFailed, InvalidGrammar
+from models.inference.grammar_compiler import MAX_CHARACTERS, MAX_KEPT, GrammarCompiler
+from models.output.grammar import Grammar, GrammarKind
+from tests.support import tiny_models, tiny_tokenizers
+
+
+def compiler() -> GrammarCompiler:
+    tokenizer: Any = tiny_models.tokenizer()
+    return GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
+
+
+def ids(text: str) -> list[int]:
+    return list(tiny_models.tokenizer().encode(text, add_special_tokens=False))
+
+
+def allowed(words: NDArray[np.int32]) -> list[int]:
+    return [int(each) for each in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
+
+
+def texts(words: NDArray[np.int32]) -> set[str]:
+    return {tiny_models.tokenizer().decode([token]) for token in allowed(words)}
+
+
+def after(grammar: Grammar, tokens: Sequence[int]) -> Any:
+    matcher = compiler().compile(grammar).begin()
+    for token in tokens:
+        matcher.accept(token)
+    return matcher
+
+
+def test_a_mask_holds_the_tokens_that_may_follow_and_the_end_only_where_it_may() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a[bc]{0,1}")
+    end = tiny_models.tokenizer().eos_token_id
+    assert texts(after(grammar, []).mask()) == {"a"}
+    assert {*allowed(after(grammar, ids("a")).mask())} == {*ids("b"), *ids("c"), end}
+    assert not after(grammar, ids("a")).is_complete
+    complete = after(grammar, [*ids("a"), *ids("b")])
+    assert complete.is_complete
+    assert allowed(complete.mask()) == [end]
+
+
+def test_tokens_without_a_place_in_text_are_never_allowed() -> None:
+    words = after(Grammar(GrammarKind.REGEX, r"(?s:.*)"), []).mask()
+    special = [tiny_models.tokenizer().convert_tokens_to_ids(token) for token in ("<|endoftext|>", "<|im_start|>")]
+    assert not {*special} & {*allowed(words)}
+    assert {*ids("a"), *ids("\n")} <= {*allowed(words)}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (Grammar(GrammarKind.CHOICE, json.dumps(['say "x"', "no\n"])), ['say "x"', "no\n"], ["say", "yes"]),
+        (Grammar(GrammarKind.GBNF_OR_LARK, 'root ::= "a" [0-9]+ tail?\ntail ::= ";"'), ["a12;", "a1"], ["a", ";"]),
+        (Grammar(GrammarKind.GBNF_OR_LARK, 'start: "a" B\nB: /[0-9]+/'), ["a12"], ["a", "b"]),
+        (Grammar(GrammarKind.LARK, 'start: "a" "b"?'), ["a", "ab"], ["b"]),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["ä", 5]}'), ['"ä"', "5"], ["ä", "6"]),
+        (Grammar(GrammarKind.JSON_SCHEMA, '{"items": {"type": "null"}, "type": "array"}'), ["[null, null]"], ["[1]"]),
+    ],
+)
+def test_each_language_allows_what_it_says(grammar: Grammar, right: list[str], wrong: list[str]) -> None:
+    for text in right:
+        assert tiny_models.tokenizer().eos_token_id in allowed(after(grammar, ids(text)).mask()), text
+    for text in wrong:
+        matcher = after(grammar, ids(text))
+        with contextlib.suppress(GrammarFailed):
+            assert tiny_models.tokenizer().eos_token_id not in allowed(matcher.mask()), text
+
+
+def test_json_has_no_white_space_to_go_on_with() -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object", "required": ["a"], "properties": {"a": {}}}')
+    assert texts(after(grammar, ids("{")).mask()) == {'"'}
+    assert not any(text.startswith("  ") for text in texts(after(grammar, ids('{"a": ')).mask()))
+
+
+def test_a_strict_schema_holds_no_keyword_that_binds_nothing() -> None:
+    schema = json.dumps({"type": "array", "uniqueItems": True})
+    with pytest.raises(InvalidGrammar, match="uniqueItems"):
+        compiler().compile(Grammar(GrammarKind.JSON_SCHEMA, schema))
+    compiler().compile(Grammar(GrammarKind.LENIENT_JSON_SCHEMA, schema))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "nonsense"}'),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#/$defs/none"}'),
+        (GrammarKind.JSON_SCHEMA, "{"),
+        (GrammarKind.JSON_SCHEMA, "false"),
+        (GrammarKind.REGEX, "(("),
+        (GrammarKind.GBNF_OR_LARK, "root ::= missing"),
+        (GrammarKind.GBNF_OR_LARK, "\x00"),
+        (GrammarKind.LARK, "start: start start"),
+        (GrammarKind.REGEX, "a" * (MAX_CHARACTERS + 1)),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_in_words(kind: GrammarKind, text: str) -> None:
+    with pytest.raises(InvalidGrammar) as error:
+        compiler().compile(Grammar(kind, text))
+    assert 0 < len(str(error.value)) < 500
+
+
+def test_a_token_that_is_not_allowed_ends_the_matching() -> None:
+    matcher = after(Grammar(GrammarKind.REGEX, "a"), ids("b"))
+    assert not matcher.is_complete
+    with pytest.raises(GrammarFailed):
+        matcher.mask()
+
+
+def test_outputs_of_one_grammar_do_not_disturb_each_other() -> None:
+    compiled = compiler().compile(Grammar(GrammarKind.REGEX, "ab"))
+    first, second = compiled.begin(), compiled.begin()
+    first.accept(ids("a")[0])
+    assert texts(first.mask()) == {"b"}
+    assert "a" in texts(second.mask())
+    first.accept_text("b")
+    assert first.is_complete
+
+
+def test_the_latest_grammars_are_kept() -> None:
+    keeping = compiler()
+    first = keeping.compile(Grammar(GrammarKind.REGEX, "0"))
+    for number in range(1, MAX_KEPT):
+        keeping.compile(Grammar(GrammarKind.REGEX, str(number)))
+    assert keeping.compile(Grammar(GrammarKind.REGEX, "0")) is first
+    second = keeping.compile(Grammar(GrammarKind.REGEX, "1"))
+    keeping.compile(Grammar(GrammarKind.REGEX, "x"))
+    assert keeping.compile(Grammar(GrammarKind.REGEX, "1")) is second
+    assert keeping.compile(Grammar(GrammarKind.LARK, "start: /1/")) is not second
+
+
+def test_many_threads_compile_and_begin_at_once() -> None:
+    shared = compiler()
+
+    def work(number: int) -> bool:
+        matcher = shared.compile(Grammar(GrammarKind.REGEX, "ab" * (1 + number % 3))).begin()
+        matcher.accept_text("ab" * (1 + number % 3))
+        return bool(matcher.is_complete)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(work, range(200)))
+
+
+def test_a_tokenizer_that_is_not_known_refuses_grammars() -> None:
+    def missing() -> str:
+        raise AttributeError("no backend")
+
+    with pytest.raises(InvalidGrammar, match="tokenizer"):
+        GrammarCompiler(missing, [0]).compile(Grammar(GrammarKind.REGEX, "a"))
+
+
+def test_tokens_of_sentencepiece_are_matched_by_their_text() -> None:
+    built = tiny_tokenizers.tokenizer("replaced", {"<eos>": tiny_tokenizers.Flags(special=True)})
+    built.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    end = built.get_vocab()["<eos>"]
+    matcher = GrammarCompiler(built.to_str, [end]).compile(Grammar(GrammarKind.REGEX, " ab\x01")).begin()
+    seen = []
+    while not matcher.is_complete:
+        token = allowed(matcher.mask())[-1]
+        seen.append(token)
+        matcher.accept(token)
+    assert built.decode(seen) == " ab\x01"

@@ -1,0 +1,178 @@
+"""Bound answers of tiny real models with random weights: whatever they would say, it is what was asked for."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from tests.server.api.test_live import Live, serving, user
+from tests.support import tiny_models
+
+FREE: dict[str, Any] = {"extra_body": {}, "temperature": 1, "max_tokens": 600}
+NO_THOUGHT = {"logit_bias": {str(tiny_models.tokenizer().convert_tokens_to_ids("<think>")): -100}}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tiny_models.write("qwen3", tmp_path_factory.mktemp("bound") / "tiny")
+    with serving(folder) as server:
+        yield server
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
+VALUES = st.text(max_size=5) | st.integers(-(2**53), 2**53)
+LEAVES = st.one_of(
+    st.builds(lambda length: {"type": "string", "maxLength": length}, st.integers(0, 6)),
+    st.builds(lambda low: {"type": "integer", "minimum": low, "maximum": low + 99}, st.integers(-50, 50)),
+    st.builds(
+        lambda values: {"enum": values},
+        st.lists(VALUES, min_size=1, max_size=4),
+    ),
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+)
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    fixed = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, **fixed}
+
+
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.builds(lambda items: {"type": "array", "items": items, "maxItems": 3}, inner)
+        | st.builds(_object, st.dictionaries(st.text(min_size=1, max_size=6), inner, max_size=3))
+        | st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3))
+    ),
+    max_leaves=5,
+)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether a value is what a schema of the kinds above allows."""
+    if "anyOf" in schema:
+        return any(fits(value, option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == each and isinstance(value, type(each)) for each in schema["enum"])
+    match schema["type"]:
+        case "string":
+            return isinstance(value, str) and len(value) <= schema["maxLength"]
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "array":
+            return isinstance(value, list) and len(value) <= 3 and all(fits(each, schema["items"]) for each in value)
+    properties = schema["properties"]
+    return list(value) == list(properties) and all(fits(value[name], properties[name]) for name in properties)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_a_random_model_writes_json_of_any_schema(live: Live, schema: dict[str, Any], seed: int) -> None:
+    answer = live.ask(user("x"), response_format=schema_format(schema), seed=seed, **FREE, **NO_THOUGHT)
+    assert answer.choices[0].finish_reason == "stop"
+    assert fits(json.loads(answer.choices[0].message.content), schema)
+
+
+class Person(BaseModel):
+    name: Literal["Ann", "Bob"]
+    is_here: bool
+    marks: list[Literal[1, 2, 3]] = []
+
+
+def test_the_openai_package_parses_an_answer_into_its_own_types(live: Live) -> None:
+    asked: Any = {"model": "tiny", "messages": [user("Who?")], "max_tokens": 500, **NO_THOUGHT}
+    answer = live.client.chat.completions.parse(response_format=Person, **asked)
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
+def test_a_stream_holds_the_same_json(live: Live) -> None:
+    asked = {"response_format": schema_format(Person.model_json_schema()), "seed": 3, **FREE, **NO_THOUGHT}
+    assert live.streamed(user("Who?"), **asked) == live.text(user("Who?"), **asked)
+
+
+def test_bound_and_free_rows_run_together(live: Live) -> None:
+    schema = _object({"text": {"type": "string", "maxLength": 20}, "yes": {"type": "boolean"}})
+    asked = [
+        {"seed": n, **FREE, "max_tokens": 200, **({"response_format": schema_format(schema)} if n % 2 else {})}
+        for n in range(8)
+    ]
+    with ThreadPoolExecutor(8) as threads:
+        texts = list(threads.map(lambda fields: live.text(user("x"), **fields, **NO_THOUGHT), asked))
+    assert all(fits(json.loads(text), schema) for text in texts[1::2])
+    assert len(texts[0]) > 0
+
+
+def test_a_thought_is_free_and_the_answer_behind_it_bound(live: Live) -> None:
+    start, end = (tiny_models.tokenizer().convert_tokens_to_ids(token) for token in ("<think>", "</think>"))
+    schema, thoughts = _object({"yes": {"type": "boolean"}}), set()
+    for seed in range(8):
+        fields = {**FREE, "logit_bias": {str(start): 100, str(end): 98}, "seed": seed}
+        message = live.ask(user("x"), response_format=schema_format(schema), **fields).choices[0].message
+        assert fits(json.loads(message.content), schema)
+        thoughts.add(getattr(message, "reasoning_content", ""))
+    assert len(thoughts) > 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"guided_regex": "[a-c]{3}x"}, {a + b + c + "x" for a in "abc" for b in "abc" for c in "abc"}),
+        ({"regex": "ab?"}, {"a", "ab"}),
+        ({"guided_choice": ["yes", "no", "ä\n"]}, {"yes", "no", "ä\n"}),
+        ({"grammar": 'root ::= "a" | "bc"'}, {"a", "bc"}),
+        ({"ebnf": 'root ::= "a"'}, {"a"}),
+        ({"guided_grammar": 'start: "a" | "bc"'}, {"a", "bc"}),
+        ({"structured_outputs": {"choice": ["l", "r"]}}, {"l", "r"}),
+        ({"structured_outputs": {"json": {"enum": [1, 2]}}}, {"1", "2"}),
+        ({"json_schema": {"enum": [1, 2]}}, {"1", "2"}),
+        ({"guided_json": '{"enum": [1, 2]}'}, {"1", "2"}),
+        ({"format": {"enum": [1, 2]}}, {"1", "2"}),
+        ({"response_format": {"type": "json_object", "schema": {"enum": [1, 2]}}}, {"1", "2"}),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_each_field_binds_the_answer(live: Live, path: str, fields: dict[str, Any], allowed: set[str]) -> None:
+    prompt = {"messages": [user("x")]} if "chat" in path else {"prompt": "x"}
+    answer = live.post(path, **prompt, **NO_THOUGHT, **fields, max_tokens=50, temperature=1)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert (choice["text"] if "text" in choice else choice["message"]["content"]) in allowed
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": schema_format({"type": "nonsense"})}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({"type": "array", "contains": {}})}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"guided_regex": "(("}, "guided_regex"),
+        ({"grammar": "root ::= missing"}, "grammar"),
+        ({"structured_outputs": {"regex": "(("}}, "structured_outputs"),
+        ({"regex": "a", "ebnf": 'root ::= "b"'}, "ebnf"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_cannot_bind_an_answer_is_refused_in_words(live: Live, fields: dict[str, Any], param: str) -> None:
+    answer = live.post("/v1/chat/completions", messages=[user("x")], **fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("fields", [{"response_format": {"type": "text"}}, {"grammar": ""}, {"guided_json": None}])
+def test_values_that_bind_nothing_are_taken(live: Live, fields: dict[str, Any]) -> None:
+    plain = live.text(user("x"))
+    assert live.text(user("x"), extra_body={"ignore_eos": True, **fields}) == plain

@@ -1,0 +1,156 @@
+"""Bound rows in the engine: each token is sampled among those that its grammar allows after all before it."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from models.output.grammar import OutputGrammar
+from models.output.reasoning_format import ReasoningFormat, Thinking
+from server.engine.events import Failed, FinishReason
+from tests.server.engine.test_preemption import Tight, prompt_of
+from tests.support.engine_driver import Harness
+from tests.support.fake_grammar import Circle, allowed_after
+from tests.support.fake_runner import EOS, VOCABULARY, FakeRunner, next_token, reference
+
+pytestmark = pytest.mark.usefixtures("overlaps")
+
+BOUND = OutputGrammar(Circle())
+NUMBERED = ReasoningFormat("11 ", "12 ", closing_ids=(12,))
+
+
+def sampled(tokens: Sequence[int], allowed: Sequence[int]) -> int:
+    """Returns what the fake runner samples after `tokens` among those allowed."""
+    first = next_token(tokens)
+    return next(each % VOCABULARY for each in range(first, first + VOCABULARY) if each % VOCABULARY in allowed)
+
+
+def bound_reference(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    output: list[int] = []
+    while len(output) < num_tokens:
+        output.append(sampled([*prompt, *output], allowed_after(output)))
+    return output
+
+
+def test_every_token_is_one_that_is_allowed_after_those_before_it() -> None:
+    harness = Harness()
+    sink = harness.submit(prompt_of(1, 20), max_tokens=30, grammar=BOUND)
+    harness.run()
+    assert sink.tokens == bound_reference(prompt_of(1, 20), 30)
+    assert sink.last.reason is FinishReason.LENGTH
+
+
+def test_bound_and_free_rows_share_their_steps_and_change_nothing_for_each_other() -> None:
+    harness, prompts = Harness(), [prompt_of(seed, 20) for seed in range(4)]
+    sinks = [
+        harness.submit(prompt, max_tokens=16, ignore_eos=n % 2 == 1, grammar=BOUND if n % 2 == 0 else None)
+        for n, prompt in enumerate(prompts)
+    ]
+    harness.run()
+    for n, (prompt, sink) in enumerate(zip(prompts, sinks, strict=True)):
+        expected = reference(prompt, 16, ignore_eos=True) if n % 2 else bound_reference(prompt, 16)
+        assert sink.tokens == expected
+    assert ("decode", 4) in harness.runner.log
+
+
+def test_an_answer_ends_where_nothing_may_follow_and_the_next_turn_finds_all_of_it() -> None:
+    harness, prompt = Harness(), prompt_of(1, 20)
+    sink = harness.submit(prompt, max_tokens=30, grammar=OutputGrammar(Circle(num_tokens=5)))
+    harness.run()
+    assert sink.tokens == bound_reference(prompt, 5)
+    assert sink.last.reason is FinishReason.STOP
+    following = harness.submit([*prompt, *sink.tokens, 3, 4], max_tokens=2)
+    harness.run()
+    assert following.started.hit_tokens == 25
+
+
+def test_a_thought_is_free_but_cannot_end_the_answer() -> None:
+    harness = Harness()
+    for seed in range(40):
+        prompt, output = prompt_of(seed, 20), list[int]()
+        thinking = Thinking(NUMBERED, is_open=True, max_tokens=6)
+        sink = harness.submit(prompt, max_tokens=20, grammar=BOUND, thinking=thinking)
+        harness.run()
+        while len(output) < 6 and (not output or output[-1] != 12):
+            output.append(sampled([*prompt, *output], [each for each in range(VOCABULARY) if each != EOS]))
+        output += [] if output[-1] == 12 else [12]
+        answer = list[int]()
+        while len(output) + len(answer) < 20:
+            answer.append(sampled([*prompt, *output, *answer], allowed_after(answer)))
+        assert sink.tokens == [*output, *answer]
+
+
+def test_the_first_token_may_begin_a_thought_and_no_later_one() -> None:
+    harness, num_thoughts = Harness(), 0
+    for seed in range(60):
+        prompt = prompt_of(seed, 20)
+        grammar = OutputGrammar(Circle(), thought_start=11)
+        sink = harness.submit(prompt, max_tokens=12, grammar=grammar, thinking=Thinking(NUMBERED, max_tokens=2))
+        harness.run()
+        first = sampled(prompt, [11, *allowed_after([])])
+        assert sink.tokens[0] == first
+        if first != 11:
+            assert sink.tokens == bound_reference(prompt, 12)
+        num_thoughts += first == 11
+    assert 0 < num_thoughts < 60
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_request_alone() -> None:
+    harness = Harness()
+    failing = harness.submit(prompt_of(1, 20), max_tokens=16, grammar=OutputGrammar(Circle(fails_after=4)))
+    other = harness.submit(prompt_of(2, 20), max_tokens=16, grammar=BOUND)
+    free = harness.submit(prompt_of(3, 20), max_tokens=16, ignore_eos=True)
+    harness.run()
+    assert isinstance(failing.last, Failed) and len(failing.tokens) == 4
+    assert other.tokens == bound_reference(prompt_of(2, 20), 16)
+    assert free.tokens == reference(prompt_of(3, 20), 16, ignore_eos=True)
+    again = harness.submit(prompt_of(1, 20), max_tokens=4, grammar=BOUND)
+    harness.run()
+    assert again.tokens == bound_reference(prompt_of(1, 20), 4)
+
+
+def test_a_cancelled_bound_row_leaves_the_others_alone() -> None:
+    harness = Harness()
+    gone = harness.submit(prompt_of(1, 20), max_tokens=50, grammar=BOUND, request_id="gone")
+    stays = harness.submit(prompt_of(2, 20), max_tokens=20, grammar=BOUND)
+    harness.step(8)
+    harness.worker.cancel("gone")
+    harness.run()
+    assert gone.last.reason is FinishReason.CANCELLED
+    assert gone.tokens == bound_reference(prompt_of(1, 20), len(gone.tokens))
+    assert stays.tokens == bound_reference(prompt_of(2, 20), 20)
+
+
+@pytest.mark.parametrize("part", ["prepare", "start", "read", "sample"])
+@pytest.mark.parametrize("failing", range(1, 7))
+def test_a_failed_step_costs_no_bound_row_a_token(part: str, failing: int) -> None:
+    class Runner(FakeRunner):
+        num_samples = 0
+
+        def sample(self, *arguments: object) -> None:
+            self.num_samples += 1
+            if part == "sample" and self.num_samples == failing:
+                raise RuntimeError("the fake model failed at sample")
+            super().sample(*arguments)  # type: ignore[arg-type]
+
+    steps = iter(range(1, 1000))
+    harness = Harness(
+        runner=Runner("T", fault=lambda kind, rows: part if kind == "decode" and next(steps) == failing else None)
+    )
+    if part == "sample":
+        harness.runner.fault = lambda kind, rows: None
+    prompts = [prompt_of(seed, 20) for seed in (1, 2, 3)]
+    sinks = [harness.submit(prompt, max_tokens=12, grammar=BOUND) for prompt in prompts]
+    harness.run()
+    assert sum(isinstance(sink.last, Failed) for sink in sinks) <= 1
+    for prompt, sink in zip(prompts, sinks, strict=True):
+        assert sink.tokens == bound_reference(prompt, len(sink.tokens))
+        assert isinstance(sink.last, Failed) or len(sink.tokens) == 12
+
+
+def test_bound_rows_that_waited_for_memory_go_on_where_they_were() -> None:
+    harness = Tight(300, num_slots=8)
+    sinks = [harness.submit(prompt_of(seed, 20), max_tokens=120, grammar=BOUND) for seed in range(8)]
+    harness.run(limit=20_000)
+    assert harness.worker.num_preempted > 0
+    for seed, sink in enumerate(sinks):
+        assert sink.tokens == bound_reference(prompt_of(seed, 20), 120)
