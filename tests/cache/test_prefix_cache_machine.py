@@ -327,6 +327,11 @@ class DiskMachine(PrefixCacheMachine):
         self.folder = tempfile.TemporaryDirectory(prefix="machine-")
         return open_tier(Path(self.folder.name), budget_bytes=1 << 20)
 
+    @invariant()
+    def everything_is_written(self) -> None:
+        """What is on its way to disk would be found or not as its thread gets on: one history, several outcomes."""
+        assert not hasattr(self, "tier") or self.tier is None or self.tier.flush(10)
+
     @rule()
     def save(self) -> None:
         for _ in self.prefix_cache.save():
