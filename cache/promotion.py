@@ -4,7 +4,7 @@ State is read from disk only beyond what memory can restore; how far beyond is d
 """
 
 from cache.clock import RequestClock
-from cache.disk.connector import Archive, DiskMatch
+from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.read_ahead import Prefetch
 from cache.errors import DiskFault
 from cache.layers.segments import Segment
@@ -26,13 +26,13 @@ class Promotion:
 
     def __init__(
         self,
-        archive: Archive | None,
+        disk: DiskConnector | None,
         memory: MemoryTier,
         pager: Pager,
         reclaimer: Reclaimer,
         clock: RequestClock,
     ) -> None:
-        self.archive = archive
+        self.disk = disk
         """None without a disk tier, and once it is closed: then nothing is on disk."""
         self._memory = memory
         self._pager = pager
@@ -55,10 +55,10 @@ class Promotion:
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
         """Begins to read what `promote` would have to wait for; None if disk has nothing to add."""
-        if self.archive is None:
+        if self.disk is None:
             return None
         disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup))
-        return self.archive.prefetch(disk_match) if disk_match is not None else None
+        return self.disk.prefetch(disk_match) if disk_match is not None else None
 
     def promote(self, lookup: Lookup, *, is_background: bool = False) -> tuple[LookupResult, bool]:
         """Reads into the trie what disk adds to a prompt, if memory can be freed for it.
@@ -68,15 +68,15 @@ class Promotion:
         found = self.find_in_memory(lookup)
         for _ in range(MAX_READS):
             disk_match = self._find_on_disk(lookup, found)
-            if disk_match is None or self.archive is None or disk_match.num_bytes > self._memory.ledger.budget_bytes:
+            if disk_match is None or self.disk is None or disk_match.num_bytes > self._memory.ledger.budget_bytes:
                 break
             # Freeing memory may write to disk, and a write may delete files. Not these: they are in use.
-            self.archive.touch(disk_match)
+            self.disk.touch(disk_match)
             excess = self._memory.ledger.excess_bytes(disk_match.num_bytes)
             if self._reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
                 return self.result_of(found.match), False
             try:
-                self._attach(lookup, disk_match.offset, *self.archive.load(disk_match))
+                self._attach(lookup, disk_match.offset, *self.disk.load(disk_match))
             except DiskFault:
                 # The file at fault is no longer found, but others may be. Freeing memory may have changed the match.
                 found = self.find_in_memory(lookup)
@@ -85,9 +85,9 @@ class Promotion:
         return found, False
 
     def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
-        if self.archive is None:
+        if self.disk is None:
             return None
-        return self.archive.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
+        return self.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
 
     def _attach(self, lookup: Lookup, offset: int, segment: Segment | None, snapshot: Snapshot | None) -> None:
         """Attaches what was read to the node where the prompt's first `offset` tokens end, made now if need be."""

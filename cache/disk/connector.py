@@ -54,7 +54,7 @@ class DiskMatch:
         return sum(part.file_bytes for part in (self.span, self.snapshot) if part is not None)
 
 
-class Archive:
+class DiskConnector:
     """Moves state between the trie's nodes and the disk tier."""
 
     def __init__(self, tier: DiskTier, layout: Layout) -> None:

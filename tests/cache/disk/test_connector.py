@@ -61,8 +61,8 @@ def evict_all(prefix_cache: PrefixCache) -> None:
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
     assert prefix_cache.stats().num_nodes == 0
-    assert prefix_cache.archive is not None
-    assert prefix_cache.archive.tier.flush(10)
+    assert prefix_cache.disk is not None
+    assert prefix_cache.disk.tier.flush(10)
 
 
 @pytest.mark.parametrize("layout", fake_model.LAYOUTS)
@@ -139,8 +139,8 @@ def hollowed(prefix_cache: PrefixCache, prompt: list[int]) -> Node:
     for _ in prefix_cache.save():
         pass
     converse(prefix_cache, [*prompt, *range(700, 2700)])
-    assert prefix_cache.archive is not None
-    assert prefix_cache.archive.tier.flush(10)
+    assert prefix_cache.disk is not None
+    assert prefix_cache.disk.tier.flush(10)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     trie = prefix_cache.pager.trie("")
     above = [node for node in trie.nodes() if node.children]
