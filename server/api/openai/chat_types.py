@@ -65,19 +65,17 @@ class ToolChoice(BodyModel):
 
 def _tool_choice(value: Any) -> Any:
     """Takes a mode, `{"type": "function"}` and `{"type": "allowed_tools"}`."""
-    if value is None or (isinstance(value, str) and value in ("auto", "required", "none")):
-        return None if value is None else ToolChoice(mode=value)
+    if value is None:
+        return None
+    if isinstance(value, str) and value in ("auto", "required", "none"):
+        return ToolChoice.model_validate({"mode": value})
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "function":
         return ToolChoice(mode="required", names=(_named(value),), is_named=True)
     allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
-    if (
-        isinstance(allowed, dict)
-        and isinstance(allowed.get("tools"), list)
-        and allowed["tools"]
-        and allowed.get("mode") == "required"
-    ):
-        return ToolChoice(mode="required", names=tuple(_named(tool) for tool in allowed["tools"]))
+    tools = allowed.get("tools") if isinstance(allowed, dict) and allowed.get("mode") == "required" else None
+    if isinstance(tools, list) and tools:
+        return ToolChoice(mode="required", names=tuple(_named(tool) for tool in tools))
     modes = '"auto", "required", "none", a function, or allowed_tools with the mode "required"'
     raise PydanticCustomError("tool_choice", "Input should be {modes}", {"modes": modes})
 
@@ -165,7 +163,7 @@ class FunctionSpec(BodyModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Taken; the schema is shown to the model, calls are not forced into it."""
+    """Whether a forced call is refused where its schema holds a keyword that is not known."""
 
 
 class ToolSpec(BodyModel):
