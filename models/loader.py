@@ -129,9 +129,15 @@ def _state_fingerprint(fingerprint: str, precision: Precision) -> str:
 def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
     """Returns how a model writes tool calls: as mlx-lm knows it, else as its tokens and template say."""
     if wrapper.has_tool_calling:
-        return ToolFormat(wrapper.tool_call_start, wrapper.tool_call_end or "", wrapper.tool_parser)
+        parser, end = wrapper.tool_parser, wrapper.tool_call_end or ""
+        return ToolFormat(wrapper.tool_call_start, end, parser, writes_json=bool(end) and _reads_json(parser))
     tokenizer = wrapper._tokenizer
     return find_tool_syntax(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
+
+
+def _reads_json(parser: Any) -> bool:
+    """Whether a parser of mlx-lm is the one for calls in plain JSON."""
+    return str(getattr(parser, "__module__", "")).endswith(".json_tools")
 
 
 def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None) -> ReasoningFormat | None:

@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from models.errors import GrammarFailed, InvalidGrammar
-from models.output.grammar import Grammar, GrammarKind, MaskWords
+from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 
 MAX_KEPT = 64
 """Compiled grammars that are kept."""
@@ -26,8 +26,6 @@ MAX_CHARACTERS: Final = 1 << 18
 """Of a grammar's text."""
 MAX_MESSAGE: Final = 400
 _WORD_BITS = 32
-JSON_OPTIONS: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""How JSON is written, as llguidance names it in a schema's `x-guidance`."""
 
 
 class GrammarCompiler:
@@ -58,6 +56,14 @@ class GrammarCompiler:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return compiled
+
+    def spell(self, marker: str) -> str:
+        """Returns how a Lark grammar names a marker, which may be a token of its own; raises InvalidGrammar."""
+        with self._lock:
+            tokenizer = self._ready_tokenizer()
+        tokens = tokenizer.tokenize_str(marker, parse_special=True)
+        is_token = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
+        return f"<[{tokens[0]}]>" if is_token else json.dumps(marker, ensure_ascii=False)
 
     def _ready_tokenizer(self) -> Any:
         if self._tokenizer is None:
@@ -121,7 +127,24 @@ class LlguidanceMatcher:
         if self._matcher.is_error():
             raise GrammarFailed(f"the answer cannot be bound any further: {_brief(self._matcher.get_error())}")
         words: MaskWords = self._words[0].copy()
+        if np.count_nonzero(words) == 1:
+            self._spell_out(words)
         return words
+
+    def _spell_out(self, words: MaskWords) -> None:
+        """Replaces the only token of a mask where it is a special one that stands for text.
+
+        Text that must follow is cut into tokens before it is matched, and what looks like a special token is cut as
+        one, which the matcher then does not take.
+        """
+        (token,) = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[:1].tolist()
+        if self._matcher.validate_tokens([token]) == 1:
+            return
+        text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        spelled = self._tokenizer.greedy_tokenize(text)[:1]
+        if spelled and self._matcher.validate_tokens(spelled) == 1:
+            words[:] = 0
+            words[spelled[0] // _WORD_BITS] = np.array(1 << spelled[0] % _WORD_BITS, np.uint32).astype(np.int32)
 
     def mask_without_end(self) -> MaskWords:
         """Returns a mask of all tokens but the ends of turn."""
@@ -150,7 +173,7 @@ def _definition(grammar: Grammar) -> str:
 
 
 def _json_options(*, lenient: bool) -> Any:
-    return {**JSON_OPTIONS, "lenient": lenient}
+    return {**JSON_STYLE, "lenient": lenient}
 
 
 def _choice(texts: list[str]) -> str:

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 MaskWords = NDArray[np.int32]
 """One bit for each token, the lowest of the first word for token 0; 1 where it may come next."""
+
+
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""How JSON is written, as `x-guidance` in a schema says it."""
 
 
 class GrammarKind(StrEnum):

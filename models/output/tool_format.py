@@ -54,6 +54,8 @@ class ToolFormat:
     """What stands before the arguments of a call whose arguments are a JSON object, with the group `name`."""
     frames: tuple[str, ...] = ()
     """Markers around all calls of an answer; they belong to the format like white space."""
+    writes_json: bool = False
+    """Whether the model writes a call as `{"name", "arguments"}` in JSON, one between two markers."""
 
     def find_arguments(self, text: str) -> tuple[str, int] | None:
         """Returns the name of a call that has begun, and where the JSON text of its arguments begins."""

@@ -61,6 +61,10 @@ class AnswerBinder(Protocol):
         """Returns a grammar ready to be followed; raises InvalidGrammar."""
         ...
 
+    def spell(self, marker: str) -> str:
+        """Returns how a Lark grammar names a marker, which may be a token of its own; raises InvalidGrammar."""
+        ...
+
 
 class EnginePort(Protocol):
     """The part of the engine that the HTTP side uses, all of it on the event loop."""

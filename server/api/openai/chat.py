@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: OpenAI's chat dialect, streamed or whole."""
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,8 @@ from server.api.openai.params import read_params
 from server.api.openai.usage import finish_reason, usage_of
 from server.api.params import Incoming, build_request
 from server.api.sse import sse_event
+from server.api.structured_output import AnswerGrammar
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
 from server.api.typed_body import parse_body
 from server.api.usage import costs_of
 from server.config import ServerConfig
@@ -61,7 +63,11 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange:
     params = read_params(body, incoming.fields, IN_CHAT, model)
     request = build_request(
         incoming,
-        replace(params, max_thinking_tokens=body.thinking_wish().max_tokens),
+        replace(
+            params,
+            max_thinking_tokens=body.thinking_wish().max_tokens,
+            grammar=_grammar(body, params.grammar, conversation.tools, model),
+        ),
         prompt,
         prompt_param="messages",
         namespace=namespace,
@@ -86,11 +92,26 @@ def read_conversation(
 
 def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> list[Mapping[str, Any]]:
     """Returns the tools as the client wrote them, so that the prompt keeps its order and wording."""
-    if not body.tools or body.tool_choice == "none":
+    if not body.tools or (body.tool_choice is not None and body.tool_choice.mode == "none"):
         return []
     if not model.renderer.reads_tools:
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
     return list(incoming.fields["tools"])
+
+
+def _grammar(
+    body: ChatBody, wanted: AnswerGrammar | None, tools: Sequence[Mapping[str, Any]], model: ServedModel
+) -> AnswerGrammar | None:
+    """Returns what binds the answer: the calls that are forced, or what is `wanted` of a text."""
+    choice = body.tool_choice
+    if choice is not None and choice.mode == "required":
+        if body.ignore_eos:
+            raise ApiError(
+                Code.INVALID_VALUE, "ignore_eos: an answer ends with the calls that are forced", "ignore_eos"
+            )
+        is_single = choice.is_named or body.parallel_tool_calls is False
+        return forced_calls(model, tools, ForcedCalls(choice.names, is_single))
+    return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)
 
 
 def _messages(body: ChatBody, config: ServerConfig) -> list[Message]:

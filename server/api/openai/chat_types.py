@@ -53,6 +53,41 @@ _BUDGETS = (
 )
 
 
+class ToolChoice(BodyModel):
+    """What a body says of the calls that it wants."""
+
+    mode: Literal["auto", "required", "none"] = "auto"
+    names: tuple[str, ...] | None = None
+    """The tools that may be called; None for all of them."""
+    is_named: bool = False
+    """Whether one function is named, of which there is one call then."""
+
+
+def _tool_choice(value: Any) -> Any:
+    """Takes a mode, `{"type": "function"}` and `{"type": "allowed_tools"}`."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value in ("auto", "required", "none"):
+        return ToolChoice.model_validate({"mode": value})
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function":
+        return ToolChoice(mode="required", names=(_named(value),), is_named=True)
+    allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
+    tools = allowed.get("tools") if isinstance(allowed, dict) and allowed.get("mode") == "required" else None
+    if isinstance(tools, list) and tools:
+        return ToolChoice(mode="required", names=tuple(_named(tool) for tool in tools))
+    modes = '"auto", "required", "none", a function, or allowed_tools with the mode "required"'
+    raise PydanticCustomError("tool_choice", "Input should be {modes}", {"modes": modes})
+
+
+def _named(tool: Any) -> str:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise PydanticCustomError("tool_choice", "A function should be named as function.name")
+    return name
+
+
 def _arguments(value: Any) -> Any:
     """Templates write arguments out as an object; clients send its JSON text, some the object itself, and none or an
     empty text for a call without arguments. What is no object stays text.
@@ -128,7 +163,7 @@ class FunctionSpec(BodyModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Taken; the schema is shown to the model, calls are not forced into it."""
+    """Whether a forced call is refused where its schema holds a keyword that is not known."""
 
 
 class ToolSpec(BodyModel):
@@ -164,8 +199,8 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolSpec] | None = None
-    tool_choice: Literal["auto", "required", "none"] | None = None
-    """"required" is taken as "auto": the tools are shown, and no call is forced."""
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
+    """"auto", "required", "none", a function, or "allowed_tools" of which one is to be called."""
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None

@@ -16,6 +16,8 @@ from models.inference.grammar_compiler import MAX_CHARACTERS, MAX_KEPT, GrammarC
 from models.output.grammar import Grammar, GrammarKind
 from tests.support import tiny_models, tiny_tokenizers
 
+END_OF_TURN = tiny_models.tokenizer().eos_token_id
+
 
 def compiler() -> GrammarCompiler:
     tokenizer: Any = tiny_models.tokenizer()
@@ -172,3 +174,25 @@ def test_tokens_of_sentencepiece_are_matched_by_their_text() -> None:
         seen.append(token)
         matcher.accept(token)
     assert built.decode(seen) == " ab\x01"
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "a</think>b<|im_end|>c", "<|im_start|>"])
+def test_text_that_looks_like_a_special_token_is_spelled_out(text: str) -> None:
+    for grammar in (
+        Grammar(GrammarKind.CHOICE, json.dumps([text])),
+        Grammar(GrammarKind.CHOICE, json.dumps([text, "z"])),
+    ):
+        matcher, seen = compiler().compile(grammar).begin(), list[int]()
+        while not matcher.is_complete:
+            seen.append(next(each for each in allowed(matcher.mask()) if not seen or each != END_OF_TURN))
+            if tiny_models.tokenizer().decode(seen) == "z":
+                seen = [ids(text[0])[0]]
+            matcher.accept(seen[-1])
+        assert tiny_models.tokenizer().decode(seen) == text
+        assert not {*seen} & {*tiny_models.tokenizer().all_special_ids}
+
+
+def test_a_marker_that_is_a_token_is_named_by_its_number() -> None:
+    number = tiny_models.tokenizer().convert_tokens_to_ids("<tool_call>")
+    assert compiler().spell("<tool_call>") == f"<[{number}]>"
+    assert compiler().spell("<call>") == '"<call>"'

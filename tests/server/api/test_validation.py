@@ -127,7 +127,12 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
         [{"type": "function", "function": {"name": "f", "parameters": []}}],
         [{"type": "function", "function": {"name": "f", "description": 5}}],
     ],
-    "tool_choice": ["any", 5, {"type": "function", "function": {"name": "f"}}, [], True],
+    "tool_choice": [
+        *("any", 5, [], True, {}, {"type": "function"}, {"type": "custom", "custom": {"name": "f"}}),
+        *({"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": 5}}),
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": 5}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [5]}},
+    ],
     "parallel_tool_calls": ["yes", 1],
     "enable_thinking": ["yes", 1],
     "reasoning_effort": [5, True],
@@ -263,11 +268,6 @@ def test_earlier_reasoning_reaches_the_template_under_either_name(given: dict[st
     history = [user("x"), {"role": "assistant", "content": "y", **given}, user("z")]
     assert post(client, CHAT, messages=history).status_code == 200
     assert renderer.calls[0]["messages"][1].get("reasoning_content") == shown
-
-
-def test_a_required_call_is_taken_and_the_tools_are_shown(client: TestClient) -> None:
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert post(client, CHAT, tools=tools, tool_choice="required").status_code == 200
 
 
 MESSAGES: list[tuple[str, list[Any]]] = [
