@@ -36,7 +36,7 @@ class CacheRequest:
     lookup: Lookup
     session_id: str | None
     restore_points: Sequence[RestorePoint]
-    """Where the sequence is worth being restored later."""
+    """Offsets at which the sequence is to be restorable later."""
     expected_tokens: int
     """Output to reserve memory for."""
     reuse: bool
@@ -159,6 +159,7 @@ class Admission:
         is_there = slot.namespace == trie.namespace and slot.offset == offset
         if is_there and (not offset or slot.tip in found.path):
             self._pager.keep_tip(slot)
+            self._pager.enter(slot, trie)
         else:
             self._page_in(slot, request, found.path, offset, found.shared[slot.index], capacity)
         self._memory.used(trie, slot.tip, self._clock.now)

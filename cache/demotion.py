@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cache.disk.connector import Archive
+from cache.disk.connector import DiskConnector
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.trie import Node, PrefixTrie
@@ -11,31 +11,31 @@ from cache.trie import Node, PrefixTrie
 class Demotion:
     """Demotes state from memory to disk. Worker thread only."""
 
-    def __init__(self, archive: Archive | None, memory: MemoryTier, pager: Pager) -> None:
-        self.archive = archive
+    def __init__(self, disk: DiskConnector | None, memory: MemoryTier, pager: Pager) -> None:
+        self.disk = disk
         """None without a disk tier, and once it is closed: then nothing is written."""
         self._memory = memory
         self._pager = pager
         memory.before_eviction = self._save_dropped
 
     def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
-        if self.archive is not None:
-            self.archive.save_dropped(trie.namespace, node)
+        if self.disk is not None:
+            self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Has everything written that is worth it and not on disk yet, one piece with each step.
+        """Writes the state that is to be kept and not on disk yet, one piece with each step.
 
         What was used last is written first. The iterator is for idle time: make a new one after any other call.
         """
-        if self.archive is None:
+        if self.disk is None:
             return
         leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]
         leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
-        for (trie, leaf), tick in zip(leaves, self.archive.tier.ticks(len(leaves)), strict=True):
+        for (trie, leaf), tick in zip(leaves, self.disk.tier.ticks(len(leaves)), strict=True):
             if leaf.parent is not None:
-                yield from self._save_path(self.archive, trie, leaf, tick)
+                yield from self._save_path(self.disk, trie, leaf, tick)
 
-    def _save_path(self, archive: Archive, trie: PrefixTrie, leaf: Node, tick: int) -> Iterator[None]:
+    def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, tick: int) -> Iterator[None]:
         """Has a conversation written. The snapshot taken at its end for that stays in memory if the budget allows."""
         path = leaf.path()
         ends = [
@@ -45,7 +45,7 @@ class Demotion:
         for slot in ends:
             self._pager.keep_tip(slot)
         try:
-            yield from archive.save_path(trie.namespace, path, self._pager.copy_live, tick)
+            yield from disk.save_path(trie.namespace, path, self._pager.copy_live, tick)
         finally:
             for node in tips:
                 is_over = self._memory.ledger.excess_bytes() > 0

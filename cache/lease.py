@@ -112,7 +112,7 @@ class Lease:
         return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether the live buffers take one more token."""
         return self.offset < self._slot.capacity
 
@@ -124,13 +124,13 @@ class Lease:
         self._make_known()  # the restore point at the prompt's end can go only once the trie knows what follows it
         return self._owner.try_grow(self._slot, max_tokens)
 
-    def append(self, token: int, *, is_settled: bool = False) -> None:
+    def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.
 
-        Without `is_settled`, its state may not be evaluated yet, or be merged with that of other sequences. With it,
+        Without `is_evaluated`, its state may be unevaluated, or merged with that of other sequences. With it,
         the caches hold the state of this sequence alone, evaluated, and a restore point is captured if one is here.
         """
-        may_capture = is_settled and self.captures_next
+        may_capture = is_evaluated and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
         if may_capture:
             self._record_here()

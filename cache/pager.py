@@ -48,7 +48,11 @@ class Pager:
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
-        """Assigns a slot to a namespace; if it is empty, its tip becomes the root there."""
+        """Assigns a slot to a namespace; if it is empty, its tip becomes the root there, and it gets layer caches.
+
+        An error of making these leaves the slot empty.
+        """
+        slot.caches = slot.caches or self._make_caches()
         slot.namespace = trie.namespace
         if slot.tip.parent is None:
             slot.tip = trie.root
@@ -150,9 +154,12 @@ class Pager:
         return {node: other for other in others for node in other.tip.path()}
 
     def empty(self, slot: Slot) -> None:
-        """Empties a slot; the caller has stored what was live there, or drops it next."""
+        """Empties a slot; the caller has stored what was live there, or drops it next.
+
+        It gets new layer caches when it is entered: what they take may be missing now, and is that request's matter.
+        """
         self.move_tip(slot, self.trie(slot.namespace).root)
-        slot.caches = self._make_caches()
+        slot.caches = []
         slot.log.truncate(0)
         slot.is_cut = False
         slot.session_id, slot.capacity, slot.reserved_tokens = None, 0, 0

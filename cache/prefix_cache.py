@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from cache.admission import Admission, CacheRequest
 from cache.clock import RequestClock
 from cache.demotion import Demotion
-from cache.disk.connector import Archive
+from cache.disk.connector import DiskConnector
 from cache.disk.listing import NO_LISTING
 from cache.disk.read_ahead import Prefetch
 from cache.disk.tier import DiskTier
@@ -32,7 +32,7 @@ from cache.reclaim import Reclaimer
 from cache.recording import Recorder
 from cache.reservations import Reservations
 from cache.restore_points import RestorePoint
-from cache.sizes import SequenceSizes
+from cache.sizes import CHUNK_TOKENS, SequenceSizes
 from cache.slots import Slot
 from cache.stats import CacheStats
 from cache.tokens import TokenArray
@@ -49,23 +49,26 @@ class PrefixCache:
         *,
         num_slots: int,
         budget_bytes: int,
+        chunk_tokens: int = CHUNK_TOKENS,
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """`layout` says how the caches come apart; by default it is found from what `make_caches` makes.
+        """Prompts are evaluated in calls of up to `chunk_tokens`, on which depends what window layers hold.
+
+        `layout` says how the caches come apart; by default it is found from what `make_caches` makes.
 
         State that does not fit the budget goes to `disk`, if there is one, and so does idle state.
         """
         layout = layout or Layout(make_caches())
         self.clock = RequestClock()
         self.memory = MemoryTier(layout, budget_bytes)
-        self.archive = Archive(disk, layout) if disk is not None else None
+        self.disk = DiskConnector(disk, layout) if disk is not None else None
         self.pager = Pager(layout, self.memory, make_caches, num_slots)
-        self.sizes = SequenceSizes(layout)
+        self.sizes = SequenceSizes(layout, chunk_tokens)
         self._pinning = Pinning(self.pager, self.sizes)
         self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes)
-        self._promotion = Promotion(self.archive, self.memory, self.pager, self.reclaimer, self.clock)
-        self._demotion = Demotion(self.archive, self.memory, self.pager)
+        self._promotion = Promotion(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
+        self._demotion = Demotion(self.disk, self.memory, self.pager)
         self._admission = self._connect()
 
     def _connect(self) -> Admission:
@@ -146,8 +149,8 @@ class PrefixCache:
         """
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
-        if self.archive is not None:
-            self.archive.bytes_per_token = self.sizes.bytes_per_token
+        if self.disk is not None:
+            self.disk.bytes_per_token = self.sizes.bytes_per_token
 
     def bytes_for(self, num_tokens: int) -> int:
         """Returns about how many bytes a live sequence of `num_tokens` takes."""
@@ -160,8 +163,8 @@ class PrefixCache:
             if not slot.is_leased and namespace in (None, slot.namespace):
                 self.pager.page_out(slot, 0)
         self.memory.clear(namespace)
-        if self.archive is not None:
-            self.archive.tier.clear(namespace)
+        if self.disk is not None:
+            self.disk.tier.clear(namespace)
 
     def relieve(self) -> None:
         """Evicts half of what is stored: the device has less memory than the budget says."""
@@ -192,7 +195,7 @@ class PrefixCache:
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Has everything written that is worth it and not on disk yet, one piece with each step.
+        """Writes the state that is to be kept and not on disk yet, one piece with each step.
 
         For idle time: begin anew after any other call.
         """
@@ -200,16 +203,16 @@ class PrefixCache:
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; with a disk, what is not there yet is written first, as far as time allows."""
-        if self.archive is not None:
-            self.archive.close(self.save(), timeout_seconds)
-            self.archive = self._promotion.archive = self._demotion.archive = None
+        if self.disk is not None:
+            self.disk.close(self.save(), timeout_seconds)
+            self.disk = self._promotion.disk = self._demotion.disk = None
 
     # ------------------------------------------------------------------------------------------------- state
 
     def view(self, namespace: str, max_nodes: int) -> CacheView:
         """Returns what is held for one namespace, with `max_nodes` edges at most."""
         trie = self.memory.find_trie(namespace)
-        on_disk = self.archive.tier.listing(namespace, max_nodes) if self.archive is not None else NO_LISTING
+        on_disk = self.disk.tier.listing(namespace, max_nodes) if self.disk is not None else NO_LISTING
         return CacheView(
             nodes=views(trie, max_nodes),
             disk_nodes=disk_views(on_disk.entries),
@@ -218,7 +221,7 @@ class PrefixCache:
             num_disk_nodes=on_disk.num_edges,
             is_disk_truncated=on_disk.is_truncated,
             state=self.bytes_of(namespace),
-            disk_writes=self.archive.tier.write_budget.writes() if self.archive is not None else None,
+            disk_writes=self.disk.tier.write_budget.writes() if self.disk is not None else None,
             num_evictions=self.memory.evictions[namespace],
             budget_bytes=self.ledger.budget_bytes,
             pinned=self.pins.labels(namespace),
@@ -227,13 +230,13 @@ class PrefixCache:
     def bytes_of(self, namespace: str) -> StateBytes:
         """Returns the bytes that are held for one namespace."""
         live = sum(self.layout.live_bytes(slot.caches) for slot in self.slots if slot.namespace == namespace)
-        disk = self.archive.tier.bytes_of(namespace) if self.archive is not None else 0
+        disk = self.disk.tier.bytes_of(namespace) if self.disk is not None else 0
         held = self.memory.holdings(namespace).total
         return StateBytes(held.span_bytes, held.window_bytes, held.point_bytes, live, disk)
 
     def stats(self) -> CacheStats:
         """Returns counts and bytes of now, for reports."""
-        tier = self.archive.tier if self.archive is not None else None
+        tier = self.disk.tier if self.disk is not None else None
         return CacheStats(
             num_nodes=self.memory.num_nodes,
             stored_bytes=self.ledger.stored_bytes,
@@ -251,5 +254,5 @@ class PrefixCache:
         self.memory.check()
         self.pager.check()
         for trie, node in self.memory.nodes():
-            if self.archive is not None:
-                self.archive.check(trie.namespace, node)
+            if self.disk is not None:
+                self.disk.check(trie.namespace, node)

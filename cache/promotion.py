@@ -1,10 +1,10 @@
 """Reads from disk what memory lacks of a prompt, and attaches it to the trie.
 
-Reading is worth it only beyond what memory can restore; how far beyond is for `cache.disk.connector` to say.
+State is read from disk only beyond what memory can restore; how far beyond is decided by `cache.disk.connector`.
 """
 
 from cache.clock import RequestClock
-from cache.disk.connector import Archive, Recall
+from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.read_ahead import Prefetch
 from cache.errors import DiskFault
 from cache.layers.segments import Segment
@@ -26,13 +26,13 @@ class Promotion:
 
     def __init__(
         self,
-        archive: Archive | None,
+        disk: DiskConnector | None,
         memory: MemoryTier,
         pager: Pager,
         reclaimer: Reclaimer,
         clock: RequestClock,
     ) -> None:
-        self.archive = archive
+        self.disk = disk
         """None without a disk tier, and once it is closed: then nothing is on disk."""
         self._memory = memory
         self._pager = pager
@@ -50,15 +50,15 @@ class Promotion:
     def find_restorable(self, lookup: Lookup) -> int:
         """Returns how many tokens of a prompt memory and disk can restore together."""
         found = self.find_in_memory(lookup)
-        recall = self._find_on_disk(lookup, found)
-        return found.restorable if recall is None else recall.offset
+        disk_match = self._find_on_disk(lookup, found)
+        return found.restorable if disk_match is None else disk_match.offset
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
         """Begins to read what `promote` would have to wait for; None if disk has nothing to add."""
-        if self.archive is None:
+        if self.disk is None:
             return None
-        recall = self._find_on_disk(lookup, self.find_in_memory(lookup))
-        return self.archive.prefetch(recall) if recall is not None else None
+        disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup))
+        return self.disk.prefetch(disk_match) if disk_match is not None else None
 
     def promote(self, lookup: Lookup, *, is_background: bool = False) -> tuple[LookupResult, bool]:
         """Reads into the trie what disk adds to a prompt, if memory can be freed for it.
@@ -67,16 +67,16 @@ class Promotion:
         """
         found = self.find_in_memory(lookup)
         for _ in range(MAX_READS):
-            recall = self._find_on_disk(lookup, found)
-            if recall is None or self.archive is None or recall.num_bytes > self._memory.ledger.budget_bytes:
+            disk_match = self._find_on_disk(lookup, found)
+            if disk_match is None or self.disk is None or disk_match.num_bytes > self._memory.ledger.budget_bytes:
                 break
             # Freeing memory may write to disk, and a write may delete files. Not these: they are in use.
-            self.archive.touch(recall)
-            excess = self._memory.ledger.excess_bytes(recall.num_bytes)
+            self.disk.touch(disk_match)
+            excess = self._memory.ledger.excess_bytes(disk_match.num_bytes)
             if self._reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
                 return self.result_of(found.match), False
             try:
-                self._attach(lookup, recall.offset, *self.archive.load(recall))
+                self._attach(lookup, disk_match.offset, *self.disk.load(disk_match))
             except DiskFault:
                 # The file at fault is no longer found, but others may be. Freeing memory may have changed the match.
                 found = self.find_in_memory(lookup)
@@ -84,10 +84,10 @@ class Promotion:
             return self.find_in_memory(lookup), True
         return found, False
 
-    def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> Recall | None:
-        if self.archive is None:
+    def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
+        if self.disk is None:
             return None
-        return self.archive.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
+        return self.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
 
     def _attach(self, lookup: Lookup, offset: int, segment: Segment | None, snapshot: Snapshot | None) -> None:
         """Attaches what was read to the node where the prompt's first `offset` tokens end, made now if need be."""

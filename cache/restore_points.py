@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class RestorePointKind(StrEnum):
-    """Why an offset is worth restoring to."""
+    """Why an offset is to be restorable."""
 
     SYSTEM_END = "system_end"
     USER_START = "user_start"
@@ -27,7 +27,7 @@ class RestorePointKind(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class RestorePoint:
-    """`offset` tokens from the start of the sequence are worth being restorable, because of `kind`."""
+    """The sequence is to be restorable at `offset` tokens from its start, because of `kind`."""
 
     offset: int
     kind: RestorePointKind

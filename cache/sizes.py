@@ -6,14 +6,19 @@ from collections.abc import Sequence
 from cache.layers.layout import Layout
 from cache.types import LayerCache
 
+CHUNK_TOKENS = 256
+"""Prompt tokens evaluated in one model call at most, unless something else is configured."""
+
 
 class SequenceSizes:
     """Bytes of the sequences of one model. Worker thread only."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, chunk_tokens: int) -> None:
+        """Prompts are evaluated in calls of up to `chunk_tokens`."""
         self.bytes_per_token = 0.0
         """Bytes of span state per token; 0 until `calibrate`."""
         self._layout = layout
+        self._chunk_tokens = chunk_tokens
         self._window_bytes_per_token = 0.0
         self._point_bytes = 0
 
@@ -24,12 +29,13 @@ class SequenceSizes:
         self._point_bytes = self._layout.point_bytes(caches)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns about how many bytes a live sequence of `num_tokens` takes.
+        """Returns about how many bytes a live sequence takes at most until it has `num_tokens`.
 
+        A window layer counts with the rows that it holds right after a prefill chunk, which are more than its window.
         Point state counts twice: while rows decode together, the runner holds a merged copy of it.
         """
-        in_window = min(num_tokens, self._layout.window)
-        rows = num_tokens * self.bytes_per_token + in_window * self._window_bytes_per_token
+        in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
+        rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token
         return int(rows) + 2 * self._point_bytes
 
     def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:

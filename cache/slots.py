@@ -53,6 +53,7 @@ class Slot:
 
     index: int
     caches: list[LayerCache]
+    """Empty where the slot was emptied, until a request enters it."""
     log: TokenLog
     tip: Node
     """The trie node where the sequence ends, as far as it is recorded in the trie."""

@@ -2,18 +2,20 @@
 
 Window rows are kept for the last W tokens before each restore point. A snapshot holds the rows that no snapshot above
 it holds, and shares the others. An offset can be restored if its last W rows are held, by however many snapshots.
-Point state is restored exactly where it was captured.
+Point state is restored exactly where it was captured. Rows and state are carried here, and never looked into.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cache.layers.layout import Layout
-from cache.layers.points import PointState
-from cache.layers.segments import Segment
 from cache.token_trie import Match
 from cache.trie import Node, NodeMatch
+from cache.types import LayerKinds
+
+if TYPE_CHECKING:
+    from cache.layers.points import PointState
+    from cache.layers.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,8 @@ class Snapshot:
     """The window and point state for restoring at `offset`. Its window rows may also serve later offsets."""
 
     offset: int
-    window: Segment | None
-    points: PointState | None
+    window: "Segment | None"
+    points: "PointState | None"
 
     @property
     def num_bytes(self) -> int:
@@ -37,7 +39,7 @@ class Snapshot:
         return Snapshot(offset, before, None), Snapshot(self.offset, after, self.points)
 
 
-def deepest(layout: Layout, match: NodeMatch) -> int:
+def deepest(layout: LayerKinds, match: NodeMatch) -> int:
     """Returns the deepest offset on a match at which every layer can be restored from the trie."""
     if not layout.needs_snapshots:
         return match.length
@@ -53,18 +55,18 @@ def deepest(layout: Layout, match: NodeMatch) -> int:
     return deepest
 
 
-def deepest_up_to(layout: Layout, node: Node) -> int:
+def deepest_up_to(layout: LayerKinds, node: Node) -> int:
     """Returns the deepest offset up to a node's end that can be restored from the trie; 0 if the node was evicted."""
     path = node.path()
     return deepest(layout, Match(path, node.stop)) if path else 0
 
 
-def is_restorable(layout: Layout, node: Node) -> bool:
+def is_restorable(layout: LayerKinds, node: Node) -> bool:
     """Whether a sequence can be restored where a node ends."""
     return deepest_up_to(layout, node) == node.stop
 
 
-def _can_restore(layout: Layout, node: Node, offset: int, cover: tuple[int, int] | None) -> bool:
+def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, int] | None) -> bool:
     snapshot = node.snapshot
     if not isinstance(snapshot, Snapshot):
         return False
@@ -83,7 +85,7 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
     return cover
 
 
-def rows_before(layout: Layout, path: Sequence[Node], offset: int) -> list[Node]:
+def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
     """Returns the nodes of a path whose window rows fall into the window before `offset`, the last ones first.
 
     They must not be evicted before a sequence is restored there, whether or not anything else needs the rows.
@@ -98,9 +100,10 @@ def rows_before(layout: Layout, path: Sequence[Node], offset: int) -> list[Node]
     return found
 
 
-def window_rows(layout: Layout, path: Sequence[Node], offset: int) -> list[Segment]:
+def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
     """Returns adjoining segments with the rows that a window needs before `offset`, as far as they are held."""
-    needed, first, rows = offset, max(0, offset - layout.window), list[Segment]()
+    rows: list[Segment] = []
+    needed, first = offset, max(0, offset - layout.window)
     for node in rows_before(layout, path, offset):
         window = _window(node)
         if window is not None and first < needed and window.start < needed <= window.stop:
@@ -110,7 +113,7 @@ def window_rows(layout: Layout, path: Sequence[Node], offset: int) -> list[Segme
     return rows
 
 
-def has_shared_rows(layout: Layout, node: Node) -> bool:
+def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
     """Whether a restore point further down needs window rows that are only here.
 
     Only restore points at the ends of nodes count. A request that is to be restored inside an edge protects the rows
@@ -120,7 +123,7 @@ def has_shared_rows(layout: Layout, node: Node) -> bool:
     return rows is not None and any(_shares_rows(layout, child, rows) for child in node.children.values())
 
 
-def _shares_rows(layout: Layout, node: Node, rows: Segment) -> bool:
+def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
     """Whether a node, or one below it, needs window rows that its own snapshot lacks and `rows` above it hold."""
     first, window = max(0, node.stop - layout.window), _window(node)
     if window is not None:
@@ -128,7 +131,7 @@ def _shares_rows(layout: Layout, node: Node, rows: Segment) -> bool:
     return first < rows.stop and any(_shares_rows(layout, child, rows) for child in node.children.values())
 
 
-def _window(node: Node) -> Segment | None:
+def _window(node: Node) -> "Segment | None":
     return node.snapshot.window if isinstance(node.snapshot, Snapshot) else None
 
 

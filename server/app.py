@@ -1,5 +1,6 @@
 """Puts the HTTP side together: routes, the layers around them, and what they share."""
 
+import socket
 from collections.abc import Sequence
 from functools import partial
 
@@ -8,7 +9,7 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 
 from server.api.admin.cache import clear_cache, get_cache, pin_session, unpin_session
-from server.api.admin.health import health
+from server.api.admin.health import health, ready
 from server.api.admin.prime import prime_cache
 from server.api.admin.sessions import delete_session, get_session, list_sessions
 from server.api.auth import KeyCheck
@@ -34,13 +35,18 @@ _ADMIN = (
     Route("/cache/prime", prime_cache, methods=["POST"]),
 )
 
-ADMIN_ROUTES = (*with_and_without_v1(_ADMIN), Route("/health", health, methods=["GET"]))
+ADMIN_ROUTES = (
+    *with_and_without_v1(_ADMIN),
+    Route("/health", health, methods=["GET"]),
+    Route("/ready", ready, methods=["GET"]),
+)
 
 
 def create_app(engine: EnginePort, model: ServedModel, config: ServerConfig, apis: Sequence[Api] = APIS) -> Starlette:
     """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`."""
     access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.api_key is not None)
-    layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis))]
+    name = config.name or socket.gethostname()
+    layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name)]
     if config.cors:
         layers.insert(0, cross_origin_layer(config.cors))
     layers.append(Middleware(WebAccessCheck, access=access))

@@ -55,6 +55,12 @@ class ServerConfig:
     )
     host: str = _setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = _setting(8080, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
+    name: str | None = _setting(
+        None,
+        "What every answer says in its header X-Served-By, to tell several servers apart; by default this machine's "
+        "name.",
+        flag="--name",
+    )
     slots: int = _setting(
         8, "Sequences that are live on the device at once.", flag="--slots", minimum=1, maximum=1024
     )

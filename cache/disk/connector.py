@@ -37,7 +37,7 @@ MIN_RESTORE_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Recall:
+class DiskMatch:
     """State on disk that restores a prompt up to `offset`, which is further than memory alone can."""
 
     offset: int
@@ -54,7 +54,7 @@ class Recall:
         return sum(part.file_bytes for part in (self.span, self.snapshot) if part is not None)
 
 
-class Archive:
+class DiskConnector:
     """Moves state between the trie's nodes and the disk tier."""
 
     def __init__(self, tier: DiskTier, layout: Layout) -> None:
@@ -65,7 +65,7 @@ class Archive:
 
     # ---------------------------------------------------------------------------------------------- reading
 
-    def find(self, namespace: str, tokens: TokenArray, match: NodeMatch, *, restorable: int) -> Recall | None:
+    def find(self, namespace: str, tokens: TokenArray, match: NodeMatch, *, restorable: int) -> DiskMatch | None:
         """Returns what disk adds to a prompt; None if that is too little.
 
         Memory matches `match` of the prompt and can restore `restorable` tokens.
@@ -81,7 +81,7 @@ class Archive:
             stop = snapshot.offset if snapshot is not None else 0
         if stop - restorable < MIN_RESTORE_TOKENS:
             return None
-        return Recall(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
+        return DiskMatch(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
         """Returns the place on the tier where the match of a path's tokens ends.
@@ -107,20 +107,20 @@ class Archive:
                 return snapshot
         return None
 
-    def touch(self, recall: Recall) -> None:
+    def touch(self, disk_match: DiskMatch) -> None:
         """Records that the state is used now."""
-        self.tier.touch(recall.place, recall.offset)
+        self.tier.touch(disk_match.place, disk_match.offset)
 
-    def prefetch(self, recall: Recall) -> Prefetch:
+    def prefetch(self, disk_match: DiskMatch) -> Prefetch:
         """Begins to read the state; `load` then waits only for what is not read yet."""
-        return self.tier.prefetch(part for part in (recall.span, recall.snapshot) if part is not None)
+        return self.tier.prefetch(part for part in (disk_match.span, disk_match.snapshot) if part is not None)
 
-    def load(self, recall: Recall) -> tuple[Segment | None, Snapshot | None]:
+    def load(self, disk_match: DiskMatch) -> tuple[Segment | None, Snapshot | None]:
         """Reads the state into memory. Raises DiskFault, after which `find` no longer returns what cannot be read."""
-        segment = recall.span.load() if recall.span is not None else None
-        if recall.snapshot is None:
+        segment = disk_match.span.load() if disk_match.span is not None else None
+        if disk_match.snapshot is None:
             return segment, None
-        return segment, Snapshot(recall.offset, *recall.snapshot.load())
+        return segment, Snapshot(disk_match.offset, *disk_match.snapshot.load())
 
     # ---------------------------------------------------------------------------------------------- writing
 

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from cache.disk.files import Receipt
 from cache.errors import DiskFault
-from cache.layers.points import PointState
-from cache.layers.segments import Segment
+
+if TYPE_CHECKING:
+    from cache.disk.files import Receipt
+    from cache.layers.points import PointState
+    from cache.layers.segments import Segment
 
 
 class FileState(Enum):
@@ -30,10 +32,10 @@ class FileState(Enum):
 class FileLoader(Protocol):
     """Loads files into memory; `cache.disk.reader.FileReader`."""
 
-    def load_rows(self, file: "StoredFile", start: int, stop: int) -> Segment:
+    def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
         """Returns rows of a file in evaluated arrays; raises DiskFault."""
 
-    def load_points(self, file: "StoredFile") -> PointState:
+    def load_points(self, file: "StoredFile") -> "PointState":
         """Returns a file's point state in evaluated arrays; raises DiskFault."""
 
 
@@ -51,7 +53,7 @@ class StoredFile:
     has_points: bool = False
     name: str = ""
     """Empty until the file is being written."""
-    receipt: Receipt | None = None
+    receipt: "Receipt | None" = None
     state: FileState = FileState.PENDING
     last_used: int = 0
 
@@ -118,7 +120,7 @@ class FileSpan:
         """Returns `[start, offset)` and `[offset, stop)`. Reads nothing."""
         return self.clipped(self.start, offset), self.clipped(offset, self.stop)
 
-    def load(self) -> Segment:
+    def load(self) -> "Segment":
         """Reads the rows into memory, evaluated. Raises DiskFault, and then the file at fault is gone."""
         if not self.is_written:
             raise DiskFault(f"the state of tokens {self.start} to {self.stop} is not on disk")
@@ -191,7 +193,7 @@ class FileSnapshot:
         """Bytes on disk."""
         return self.file.num_bytes
 
-    def load(self) -> tuple[Segment | None, PointState | None]:
+    def load(self) -> "tuple[Segment | None, PointState | None]":
         """Reads window rows and point state into memory. Raises DiskFault, and then the file is gone."""
         if not self.is_written:
             raise DiskFault(f"the state at token {self.offset} is not on disk")

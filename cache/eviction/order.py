@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from cache.eviction.policy import Candidate
 from cache.eviction.quota import FairQueue
 from cache.eviction.value import Valuation
-from cache.layers.layout import Layout
 from cache.trie import Node
+from cache.types import LayerKinds
 
 MANY_CHANGED = 64
 """So many changed nodes are valued anew even if memory is not short, so that eviction later takes less time."""
@@ -29,7 +29,7 @@ class EvictionOrder:
     slot are in the order too; whoever pops one of them puts it back.
     """
 
-    def __init__(self, layout: Layout, find_over_share: Callable[[], set[str]]) -> None:
+    def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
         """For `find_over_share` see `FairQueue`."""
         self._valuation = Valuation(layout)
         self._find_over_share = find_over_share

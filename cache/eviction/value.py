@@ -7,10 +7,10 @@ takes walks as long as a conversation at most, so they are computed again whenev
 from collections.abc import Iterator, Mapping
 
 from cache.eviction.policy import Candidate, Chance, chance_to_go_on
-from cache.layers.layout import Layout
 from cache.restore_points import RestorePointKind
 from cache.snapshots import Snapshot
 from cache.trie import Node
+from cache.types import LayerKinds
 
 _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind.INTERVAL)
 """Kinds of restore points at which no conversation ends."""
@@ -19,7 +19,7 @@ _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind
 class Valuation:
     """Values nodes, and remembers where each session ended last."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: LayerKinds) -> None:
         self._layout = layout
         self._needs_snapshots = layout.needs_snapshots
         self._ends: dict[tuple[str, str], Node] = {}

@@ -38,6 +38,13 @@ class RowLeaf(Protocol):
     def truncate(self, cache: LayerCache, offset: int) -> None:
         """Forgets rows from `offset` on; for classes that keep all rows."""
 
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        """Returns how many rows the buffers take at most while `num_tokens` are evaluated; for classes of windows.
+
+        That is in calls of up to `chunk_tokens`, and of one while decoding. It may be more than the window, since a
+        call adds its rows before others go.
+        """
+
     def capacity(self, cache: LayerCache) -> int | None:
         """Returns how many rows the buffers take, None before there are any; for classes that keep all rows."""
 
@@ -48,6 +55,9 @@ class _SpanLeaf:
     window: int | None = None
     num_components = 2
     can_overallocate = True
+
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        raise AssertionError("every row is kept, and buffers are resized to what was reserved")
 
     def capacity(self, cache: LayerCache) -> int | None:
         return int(cache.keys.shape[2]) if cache.keys is not None else None
@@ -118,6 +128,12 @@ class _WindowLeaf:
 class _RotatingLeaf(_WindowLeaf):
     """`RotatingKVCache` without kept first tokens: a ring of the last `max_size` rows."""
 
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        assert self.window is not None
+        joined = min(num_tokens, self.window - 1 + chunk_tokens)
+        in_place = min(num_tokens + int(mlx_lm_cache.RotatingKVCache.step) - 1, self.window)
+        return max(joined, in_place) if num_tokens else 0
+
     def length(self, cache: LayerCache) -> int:
         return min(int(cache.offset), int(cache.keys.shape[2])) if cache.keys is not None else 0
 
@@ -132,6 +148,12 @@ class _RotatingLeaf(_WindowLeaf):
 
 class _ChunkedLeaf(_WindowLeaf):
     """`ChunkedKVCache`: rows from `start_position` on, trimmed to the last `chunk_size` before each call."""
+
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        assert self.window is not None
+        step = int(mlx_lm_cache.ChunkedKVCache.step)
+        num_steps = -(-min(num_tokens, max(1, chunk_tokens)) // step)
+        return min(num_tokens, self.window) + num_steps * step
 
     def length(self, cache: LayerCache) -> int:
         return int(cache.offset - cache.start_position) if cache.keys is not None else 0

@@ -88,21 +88,18 @@ class Layout:
 
     def span_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
         """Returns bytes of span state per token, measured on caches that hold at least one token."""
-        leaves, total = leaves_of(caches), 0.0
-        for place in self._spans:
-            cache = leaves[place.index]
-            length = place.leaf.length(cache)
-            total += sum(array.nbytes for array in place.leaf.arrays(cache)) / length if length else 0
-        return total
+        return _bytes_per_row(self._spans, caches)
 
     def window_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
-        """Returns bytes of window state per token within the window, measured on caches that hold a few tokens."""
-        leaves, total = leaves_of(caches), 0.0
-        for place in self._windows:
-            cache = leaves[place.index]
-            length = place.leaf.length(cache)
-            total += sum(array.nbytes for array in place.leaf.arrays(cache)) / length if length else 0
-        return total
+        """Returns bytes of window state per row, measured on caches that hold a few tokens."""
+        return _bytes_per_row(self._windows, caches)
+
+    def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        """Returns how many rows a window layer's buffers take at most while `num_tokens` are evaluated.
+
+        That is in calls of up to `chunk_tokens`. It exceeds the window, and depends on the class of the cache.
+        """
+        return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 
     def point_bytes(self, caches: Sequence[LayerCache]) -> int:
         """Returns the bytes of the point layers of one sequence that has evaluated something."""
@@ -269,6 +266,16 @@ class _Place:
     index: int
     leaf: RowLeaf
     components: range = range(0)
+
+
+def _bytes_per_row(places: Iterable[_Place], caches: Sequence[LayerCache]) -> float:
+    """Returns the bytes of one row of all places together; a layer that holds no rows counts nothing."""
+    leaves, total = leaves_of(caches), 0.0
+    for place in places:
+        cache = leaves[place.index]
+        length = place.leaf.length(cache)
+        total += sum(array.nbytes for array in place.leaf.arrays(cache)) / length if length else 0
+    return total
 
 
 def _number(places: Iterable[_Place]) -> None:

@@ -136,12 +136,6 @@ class Runner:
         if row.sampling.params.is_penalised:
             row.sampling = row.sampling.after(prompt, generated)
 
-    def launch(self, rows: Sequence[DecodeRow], previous: DecodeStep | None) -> DecodeStep:
-        """Prepares a step and starts it."""
-        step = self.prepare(rows, previous)
-        self.start(step)
-        return step
-
     def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:
         """Returns a step that evaluates one token for each row and samples the next; nothing is computed yet.
 

@@ -176,11 +176,11 @@ class _Repetition:
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Repetition | None":
-        if all(row.divisors is None for row in rows):
+        divisors = _stacked([row.divisors for row in rows], mx.ones(vocab_size))
+        if divisors is None:
             return None
-        ones = mx.ones(vocab_size)
         return cls(
-            divisors=mx.stack([ones if row.divisors is None else row.divisors for row in rows]),
+            divisors=divisors,
             penalties=mx.array([row.params.repetition_penalty for row in rows], dtype=mx.float32),
         )
 
@@ -206,11 +206,11 @@ class _Occurrences:
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Occurrences | None":
-        if all(row.counts is None for row in rows):
+        counts = _stacked([row.counts for row in rows], mx.zeros(vocab_size))
+        if counts is None:
             return None
-        zeros = mx.zeros(vocab_size)
         return cls(
-            counts=mx.stack([zeros if row.counts is None else row.counts for row in rows]),
+            counts=counts,
             presence=_column(row.params.presence_penalty for row in rows),
             frequency=_column(row.params.frequency_penalty for row in rows),
         )
@@ -291,6 +291,13 @@ def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDAr
         # A prompt may hold ids beyond the model's logits: they are never drawn.
         divisors[ids[ids < vocab_size]] = penalty
     return divisors
+
+
+def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:
+    """Returns the rows as one array, `missing` for those that are None; None if all are."""
+    if all(row is None for row in rows):
+        return None
+    return mx.stack([missing if row is None else row for row in rows])
 
 
 def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:

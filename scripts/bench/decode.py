@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from models.inference.runner import DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from scripts.bench.common import Report, Target, median, write_json
+from scripts.bench.decode_step import launch
 
 VOCAB = 8192
 CONFIG: dict[str, Any] = {
@@ -117,13 +118,13 @@ class OurSide:
         greedy = SamplingParams(temperature=0)
         self._runner = runner
         self._rows = [runner.make_row(s.caches(num_steps + 1), greedy, int(s.tokens[-1])) for s in sequences]
-        self._current: DecodeStep = runner.launch(self._rows, None)
+        self._current: DecodeStep = launch(runner, self._rows, None)
         self._steps: list[list[int]] = []
 
     def decode(self, num_steps: int) -> None:
         """Decodes `num_steps` tokens of each row; nothing is left running."""
         for _ in range(num_steps):
-            following = self._runner.launch(self._rows, self._current)
+            following = launch(self._runner, self._rows, self._current)
             self._steps.append(self._current.tokens())
             self._current = following
         mx.synchronize()

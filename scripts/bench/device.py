@@ -183,7 +183,7 @@ class _Conversation:
         self._runner.start(step)
         step.tokens()
         self._runner.detach(row)
-        lease.append(int(self.tokens[-1]), is_settled=True)
+        lease.append(int(self.tokens[-1]), is_evaluated=True)
         lease.close()
 
 

@@ -122,7 +122,9 @@ class Run:
         gc.collect()
         mx.clear_cache()
         self.shape = shape
-        self.cache = PrefixCache(shape.make_caches, num_slots=num_slots, budget_bytes=1 << 50)
+        self.cache = PrefixCache(
+            shape.make_caches, num_slots=num_slots, budget_bytes=1 << 50, chunk_tokens=CHUNK_TOKENS
+        )
         self._before = mx.get_active_memory()
         self._random = np.random.default_rng(2026)
         self._system = self.tokens(SYSTEM_TOKENS)
@@ -405,7 +407,9 @@ def _answer(shape: Shape, answers: Answers) -> dict[str, int]:
 
 
 def _worker(shape: Shape, runner: ShapeRunner, answers: Answers) -> Worker:
-    cache = PrefixCache(shape.make_caches, num_slots=8, budget_bytes=answers.budget_bytes(shape))
+    cache = PrefixCache(
+        shape.make_caches, num_slots=8, budget_bytes=answers.budget_bytes(shape), chunk_tokens=CHUNK_TOKENS
+    )
     sample = shape.make_caches()
     shape.evaluate(sample, 8)
     cache.calibrate(sample)

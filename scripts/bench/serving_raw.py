@@ -67,6 +67,7 @@ def _our_job(folder: Path) -> Job:
     from models.inference.runner import Runner
     from models.inference.sampling_params import SamplingParams
     from models.loader import load
+    from scripts.bench.decode_step import launch
     from server.config import ServerConfig
 
     loaded = load(folder, folder.name)
@@ -87,9 +88,9 @@ def _our_job(folder: Path) -> Job:
             caches = copy.deepcopy(shared) if num_shared else runner.make_caches()
             prefill(caches, prompt, num_shared, len(prompt) - 1)
             rows.append(runner.make_row(caches, SamplingParams(temperature=0), prompt[-1]))
-        current = runner.launch(rows, None)
+        current = launch(runner, rows, None)
         for _ in range(max_tokens - 1):
-            following = runner.launch(rows, current)
+            following = launch(runner, rows, current)
             current.tokens()
             current = following
         current.tokens()

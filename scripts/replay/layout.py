@@ -90,6 +90,10 @@ class SizedLayout(Layout):
         """Returns 0: there is no window."""
         return 0.0
 
+    def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        """Returns 0: there is no window."""
+        return 0
+
     def point_bytes(self, caches: Sequence[Any]) -> int:
         """Returns the bytes of one whole state."""
         return self._snapshot_bytes

@@ -13,7 +13,7 @@ from server.api.dialect import dialect_of
 from server.config import ServerConfig
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 def is_authorised(request: Request, api_key: str | None) -> bool:

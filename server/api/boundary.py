@@ -2,8 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,15 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorBoundary:
-    """Outermost ASGI layer. Behind it, `scope["state"]` holds `request_id` and `dialect`.
+    """Outermost ASGI layer. Behind it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`.
+
+    The last are headers that the answer will have, an error too; an endpoint may add to them until it answers.
 
     It is the only place where an exception of any kind is caught: whatever went wrong in one request, the
     server goes on. Once an answer has begun, the connection is closed instead.
     """
 
-    def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect]) -> None:
+    def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str) -> None:
+        """`server_name` is what every answer says it was served by."""
         self._app = app
         self._find_dialect = find_dialect
+        self._server_name = server_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection's request; raises only once an answer has begun."""
@@ -35,8 +38,9 @@ class ErrorBoundary:
             await self._app(scope, receive, send)
             return
         request_id, dialect = f"req_{uuid.uuid4().hex}", self._find_dialect(scope)
-        scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect)
-        tracked = _TrackedSend(send, request_id)
+        headers = {"x-request-id": request_id, "x-served-by": self._server_name}
+        scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers)
+        tracked = _TrackedSend(send, headers)
         try:
             await self._app(scope, receive, tracked)
         except Exception as error:  # the border of the process: nothing may pass it
@@ -58,18 +62,19 @@ def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
 
 
 class _TrackedSend:
-    """Adds the request's name to the answer's headers and knows whether the answer has begun."""
+    """Adds to the answer's headers and knows whether the answer has begun."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        """`headers` may grow until the answer begins."""
         self._send = send
-        self._header = (b"x-request-id", request_id.encode())
+        self._headers = headers
         self.has_started = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
-            headers: list[Any] = [*message.get("headers", ()), self._header]
-            message = {**message, "headers": headers}
+            added = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
         await self._send(message)
 
 

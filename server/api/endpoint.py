@@ -17,6 +17,7 @@ from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
 from server.api.dialect import Exchange, dialect_of
 from server.api.errors import stopped
+from server.api.header_text import ascii_text
 from server.api.json_body import JsonBody
 from server.api.next_turn import next_turn_requests, sent_back
 from server.api.params import Incoming
@@ -52,6 +53,8 @@ async def _answer(
     work = partial(_open, context, request, raw, id_prefix, open_exchange)
     exchange = await context.planning.run(_client_of(request), len(raw), work)
     engine = context.running_engine(exchange.model)
+    if exchange.request.session_id is not None:
+        request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
     answer = Answer(engine, exchange, received, context.sessions.record, context.conversations)
     close = partial(_close, context, answer, exchange, engine)
     if not exchange.is_streamed:

@@ -30,6 +30,7 @@ SESSION_HEADERS = (
     "x-openwebui-chat-id",
     "x-conversation-id",
     "x-litellm-session-id",
+    "x-smg-routing-key",
 )
 SESSION_METADATA = ("session_id", "chat_id", "conversation_id")
 MAX_SESSION_ID_CHARACTERS = 256

@@ -26,6 +26,7 @@ class TurnAccount:
         self._exchange = exchange
         self.name: Name | None = None
         """The conversation; None until the request holds a slot, and for an unnamed request without a turn."""
+        self._is_recorded = False
 
     async def explained(self, started: Started) -> Started:
         """Returns the event with the reasons for what was not reused. Long texts are compared on another thread."""
@@ -44,13 +45,14 @@ class TurnAccount:
         return _with_reuse(started, reuse)
 
     def record(self, num_evaluated: int, reply_ids: Sequence[int], reply: str | None) -> None:
-        """Keeps the turn: `num_evaluated` tokens of its prompt, then `reply_ids`.
+        """Keeps the turn, once: `num_evaluated` tokens of its prompt, then `reply_ids`.
 
         `reply` is the text of a complete answer, None where it was broken off.
         """
         request = self._exchange.request
-        if self.name is None or request.is_prime or not request.cache_prompt:
+        if self._is_recorded or self.name is None or request.is_prime or not request.cache_prompt:
             return
+        self._is_recorded = True
         tokens = request.tokens[:num_evaluated]
         if num_evaluated == len(request.tokens):
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])

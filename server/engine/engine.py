@@ -21,6 +21,7 @@ import numpy as np
 from cache.disk import model_folders
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
+from cache.sizes import CHUNK_TOKENS
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
@@ -54,7 +55,7 @@ class EngineConfig:
     """Memory for the state of past tokens, live and stored."""
     context_tokens: int = 4096
     """Prompt and output of one request together."""
-    chunk_tokens: int = 256
+    chunk_tokens: int = CHUNK_TOKENS
     """Prompt tokens evaluated between two decode steps."""
     max_waiting: int = 64
     """Requests that may wait beyond those that run."""
@@ -95,6 +96,7 @@ class Engine:
                 runner.make_caches,
                 num_slots=config.max_slots,
                 budget_bytes=config.budget_bytes - (2 * _in_flight_bytes(config) if disk is not None else 0),
+                chunk_tokens=config.chunk_tokens,
                 disk=disk,
             )
             _calibrate(runner, prefix_cache)

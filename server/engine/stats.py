@@ -13,11 +13,6 @@ class RequestCounts:
     prefilling: int = 0
     decoding: int = 0
 
-    @property
-    def num_unfinished(self) -> int:
-        """All of them."""
-        return self.waiting + self.prefilling + self.decoding
-
 
 @dataclass(frozen=True)
 class EngineStats:

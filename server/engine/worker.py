@@ -147,7 +147,7 @@ class Worker:
         """Evaluates up to one chunk of prompt tokens and runs one decode step, whichever there is work for."""
         self._update_tickets()
         self._prefill.run_chunk(before_each=self._finish_decode_step)
-        self._make_room()
+        self._reserve_next_step()
         self._decode.step()
 
     def _update_tickets(self) -> None:
@@ -163,16 +163,16 @@ class Worker:
 
     # -- memory
 
-    def _make_room(self) -> None:
+    def _reserve_next_step(self) -> None:
         """Has memory set aside for what the next decode step adds; where there is none, the youngest waits."""
         for sequence in self._decode.next_sequences():
-            if sequence.lease is not None and not sequence.lease.has_room:
+            if sequence.lease is not None and not sequence.lease.has_capacity:
                 # A fault of the step under way is recovered from first, and who waits must have got its tokens.
                 self._decode.read()
                 self._grow(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Makes room for one sequence at the cost of younger ones, or has it wait itself; alone, it ends here."""
+        """Grows one sequence at the cost of younger ones, or has it wait itself; alone, it ends here."""
         while sequence.lease is not None and sequence.lease.is_open:
             try:
                 if sequence.lease.try_grow(sequence.max_offset):

@@ -1,5 +1,7 @@
 """Pins: what must not be evicted, for how long, and how much of it there may be."""
 
+import random
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,9 @@ from cache.errors import PinLimit, PinnedFull
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
 from cache.tokens import TokenArray
+from tests.cache.worlds import FakeWorld
 from tests.support import cache_driver, fake_model
+from tests.support.fake_model import WINDOW
 
 pytestmark = pytest.mark.usefixtures("exact_buffers")
 
@@ -177,3 +181,32 @@ def test_what_is_not_known_cannot_be_pinned_and_unpinning_it_is_harmless() -> No
     assert prefix_cache.pin(SESSION, array(story(1))) == 0
     prefix_cache.unpin(SESSION)
     assert SESSION not in prefix_cache.pins
+
+
+@pytest.mark.parametrize("layout", ["W", "C", "WR"])
+@pytest.mark.parametrize("seed", range(8))
+def test_an_offset_inside_an_edge_that_is_pinned_stays_restorable(layout: str, seed: int) -> None:
+    """The rows of the window before it lie on nodes above, more of them than a pin holds by itself."""
+    draw = random.Random(seed)
+    world = FakeWorld(layout, num_slots=1)
+    points = sorted(draw.sample(range(2, WINDOW + 8), draw.randrange(1, 12)))
+    edge_tokens = draw.randrange(3, WINDOW) if seed % 2 else WINDOW  # the latter needs no rows above for its end
+    length = points[-1] + edge_tokens + 1
+    world.request(story(1, length), explicit=points)
+    branch = draw.randrange(1, length)
+    world.request([*story(1, branch), *story(2, 5)])
+    cut = draw.randrange(points[-1] + 1, length - 1)
+    world.prefix_cache.pin(SESSION, array(story(1, cut)))
+    before = known(world.prefix_cache, story(1, cut))
+    assert before >= points[-1]
+    evict_all(world.prefix_cache)
+    assert known(world.prefix_cache, story(1, cut)) == before
+    assert known(world.prefix_cache, [*story(1, branch), *story(2, 5)]) <= branch
+
+
+def evict_all(prefix_cache: PrefixCache) -> None:
+    """Evicts everything that may go."""
+    for slot in prefix_cache.slots:
+        prefix_cache.pager.page_out(slot, 0)
+    prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
+    prefix_cache.check()

@@ -24,6 +24,8 @@ from tests.support import cache_driver, fake_model
 # isort: split
 from mlx_lm.models.cache import KVCache
 
+pytestmark = pytest.mark.usefixtures("exact_buffers")
+
 
 def make(layout: str = "T", *, num_slots: int = 2, budget_bytes: int = 1 << 30) -> PrefixCache:
     return PrefixCache(lambda: fake_model.make_caches(layout), num_slots=num_slots, budget_bytes=budget_bytes)
@@ -108,23 +110,23 @@ def test_a_lease_says_where_its_tokens_came_from() -> None:
     assert tier_of([*first[:39], 60], "salted") is None
 
 
-@pytest.mark.parametrize("is_settled", [True, False])
-def test_a_point_at_the_prompts_end_is_captured_only_from_settled_caches(is_settled: bool) -> None:
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_a_point_at_the_prompts_end_is_captured_only_from_settled_caches(is_evaluated: bool) -> None:
     """While sequences decode together, a row's own caches may be a step behind or ahead of its tokens."""
     prefix_cache = make("R", num_slots=1)
     lease = begin(prefix_cache, [1, 2, 3], restore_points=[RestorePoint(3, RestorePointKind.EXPLICIT)])
     evaluate(lease, [1, 2])
     assert lease.captures_next
-    if is_settled:
+    if is_evaluated:
         fake_model.evaluate(lease.caches, fake_model.tokens_of(3))
-    lease.append(3, is_settled=is_settled)
-    if not is_settled:
+    lease.append(3, is_evaluated=is_evaluated)
+    if not is_evaluated:
         fake_model.evaluate(lease.caches, fake_model.tokens_of(3))
     fake_model.evaluate(lease.caches, fake_model.tokens_of(4))
     lease.append(4)
     lease.close()
     fake_model.assert_stored_right(prefix_cache)
-    assert prefix_cache.peek(fake_model.tokens_of(1, 2, 3, 9)) == (3 if is_settled else 2)
+    assert prefix_cache.peek(fake_model.tokens_of(1, 2, 3, 9)) == (3 if is_evaluated else 2)
 
 
 BYTES_PER_TOKEN = 128
@@ -408,5 +410,5 @@ def test_a_sequence_that_nobody_made_room_for_grows_by_a_step() -> None:
     evaluate(lease, list(range(1, 601)))
     for token in range(100):
         fake_model.evaluate(lease.caches, np.array([token], np.int32))
-        lease.append(token, is_settled=True)
+        lease.append(token, is_evaluated=True)
     assert prefix_cache.layout.capacity(lease.caches) == 611 + layout_module.GROWTH_TOKENS

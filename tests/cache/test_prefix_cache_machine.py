@@ -34,6 +34,7 @@ from tests.support import fake_model
 from tests.support.disk_driver import open_tier
 
 WINDOW = 6
+MAX_CHUNK_TOKENS = 16
 SLACK_BYTES = 4096
 """Small arrays that fakes and mlx-lm's caches hold besides their rows."""
 
@@ -68,6 +69,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             lambda: fake_model.make_caches(self.layout, WINDOW),
             num_slots=num_slots,
             budget_bytes=budget_bytes,
+            chunk_tokens=MAX_CHUNK_TOKENS,
             disk=self.tier,
         )
         sample = fake_model.make_caches(self.layout, WINDOW)
@@ -204,7 +206,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # ----------------------------------------------------------------------------------------------- running
 
     @precondition(lambda self: any(r.lease.offset < r.limit for r in self.running))
-    @rule(which=st.integers(0, 3), chunk_tokens=st.integers(1, 16))
+    @rule(which=st.integers(0, 3), chunk_tokens=st.integers(1, MAX_CHUNK_TOKENS))
     def prefill(self, which: int, chunk_tokens: int) -> None:
         waiting = [r for r in self.running if r.lease.offset < r.limit]
         run = waiting[which % len(waiting)]
@@ -228,16 +230,16 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [r for r in self.running if r.lease.offset < r.limit].index(run)
 
     @precondition(lambda self: any(r.lease.offset >= r.limit for r in self.running))
-    @rule(which=st.integers(0, 3), generated=some_tokens, is_settled=st.booleans())
-    def decode(self, which: int, generated: list[int], is_settled: bool) -> None:
+    @rule(which=st.integers(0, 3), generated=some_tokens, is_evaluated=st.booleans())
+    def decode(self, which: int, generated: list[int], is_evaluated: bool) -> None:
         ready = [r for r in self.running if r.lease.offset >= r.limit]
         run = ready[which % len(ready)]
         tokens = run.prompt[-1:] + generated if len(run.evaluated) == run.limit else generated
         for token in tokens:
-            if is_settled:
+            if is_evaluated:
                 fake_model.evaluate(run.lease.caches, np.array([token], np.int32))
-            run.lease.append(token, is_settled=is_settled)
-            if not is_settled:
+            run.lease.append(token, is_evaluated=is_evaluated)
+            if not is_evaluated:
                 fake_model.evaluate(run.lease.caches, np.array([token], np.int32))
         self._record(run, tokens)
 
@@ -324,6 +326,11 @@ class DiskMachine(PrefixCacheMachine):
     def open_tier(self) -> DiskTier | None:
         self.folder = tempfile.TemporaryDirectory(prefix="machine-")
         return open_tier(Path(self.folder.name), budget_bytes=1 << 20)
+
+    @invariant()
+    def everything_is_written(self) -> None:
+        """What is on its way to disk would be found or not as its thread gets on: one history, several outcomes."""
+        assert not hasattr(self, "tier") or self.tier is None or self.tier.flush(10)
 
     @rule()
     def save(self) -> None:

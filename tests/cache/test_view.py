@@ -13,6 +13,8 @@ from tests.support import cache_driver, fake_model
 from tests.support.disk_driver import open_tier
 from tests.support.fake_model import LAYOUTS
 
+pytestmark = pytest.mark.usefixtures("exact_buffers")
+
 SYSTEM = list(range(1, 41))
 
 

@@ -61,8 +61,8 @@ def write_all(prefix_cache: PrefixCache) -> None:
     for slot in prefix_cache.slots:
         prefix_cache.pager.page_out(slot, 0)
     prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
-    assert prefix_cache.archive is not None
-    assert prefix_cache.archive.tier.flush(10)
+    assert prefix_cache.disk is not None
+    assert prefix_cache.disk.tier.flush(10)
 
 
 def found_tags(folder: Path, tags: Sequence[int]) -> list[int]:

@@ -66,7 +66,7 @@ def press(make: Callable[[], World], prompt: Sequence[int]) -> list[int]:
     The smallest budget just holds the prompt, the largest needs nothing to go.
     """
     ledger, hits = make().prefix_cache.ledger, list[int]()
-    needed = int(len(prompt) * make().prefix_cache.sizes.bytes_per_token) + 1
+    needed = int(make().prefix_cache.sizes.bytes_for(len(prompt))) + 1
     for step in range(NUM_BUDGETS + 1):
         world = make()
         world.prefix_cache.ledger.budget_bytes = needed + (ledger.charged_bytes + needed) * step // NUM_BUDGETS
@@ -97,6 +97,23 @@ def test_a_prompt_that_parts_inside_an_edge(make_world: MakeWorld, edge_tokens: 
     hits, has_points = press_inside_edge(make_world, edge_tokens, inside)
     # A longer edge lacks its first rows.
     assert max(hits) == HEAD_TOKENS + (0 if has_points or edge_tokens > W else inside)
+
+
+@pytest.mark.parametrize("make_world", FAKES)
+def test_rows_that_are_about_to_be_restored_live_through_both_evictions(make_world: MakeWorld) -> None:
+    """One is for the request; the other comes once the conversation that its slot held is stored, too."""
+    story, other = tokens_of(1, HEAD_TOKENS + W + 1), tokens_of(4, HEAD_TOKENS + W + 1)
+
+    def make() -> World:
+        world = ready(make_world)
+        world.request(story, explicit=(HEAD_TOKENS,))
+        world.request(other)
+        return world
+
+    hits = press(make, [*story[: HEAD_TOKENS + W // 2], *tokens_of(2, 9)])
+    has_points = make().prefix_cache.layout.has_points
+    # The smallest budget holds no rows beside the live ones. In all others it is the other conversation that goes.
+    assert hits[1:] == [HEAD_TOKENS + (0 if has_points else W // 2)] * NUM_BUDGETS
 
 
 @pytest.mark.parametrize("make_world", REAL)

@@ -32,7 +32,13 @@ class World:
 
     def __init__(self, *, scale: int, num_slots: int, budget_bytes: int, disk: DiskTier | None) -> None:
         self.scale = scale
-        self.prefix_cache = PrefixCache(self.make_caches, num_slots=num_slots, budget_bytes=budget_bytes, disk=disk)
+        self.prefix_cache = PrefixCache(
+            self.make_caches,
+            num_slots=num_slots,
+            budget_bytes=budget_bytes,
+            chunk_tokens=cache_driver.CHUNK_TOKENS,
+            disk=disk,
+        )
 
     def make_caches(self) -> list[LayerCache]:
         raise NotImplementedError

@@ -12,6 +12,9 @@ from cache.tokens import TokenArray
 from cache.types import LayerCache
 from tests.support import fake_model
 
+CHUNK_TOKENS = 16
+"""Prompt tokens evaluated in one call."""
+
 Evaluate = Callable[[Sequence[LayerCache], TokenArray], None]
 
 
@@ -62,7 +65,7 @@ def run(
     if stop_at is None:
         for token in [prompt[-1], *generated]:
             evaluate(lease.caches, np.array([token], np.int32))
-            lease.append(token, is_settled=True)
+            lease.append(token, is_evaluated=True)
     inspect(lease)
     lease.close()
     prefix_cache.check()
@@ -70,7 +73,12 @@ def run(
 
 
 def prefill(
-    lease: Lease, tokens: TokenArray, evaluate: Evaluate, *, stop_at: int | None = None, chunk_tokens: int = 16
+    lease: Lease,
+    tokens: TokenArray,
+    evaluate: Evaluate,
+    *,
+    stop_at: int | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> None:
     """Evaluates all but the last prompt token in chunks, recording each."""
     limit = len(tokens) - 1

@@ -80,7 +80,9 @@ def make_worker(
     """Returns a worker over a runner, with a cache of its own."""
     return Worker(
         runner,
-        PrefixCache(runner.make_caches, num_slots=num_slots, budget_bytes=budget_bytes, disk=disk),
+        PrefixCache(
+            runner.make_caches, num_slots=num_slots, budget_bytes=budget_bytes, chunk_tokens=chunk_tokens, disk=disk
+        ),
         NumberDecoder,
         eos_token_ids=frozenset({EOS}),
         chunk_tokens=chunk_tokens,

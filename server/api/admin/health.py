@@ -1,4 +1,4 @@
-"""`GET /health`: whether requests are taken, answered at once, whatever the engine is doing."""
+"""`GET /health` and `GET /ready`: whether requests are taken, answered at once, whatever the engine is doing."""
 
 from typing import NotRequired, TypedDict
 
@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.auth import is_authorised
-from server.api.context import context_of
+from server.api.context import ApiContext, context_of
 from server.api.json_body import JsonBody
 from server.engine.stats import EngineStats
 
@@ -51,18 +51,39 @@ class HealthBody(TypedDict):
     """Counters and gauges by model; shown to those who may send requests."""
 
 
+class ReadyBody(TypedDict):
+    """Whether one more request would be taken."""
+
+    status: str
+    """"ok", "full" (as many wait as may), "draining" or "stopped"."""
+
+
 async def health(request: Request) -> Response:
     """Answers with status 200 while requests are taken, else 503. Needs no key."""
     context = context_of(request)
-    status = "ok"
-    if context.is_draining:
-        status = "draining"
-    elif not all(engine.is_running for engine in context.engines.values()):
-        status = "stopped"
+    status = _status(context)
     body: HealthBody = {"status": status, "models": list(context.models)}
     if is_authorised(request, context.config.api_key):
         body["engines"] = {model_id: _engine_body(engine.stats()) for model_id, engine in context.engines.items()}
     return JsonBody(body, status_code=200 if status == "ok" else 503)
+
+
+async def ready(request: Request) -> Response:
+    """Answers with status 200 if one more request would be taken now, by every model, else 503. Needs no key."""
+    context = context_of(request)
+    status = _status(context)
+    max_open = context.config.slots + context.config.max_waiting
+    if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.engines.values()):
+        status = "full"
+    body: ReadyBody = {"status": status}
+    return JsonBody(body, status_code=200 if status == "ok" else 503)
+
+
+def _status(context: ApiContext) -> str:
+    if context.is_draining:
+        return "draining"
+    is_running = all(engine.is_running for engine in context.engines.values())
+    return "ok" if is_running else "stopped"
 
 
 def _engine_body(stats: EngineStats) -> EngineBody:

@@ -10,7 +10,7 @@ from pydantic_core.core_schema import ValidationInfo
 from models.prompt.chat_template import Message
 from models.unicode_text import read_object
 from server.api.openai.generation_body import GenerationBody
-from server.api.openai.usage import Usage
+from server.api.openai.usage import AnswerHead, Usage
 from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
 from server.api.usage import CacheBody, TimingsBody
@@ -334,28 +334,18 @@ class ChatChoice(TypedDict):
     finish_reason: str
 
 
-class ChatChunk(TypedDict):
+class ChatChunk(AnswerHead):
     """One `data:` line of a stream."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[TimingsBody]
     cache: NotRequired[CacheBody | None]
 
 
-class ChatCompletion(TypedDict):
+class ChatCompletion(AnswerHead):
     """The body of an answer that is not streamed."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     timings: TimingsBody

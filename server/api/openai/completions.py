@@ -23,7 +23,7 @@ from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
 from server.api.openai.fields import IN_TEXT
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.params import read_params
-from server.api.openai.usage import Usage, finish_reason, usage_of
+from server.api.openai.usage import AnswerHead, Usage, finish_reason, usage_of
 from server.api.params import Incoming, build_request
 from server.api.sse import sse_event
 from server.api.typed_body import parse_body
@@ -59,14 +59,9 @@ class TextChoice(TypedDict):
     finish_reason: str | None
 
 
-class TextCompletion(TypedDict):
+class TextCompletion(AnswerHead):
     """The body of an answer, and each `data:` line of a stream."""
 
-    id: str
-    object: str
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[TextChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[TimingsBody]

@@ -1,8 +1,18 @@
-"""Token counts and the reason of an answer's end, as OpenAI names them."""
+"""What all of OpenAI's answers hold: their head, token counts, and the reason of their end."""
 
 from typing import NotRequired, TypedDict
 
 from server.engine.events import Finished, FinishReason
+
+
+class AnswerHead(TypedDict):
+    """How every answer, and every chunk of one, begins."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
 
 
 class PromptTokensDetails(TypedDict):

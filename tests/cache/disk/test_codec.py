@@ -1,7 +1,7 @@
 """Segments and point state through files: every bit comes back, whatever the type, the shape and the cuts."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,15 +94,7 @@ def test_rows_that_lie_in_strides_come_back(tmp_path: Path) -> None:
     assert_same(through_disk(tmp_path, segment, tokens_of(range(12))), segment)
 
 
-@pytest.fixture
-def exact_allocator() -> Iterator[None]:
-    """No buffers of other sizes are used again."""
-    limit = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(limit)
-
-
-@pytest.mark.usefixtures("exact_allocator")
+@pytest.mark.usefixtures("exact_buffers")
 def test_loaded_state_owns_its_bytes_and_no_more(tmp_path: Path) -> None:
     segment = through_disk(tmp_path, segment_of(tokens_of(range(600)), 0), tokens_of(range(600)))
     assert segment.num_bytes == sum(rows.nbytes for _, rows in segment.packs)

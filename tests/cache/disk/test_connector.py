@@ -61,8 +61,8 @@ def evict_all(prefix_cache: PrefixCache) -> None:
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache.memory.evict(0, (), prefix_cache.clock.now)
     assert prefix_cache.stats().num_nodes == 0
-    assert prefix_cache.archive is not None
-    assert prefix_cache.archive.tier.flush(10)
+    assert prefix_cache.disk is not None
+    assert prefix_cache.disk.tier.flush(10)
 
 
 @pytest.mark.parametrize("layout", fake_model.LAYOUTS)
@@ -129,7 +129,7 @@ def run_volatile(prefix_cache: PrefixCache, prompt: list[int]) -> None:
     assert lease is not None
     cache_driver.prefill(lease, tokens, fake_model.evaluate)
     fake_model.evaluate(lease.caches, tokens[-1:])
-    lease.append(prompt[-1], is_settled=True)
+    lease.append(prompt[-1], is_evaluated=True)
     lease.close()
 
 
@@ -139,8 +139,8 @@ def hollowed(prefix_cache: PrefixCache, prompt: list[int]) -> Node:
     for _ in prefix_cache.save():
         pass
     converse(prefix_cache, [*prompt, *range(700, 2700)])
-    assert prefix_cache.archive is not None
-    assert prefix_cache.archive.tier.flush(10)
+    assert prefix_cache.disk is not None
+    assert prefix_cache.disk.tier.flush(10)
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     trie = prefix_cache.pager.trie("")
     above = [node for node in trie.nodes() if node.children]

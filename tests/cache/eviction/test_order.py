@@ -277,6 +277,24 @@ def test_a_leaf_whose_bytes_lie_above_it_is_looked_at_when_they_no_longer_go_wit
     prefix_cache.check()
 
 
+def test_a_leaf_is_looked_at_when_rows_above_it_begin_to_go_with_it() -> None:
+    prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)
+    cache_driver.run(prefix_cache, range(100))
+    prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
+    trie = prefix_cache.memory.find_trie("")
+    head, leaf = trie.match(np.arange(100, dtype=np.int32)).path
+    assert isinstance(head.snapshot, Snapshot) and head.snapshot.window is not None
+    rows = Snapshot(head.snapshot.offset, head.snapshot.window, None)
+    trie.snap(head, None)
+    held = prefix_cache.memory._order
+    held._refresh()
+    num_bytes = held._latest[leaf].num_bytes
+    trie.snap(head, rows)
+    held._refresh()
+    assert held._latest[leaf].num_bytes == num_bytes + rows.num_bytes
+    prefix_cache.check()
+
+
 def test_window_rows_alone_are_looked_at_when_a_restore_point_appears_before_them() -> None:
     """They are no restore point, so what lies behind them was looked at and they were not: they stayed overrated."""
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)

@@ -1,6 +1,6 @@
 """Every class of layer cache comes apart and together again, and nothing holds more memory than it says."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -46,14 +46,6 @@ CLASSES: dict[str, MakeCaches] = {
     "list in a list": lambda: [CacheList(CacheList(KVCache()), ArraysCache(1))],
     "unknown": lambda: [fake_model.Opaque(), KVCache()],
 }
-
-
-@pytest.fixture
-def _exact_allocator() -> Iterator[None]:
-    """Buffers are as large as asked for: none is reused for something smaller."""
-    before = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(before)
 
 
 # ---------------------------------------------------------------------------------------------- a tiny "model"
@@ -230,7 +222,7 @@ def test_nothing_evaluated_is_no_bytes(name: str) -> None:
     assert layout.span_bytes_per_token(caches) == 0
 
 
-@pytest.mark.usefixtures("_exact_allocator")
+@pytest.mark.usefixtures("exact_buffers")
 def test_live_bytes_of_what_was_not_evaluated_yet() -> None:
     caches = [KVCache()]
     caches[0].update_and_fetch(rows(0, 4), rows(0, 4))
@@ -246,7 +238,7 @@ def test_bytes_per_token() -> None:
 # -------------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.usefixtures("_exact_allocator")
+@pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("name", CLASSES)
 def test_state_owns_exactly_its_bytes(name: str) -> None:
     make = CLASSES[name]
@@ -262,7 +254,7 @@ def test_state_owns_exactly_its_bytes(name: str) -> None:
     assert abs(mx.get_active_memory() - before - sum(part.num_bytes for part in parts)) <= 64
 
 
-@pytest.mark.usefixtures("_exact_allocator")
+@pytest.mark.usefixtures("exact_buffers")
 def test_views_of_larger_buffers_are_not_kept() -> None:
     layout, caches = Layout([ArraysCache(1), fake_model.Opaque()]), [ArraysCache(1), fake_model.Opaque()]
     caches[0][0] = mx.zeros((1, 1000, 4))[:, 3:7]
@@ -322,7 +314,7 @@ def extra_bytes(do: Callable[[], Any]) -> tuple[Any, int]:
     return result, mx.get_peak_memory() - before
 
 
-@pytest.mark.usefixtures("_exact_allocator", "_packs_of_two_layers")
+@pytest.mark.usefixtures("exact_buffers", "_packs_of_two_layers")
 def test_paging_out_needs_one_pack_more() -> None:
     caches, layout = big_caches(), Layout([KVCache() for _ in range(NUM_BIG_LAYERS)])
     before = mx.get_active_memory()
@@ -333,7 +325,7 @@ def test_paging_out_needs_one_pack_more() -> None:
     assert sum(segment.num_bytes for segment in segments) == NUM_BIG_LAYERS * BIG_LAYER_BYTES
 
 
-@pytest.mark.usefixtures("_exact_allocator", "_packs_of_two_layers")
+@pytest.mark.usefixtures("exact_buffers", "_packs_of_two_layers")
 def test_paging_in_releases_what_it_has_copied() -> None:
     caches, layout = big_caches(), Layout([KVCache() for _ in range(NUM_BIG_LAYERS)])
     segments = layout.cut_spans(caches, [(0, 700), (700, BIG_ROWS)], consume=True)
@@ -346,7 +338,7 @@ def test_paging_in_releases_what_it_has_copied() -> None:
     assert mx.get_active_memory() == before
 
 
-@pytest.mark.usefixtures("_exact_allocator")
+@pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("name", ["attention", "quantized"])
 def test_room_that_was_asked_for_is_there(name: str) -> None:
     make = CLASSES[name]
@@ -363,7 +355,7 @@ def test_room_that_was_asked_for_is_there(name: str) -> None:
     assert held == 600 * bytes_per_token
 
 
-@pytest.mark.usefixtures("_exact_allocator")
+@pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("make", [KVCache, lambda: QuantizedKVCache(group_size=32)])
 def test_buffers_have_the_room_asked_for_and_grow_by_a_step_behind_it(make: Callable[[], LayerCache]) -> None:
     caches, layout = [make()], Layout([make()])

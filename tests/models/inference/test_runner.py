@@ -19,6 +19,7 @@ from models.inference.ragged import Rows, ragged_attention
 from models.inference.runner import DecodeRow, DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import CacheList, make_prompt_cache
+from scripts.bench.decode_step import launch
 from tests.support import tiny_models
 from tests.support.tiny_models import VOCAB, WINDOW
 
@@ -78,7 +79,7 @@ class Decoding:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            launched = self.runner.launch([sequence.row for sequence in self.live], self._current)
+            launched = launch(self.runner, [sequence.row for sequence in self.live], self._current)
             self.read()
             self._current = self._unread = launched
 
@@ -308,17 +309,17 @@ def decoded(runner: Runner, sampling: SamplingParams, forced: dict[int, int], re
     given, output = prompt(20), list[int]()
     company = row_after(runner, prompt(9), [], GREEDY)
     row = row_after(runner, given, output, sampling)
-    step = runner.launch([row, company], None)
+    step = launch(runner, [row, company], None)
     while len(output) < 30:
         token = forced.get(len(output))
         if replayed_at == len(output):
             output.append(step.tokens()[0] if token is None else token)
             row, company = row_after(runner, given, output, sampling), row_after(runner, prompt(9), [], GREEDY)
-            step = runner.launch([row, company], None)
+            step = launch(runner, [row, company], None)
             continue
         if token is not None:
             runner.force(row, token, prompt=given, generated=[*output, token])
-        following = runner.launch([row, company], step)
+        following = launch(runner, [row, company], step)
         output.append(step.tokens()[0] if token is None else token)
         step = following
     return output
@@ -355,7 +356,7 @@ def test_a_row_needs_a_token_from_somewhere() -> None:
     row = runner.make_row(runner.make_caches(), GREEDY, next_token=3)
     row.next_token = None
     with pytest.raises(AssertionError):
-        runner.launch([row], None)
+        launch(runner, [row], None)
 
 
 def attention(keys: Any, **options: Any) -> mx.array:

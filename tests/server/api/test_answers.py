@@ -384,7 +384,7 @@ def test_a_long_prefill_shows_how_far_it_is(
     client: TestClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "server")
-    monkeypatch.setattr("server.api.answer.LONG_PREFILL_SECONDS", 0.0)
+    monkeypatch.setattr("server.api.answer_log.LONG_PREFILL_SECONDS", 0.0)
     engine.script = Script(hit_tokens=2, progress=(4, 5, 6))
     ask(client)
     [first] = [record.msg for record in caplog.records if isinstance(record.msg, PrefillProgress)]

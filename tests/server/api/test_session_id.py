@@ -24,6 +24,7 @@ SOURCES: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({}, {"X-OpenWebUI-Chat-Id": "h6"}, "h6"),
     ({}, {"X-Conversation-Id": "h7"}, "h7"),
     ({}, {"x-litellm-session-id": "h8"}, "h8"),
+    ({}, {"x-smg-routing-key": "h9"}, "h9"),
     ({"prompt_cache_key": "key"}, {}, "key"),
     ({"metadata": {"user_id": json.dumps({"session_id": "in user"})}}, {}, "in user"),
     ({"metadata": {"session_id": "m0"}}, {}, "m0"),

@@ -33,7 +33,7 @@ from server.cli.serve import _Stopper, bind
 from server.cli.start_report import count_text, example_call
 from server.config import ServerConfig
 from server.errors import StartError
-from server.memory_budget import Machine
+from server.memory_budget import Machine, choose_pool_bytes
 from server.service import _bound_pool, model_id, open_service, read_sampling
 from tests.support.tiny_models import write
 
@@ -498,3 +498,13 @@ def test_the_pool_of_freed_buffers_is_bounded_and_never_made_larger() -> None:
         _bound_pool(700)
     finally:
         assert mx.set_cache_limit(limit) == 500
+
+
+def test_a_service_bounds_the_pool_by_its_budget() -> None:
+    budget_bytes = 1 << 28
+    limit = mx.set_cache_limit(1 << 40)
+    try:
+        open_service(ServerConfig(models=("demo",), cache_memory_bytes=budget_bytes)).engine.stop()
+        assert mx.set_cache_limit(1 << 40) == choose_pool_bytes(budget_bytes)
+    finally:
+        mx.set_cache_limit(limit)

@@ -41,8 +41,8 @@ def save_and_forget(harness: Harness) -> None:
     """Writes everything, then lets memory forget it."""
     for _ in harness.worker.idle_work():
         pass
-    assert harness.prefix_cache.archive is not None
-    assert harness.prefix_cache.archive.tier.flush(10)
+    assert harness.prefix_cache.disk is not None
+    assert harness.prefix_cache.disk.tier.flush(10)
     harness.prefix_cache.pager.page_out(harness.prefix_cache.slots[0], 0)
     harness.prefix_cache.memory.evict(0, (), harness.prefix_cache.clock.now)
     assert harness.prefix_cache.stats().num_nodes == 0

@@ -16,6 +16,7 @@ from server.engine.errors import EngineStopped, QueueFull
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Started
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
+from server.engine.stats import RequestCounts
 from server.engine.worker import Worker
 from tests.support.engine_driver import make_worker
 from tests.support.fake_runner import FakeRunner
@@ -153,7 +154,7 @@ def test_after_a_cancel_the_counts_are_those_of_an_engine_without_requests(serve
         generation.cancel()
         async for _ in reader:
             pass
-        while served.engine.stats().requests.num_unfinished:  # noqa: ASYNC110 - there is nothing to be told by
+        while served.engine.stats().requests != RequestCounts():  # noqa: ASYNC110 - there is nothing to be told by
             await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(run(), 10))
@@ -256,7 +257,8 @@ def test_a_command_runs_on_the_worker_thread_of_an_idle_engine(served: Served) -
 
 def test_commands_and_requests_are_handled_in_the_order_of_their_arrival(served: Served) -> None:
     def waiting(worker: Worker) -> int:
-        return worker.stats().requests.num_unfinished
+        counts = worker.stats().requests
+        return counts.waiting + counts.prefilling + counts.decoding
 
     async def run() -> list[int]:
         served.runner.gate.clear()

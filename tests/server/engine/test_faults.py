@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cache.types import LayerCache
 from server.engine.errors import EngineError
 from server.engine.events import Failed, FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
@@ -45,6 +46,10 @@ class FaultyRunner(FakeRunner):
     """A fake runner each of whose operations may fail."""
 
     faults = Faults(0, False, "", is_armed=False)
+
+    def make_caches(self) -> list[LayerCache]:
+        self.faults.meet("make_caches")
+        return super().make_caches()
 
     def make_row(self, *arguments: Any, **options: Any) -> Any:
         self.faults.meet("make_row")
@@ -112,7 +117,7 @@ def test_whatever_fails_nobody_gets_a_wrong_token(layout: str, is_lasting: bool,
             break
 
 
-@pytest.mark.parametrize("operation", ["prefill", "make_row", "prepare", "start", "detach"])
+@pytest.mark.parametrize("operation", ["make_caches", "prefill", "make_row", "prepare", "start", "detach"])
 @pytest.mark.parametrize("number", range(3))
 def test_each_operation_may_fail(operation: str, number: int) -> None:
     faults = Faults(number, False, "the device fails", only=operation)

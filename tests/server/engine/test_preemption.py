@@ -1,10 +1,8 @@
 """The budget while answers grow: what is stored goes first, then the youngest sequence waits, and nobody can tell."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -25,12 +23,9 @@ GROWTH = 8
 
 
 @pytest.fixture(autouse=True)
-def _small_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Buffers grow by few rows, and are as large as asked for: none is reused for something smaller."""
+def _small_steps(monkeypatch: pytest.MonkeyPatch, exact_buffers: None) -> None:
+    """Buffers grow by few rows, and are as large as asked for."""
     monkeypatch.setattr(layout, "GROWTH_TOKENS", GROWTH)
-    before = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(before)
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
