@@ -75,7 +75,8 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
         case "array":
             return isinstance(value, list) and len(value) <= 3 and all(fits(each, schema["items"]) for each in value)
     properties = schema["properties"]
-    return list(value) == list(properties) and all(fits(value[name], properties[name]) for name in properties)
+    is_object = isinstance(value, dict) and list(value) == list(properties)
+    return is_object and all(fits(value[name], properties[name]) for name in properties)
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
