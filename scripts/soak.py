@@ -4,9 +4,9 @@ Usage: python -m scripts.soak [--requests N] [--seed S] [--model NAME]…
 
 Conversations branch, are edited, repeated and cancelled; memory and disk are too small for all of them, and for some
 requests memory hardly holds the prompt; prompts part inside edges that are as long as a window, or by one shorter or
-longer; now and then the process "restarts" on the same folder, with or without time to write. Answers are greedy
-tokens: one wrong row of state shows in them. At the end memory must be back at its floor. Exits with status 1 at the
-first difference.
+longer, sometimes with nothing else in memory that could go; now and then the process "restarts" on the same folder,
+with or without time to write. Answers are greedy tokens: one wrong row of state shows in them. At the end memory must
+be back at its floor. Exits with status 1 at the first difference.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import numpy as np
 
 from cache.disk import connector
 from cache.disk.tier import DiskTier
+from cache.ledger import Ledger
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
 from tests.support import cache_driver, tiny_models
@@ -67,7 +68,10 @@ class Soak:
                 self._restart(writes=chance < 0.01)
             elif chance < 0.05:
                 self._rest()
-            self._request()
+            if chance > 0.8:
+                self._press_alone()
+            else:
+                self._request()
         self.counts["evictions"] += self._cache.memory.num_evictions
         self._cache.end(10)
 
@@ -79,7 +83,10 @@ class Soak:
             self._folder, budget_bytes=DISK_PROMPTS * one, fingerprint="soak", max_in_flight_bytes=1 << 20
         )
         self._cache = PrefixCache(
-            lambda: list(make_prompt_cache(self._model)), num_slots=2, budget_bytes=MEMORY_PROMPTS * one, disk=tier
+            lambda: list(make_prompt_cache(self._model)),
+            num_slots=self._rng.choice((1, 2)),
+            budget_bytes=MEMORY_PROMPTS * one,
+            disk=tier,
         )
         self._cache.calibrate(caches)
         self._tier = tier
@@ -103,10 +110,24 @@ class Soak:
         is_inside = bool(self._edges) and self._rng.random() < 0.3
         base, cut = self._inside_edge() if is_inside else self._base()
         prompt = [*base[:cut][:MAX_PROMPT], *self._tokens(self._rng.randrange(1, 30))]
-        tokens = np.array(prompt, np.int32)
         points = [RestorePoint(SYSTEM_TOKENS, RestorePointKind.SYSTEM_END), *self._edge(prompt)]
         self._press(len(prompt), is_pressed=is_inside or self._rng.random() < 0.3)
-        lease = self._cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED, session_id=str(cut))
+        self._ask(prompt, points, session_id=str(cut))
+
+    def _press_alone(self) -> None:
+        """Asks twice with nothing else in the cache: what must go for the second prompt is what it goes on from."""
+        self._cache.clear()
+        head, edge = tiny_models.WINDOW, tiny_models.WINDOW + self._rng.randrange(-1, 2)
+        story = self._tokens(head + edge + 1)
+        self._ledger.budget_bytes = self._budget_bytes
+        self._ask(story, [RestorePoint(head, RestorePointKind.EXPLICIT)], session_id="alone")
+        prompt = [*story[: head + self._rng.randrange(1, edge)], *self._tokens(9)]
+        self._press(len(prompt), is_pressed=True)
+        self._ask(prompt, [], session_id=self._rng.choice(("alone", "another")))
+
+    def _ask(self, prompt: list[int], points: list[RestorePoint], *, session_id: str) -> None:
+        tokens = np.array(prompt, np.int32)
+        lease = self._cache.begin(tokens, restore_points=points, expected_tokens=NUM_GENERATED, session_id=session_id)
         assert lease is not None, "nothing else runs, yet there is no slot"
         self.counts["hit tokens"] += lease.hit_tokens
         self.counts["prompt tokens"] += len(prompt)
@@ -143,9 +164,13 @@ class Soak:
         self._edges.append((prompt, start, start + num_tokens))
         return [RestorePoint(offset, RestorePointKind.BRANCH) for offset in (start, start + num_tokens)]
 
+    @property
+    def _ledger(self) -> Ledger:
+        return self._cache.ledger
+
     def _press(self, num_tokens: int, *, is_pressed: bool) -> None:
         """Leaves a request the whole budget, or what it needs and a share of what is held: then something must go."""
-        ledger = self._cache.ledger
+        ledger = self._ledger
         needed = self._cache.bytes_for(num_tokens + NUM_GENERATED)
         spare = self._rng.randrange(max(1, ledger.charged_bytes))
         ledger.budget_bytes = needed + spare if is_pressed else self._budget_bytes
