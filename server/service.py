@@ -15,12 +15,13 @@ from mlx.utils import tree_flatten
 
 from models import weights
 from models.alternatives import suggest_smaller
-from models.errors import InvalidParameter
+from models.errors import InvalidParameter, ModelError
 from models.inference.grammar_compiler import GrammarCompiler
 from models.inference.sampling_params import SamplingParams, check
 from models.loader import LoadedModel, load
 from models.mlx_lm_import import get_total_parameters
 from models.names import DEMO, resolve, shorten
+from models.output.reasoning_format import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from server.api.context import ServedModel
@@ -164,14 +165,16 @@ def model_id(name: str) -> str:
 
 def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
     context_tokens = min(config.context_tokens or loaded.context_tokens, loaded.context_tokens)
+    renderer = ChatRenderer(_template_owner(loaded), max_tokens=context_tokens - 1)
     served = ServedModel(
         id=loaded.name,
-        renderer=ChatRenderer(_template_owner(loaded), max_tokens=context_tokens - 1),
+        renderer=renderer,
         context_tokens=context_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
         tool_syntax=loaded.tool_syntax,
         reasoning_format=loaded.reasoning_format,
+        opens_thoughts=_opens_thoughts(renderer, loaded.reasoning_format),
         grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
     )
@@ -180,6 +183,17 @@ def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
             "%s takes tools, but how it writes calls is not known: they come as text, not as tool_calls", served.id
         )
     return served
+
+
+def _opens_thoughts(renderer: ChatRenderer, markers: ReasoningFormat | None) -> bool:
+    """Returns whether a prompt that asks for a thought begins it."""
+    if markers is None:
+        return False
+    asked = {"enable_thinking": True, "thinking": True}
+    try:
+        return markers.is_opened_by(renderer.render([{"role": "user", "content": "a"}], None, asked).text)
+    except ModelError:
+        return False
 
 
 def _describe_tokenizer(loaded: LoadedModel) -> str:

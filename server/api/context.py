@@ -106,6 +106,8 @@ class ServedModel:
     """How the model writes tool calls; None where that is unknown, and calls stay text."""
     reasoning_format: ReasoningFormat | None = None
     """How the model marks its thoughts; None where it has none or they stay text."""
+    opens_thoughts: bool = False
+    """Whether the template begins a thought when asked to: a prompt that begins none then asks for none."""
     grammars: AnswerBinder | None = None
     """Binds answers; None where they cannot be bound."""
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -49,6 +49,8 @@ def bind(model: ServedModel, wanted: AnswerGrammar, prompt: str) -> OutputGramma
 def _thought_start(model: ServedModel, prompt: str) -> int | None:
     """Returns the token with which the model may begin a thought; none behind a prompt without messages."""
     markers = model.reasoning_format
-    if markers is None or not prompt or markers.is_opened_by(prompt) or markers.is_closed_by(prompt):
+    if markers is None or not prompt or model.opens_thoughts:
+        return None
+    if markers.is_opened_by(prompt) or markers.is_closed_by(prompt):
         return None
     return markers.start_id

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from models.names import DEMO_FOLDER
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
 
@@ -177,3 +178,12 @@ def test_what_cannot_bind_an_answer_is_refused_in_words(live: Live, fields: dict
 def test_values_that_bind_nothing_are_taken(live: Live, fields: dict[str, Any]) -> None:
     plain = live.text(user("x"))
     assert live.text(user("x"), extra_body={"ignore_eos": True, **fields}) == plain
+
+
+@pytest.mark.parametrize(("asked", "thinks"), [(None, False), (True, True)])
+def test_a_bound_answer_begins_no_thought_that_its_template_would_begin(asked: bool | None, thinks: bool) -> None:
+    """Of all tokens the grammar leaves the demo model only `{`, and the marker of a thought would be likelier."""
+    with serving(DEMO_FOLDER) as demo:
+        fields = {"extra_body": {} if asked is None else {"enable_thinking": asked}}
+        answer = demo.ask(user("Hello!"), response_format={"type": "json_object"}, max_tokens=30, **fields)
+        assert bool(getattr(answer.choices[0].message, "reasoning_content", None)) is thinks
