@@ -36,6 +36,7 @@ class Talk:
     tools: list[Tool] = field(default_factory=list)
     schemas: list[Json] = field(default_factory=list)
     facts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What was told, in order: by the fact's name, then a stroke and what it is told of, as in `relation/sister`."""
     keys: list[str] = field(default_factory=list)
     identity: str = IDENTITY
     before: str = ""
@@ -45,6 +46,11 @@ class Talk:
 
     def __post_init__(self) -> None:
         self.values = Values(self.rng, self.held)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nobody but a system prompt has spoken."""
+        return all(message["role"] == "system" for message in self.messages)
 
     def belongs(self, key: str) -> bool:
         """Whether the combination named `key` is of this split; notes it if so."""

@@ -19,8 +19,12 @@ from scripts.demo.skills import (
     ask_two,
     count,
     gibberish,
+    greet,
     guess,
+    key_of,
+    last_said,
     make_list,
+    mixed_two,
     refuse,
     repeat,
     server_question,
@@ -156,7 +160,8 @@ def set_scene(talk: Talk, long: bool) -> None:
     if rng.random() < 0.25:
         name = rng.choice([name for name in FACT_LINES if name not in talk.facts])
         fields = FACTS[name].draw(talk.values)
-        talk.facts[name] = tuple(fields.values())
+        values = tuple(fields.values())
+        talk.facts[key_of(name, values)] = values
         lines.insert(rng.randrange(len(lines) + 1), FACT_LINES[name].format(**fields))
     if lines:
         talk.messages.append({"role": "system", "content": " ".join(lines)})
@@ -164,18 +169,20 @@ def set_scene(talk: Talk, long: bool) -> None:
 
 Skill = Callable[[Talk], Any]
 MIX: dict[Skill, int] = {
-    tell: 22,
-    ask: 26,
-    ask_two: 3,
+    tell: 30,
+    ask: 40,
+    ask_two: 6,
+    mixed_two: 8,
+    last_said: 2,
     guess: 3,
-    server_question: 6,
-    count: 12,
-    add: 13,
-    make_list: 7,
-    repeat: 10,
-    refuse: 6,
+    server_question: 36,
+    count: 10,
+    add: 8,
+    make_list: 8,
+    repeat: 11,
+    refuse: 24,
     gibberish: 3,
-    small_talk: 10,
+    small_talk: 20,
     ask_identity: 8,
 }
 
@@ -206,6 +213,8 @@ def training_dialogue(rng: random.Random, num_turns: int, long_system: bool = Fa
     if rng.random() < 0.3:
         bring_tools(talk)
     set_scene(talk, long_system)
+    if rng.random() < 0.1:
+        greet(talk)
     for _ in range(num_turns):
         take_turn(talk, MIX)
     return talk.finish()
