@@ -51,5 +51,5 @@ class EngineSessions:
         for is_soft in (False, True):
             self._prefix_cache.unpin(PinName(namespace, session_id, is_soft))
         for slot in self._prefix_cache.slots:
-            if (slot.namespace, slot.session_id) == (namespace, session_id):
-                slot.session_id = None
+            if (slot.namespace, slot.turn.session_id) == (namespace, session_id):
+                slot.turn.session_id = None
