@@ -21,7 +21,7 @@ class EngineSessions:
         request, lease = sequence.request, sequence.lease
         if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
             return
-        tokens = np.concatenate([request.tokens, np.array(sequence.generated, np.int32)])
+        tokens = np.concatenate([request.tokens, np.array(sequence.output.tokens, np.int32)])
         self._history.record(request.namespace, request.session_id, tokens[: lease.offset])
 
     def last_turn(self, namespace: str, session_id: str) -> TokenArray | None:
