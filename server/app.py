@@ -12,6 +12,7 @@ from server.api.admin.cache import clear_cache, get_cache, pin_session, unpin_se
 from server.api.admin.health import health, ready
 from server.api.admin.prime import prime_cache
 from server.api.admin.sessions import delete_session, get_session, list_sessions
+from server.api.anthropic.routes import ANTHROPIC
 from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
 from server.api.context import ApiContext, EnginePort, ServedModel
@@ -21,7 +22,7 @@ from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.config import ServerConfig
 
-APIS = (OPENAI,)
+APIS = (OPENAI, ANTHROPIC)
 """The dialects. The first one also answers where a path is no dialect's own."""
 
 _ADMIN = (

@@ -1,0 +1,52 @@
+"""Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`."""
+
+from collections.abc import Mapping
+from typing import Final, TypedDict
+
+from starlette.responses import Response
+
+from server.api.errors import ApiError, Code
+from server.api.json_body import JsonBody
+
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class MessagesErrorObject(TypedDict):
+    """The inner object of an error body."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorBody(TypedDict):
+    """The body of every answer that is not a success, and the data of an `error` event."""
+
+    type: str
+    error: MessagesErrorObject
+
+
+def error_body(error: ApiError) -> MessagesErrorBody:
+    """Returns the JSON body that tells a client of an error."""
+    return {"type": "error", "error": {"type": error_type(error.status), "message": _message(error)}}
+
+
+def error_response(error: ApiError) -> Response:
+    """Returns the HTTP answer that tells a client of an error."""
+    return JsonBody(error_body(error), status_code=error.status, headers=dict(error.headers))
+
+
+def error_type(status: int) -> str:
+    """Returns Anthropic's word for what went wrong."""
+    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def _message(error: ApiError) -> str:
+    # Agents look for these words, and shorten the conversation by themselves then.
+    return f"prompt is too long: {error.message}" if error.code is Code.CONTEXT_EXCEEDED else error.message
