@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message"}}`."""
+"""Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message", "details"}}`."""
 
 from collections.abc import Mapping
 from typing import Final, TypedDict
@@ -18,11 +18,22 @@ _TYPES: Final[Mapping[int, str]] = {
 }
 
 
+_NO_THREADS: Final = "thread_unsupported_request"
+"""At this code Anthropic's packages go on without a thread and send the whole conversation."""
+
+
+class ErrorDetails(TypedDict):
+    """What programs tell errors of one type apart by."""
+
+    error_code: str
+
+
 class MessagesErrorObject(TypedDict):
     """The inner object of an error body."""
 
     type: str
     message: str
+    details: ErrorDetails
 
 
 class MessagesErrorBody(TypedDict):
@@ -34,7 +45,9 @@ class MessagesErrorBody(TypedDict):
 
 def error_body(error: ApiError) -> MessagesErrorBody:
     """Returns the JSON body that tells a client of an error."""
-    return {"type": "error", "error": {"type": error_type(error.status), "message": _message(error)}}
+    code = _NO_THREADS if error.param == "thread" else error.code.value
+    kind, details = error_type(error.status), ErrorDetails(error_code=code)
+    return {"type": "error", "error": {"type": kind, "message": _message(error), "details": details}}
 
 
 def error_response(error: ApiError) -> Response:

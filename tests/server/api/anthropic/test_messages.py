@@ -240,7 +240,9 @@ def test_no_edits_are_said_to_be_applied() -> None:
 
 def test_an_error_in_mid_stream_is_an_event() -> None:
     events = Served(Script(error=OutOfMemory("too long"))).stream()
-    assert events[-1] == {"type": "error", "error": {"type": "overloaded_error", "message": "too long"}}
+    details = {"error_code": "out_of_memory"}
+    error = {"type": "overloaded_error", "message": "too long", "details": details}
+    assert events[-1] == {"type": "error", "error": error}
     assert "message_stop" not in [event["type"] for event in events]
 
 
