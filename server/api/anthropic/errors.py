@@ -5,7 +5,7 @@ from typing import Final, TypedDict
 
 from starlette.responses import Response
 
-from server.api.errors import ApiError, Code
+from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.json_body import JsonBody
 
 _TYPES: Final[Mapping[int, str]] = {
@@ -61,5 +61,10 @@ def error_type(status: int) -> str:
 
 
 def _message(error: ApiError) -> str:
-    # Agents look for these words, and shorten the conversation by themselves then.
-    return f"prompt is too long: {error.message}" if error.code is Code.CONTEXT_EXCEEDED else error.message
+    # Agents look for these words and numbers, and shorten the conversation by themselves then.
+    match error:
+        case ContextExceeded():
+            return f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+        case ApiError(Code.CONTEXT_EXCEEDED):
+            return f"prompt is too long: {error.message}"
+    return error.message

@@ -493,7 +493,7 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"cache_control": {"type": "forever"}}, "cache_control.type"),
         ({"output_format": {"type": "json_object"}}, "output_format"),
-        ({"messages": [{"role": "user", "content": "x" * 300}]}, "prompt is too long"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, "prompt is too long: 306 tokens > 199 maximum"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words(fields: dict[str, Any], words: str) -> None:
