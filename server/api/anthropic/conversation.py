@@ -33,7 +33,9 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     if num_points > MAX_CACHE_POINTS:
         found = f"at most {MAX_CACHE_POINTS} blocks may hold cache_control, and {num_points} do"
         raise ApiError(Code.INVALID_VALUE, f"messages: {found}", "messages")
-    system = [{"role": "system", "content": _parts(body.system)}] if body.system else []
+    # An empty text, as forms of clients send it, is no system prompt.
+    has_system = any(block.text for block in body.system or ())
+    system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
     messages = [*system, *template_messages(body.messages)]
     return Conversation(
         model.renderer,

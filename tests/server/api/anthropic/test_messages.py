@@ -255,7 +255,8 @@ def test_the_system_prompt_stands_first() -> None:
     system = shown(HI, system=blocks)[0]
     assert [part["text"] for part in system["content"]] == ["Be terse.", "Be kind."]
     assert "cache_control" in system["content"][1] and "cache_control" not in system["content"][0]
-    assert shown(HI, system=[])[0]["role"] == "user"
+    for none in ([], "", [{"type": "text", "text": ""}]):
+        assert shown(HI, system=none)[0]["role"] == "user"
 
 
 def test_a_system_message_may_stand_anywhere() -> None:

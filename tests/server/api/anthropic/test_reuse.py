@@ -1,5 +1,6 @@
 """A conversation through the `anthropic` package reuses as much as the same one through OpenAI's, on a real model."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,59 @@ def test_with_tools_and_thoughts_too(live: Live, client: anthropic.Anthropic) ->
     fields: dict[str, Any] = {"tools": TOOLS, "output_config": {"effort": "low"}}
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 4096}}
     assert talk_as_messages(live, client, **fields, **thinking) == chat
+
+
+def session(name: str) -> Any:
+    """As Claude Code names its session."""
+    return {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": name})}
+
+
+def asked(live: Live, client: anthropic.Anthropic, system: Any, *questions: str, **fields: Any) -> Any:
+    messages: list[Any] = []
+    for question in questions:
+        messages += [{"role": "assistant", "content": "Yes."}] if messages else []
+        messages.append({"role": "user", "content": question})
+    answer = client.messages.create(model=live.model, max_tokens=8, system=system, messages=messages, **fields)
+    live.wait_until_idle()
+    return answer
+
+
+def test_a_clock_in_the_system_prompt_is_told_with_what_it_cost(live: Live, client: anthropic.Anthropic) -> None:
+    fields = {"metadata": session("clocked")}
+    asked(live, client, "It is 09:16. " + SYSTEM, "Hi", **fields)
+    second = asked(live, client, "It is 09:17. " + SYSTEM, "Hi", "Well?", **fields)
+    told = second.diagnostics.to_dict()
+    lost = told["cache_miss_reason"]["cache_missed_input_tokens"]
+    assert told["cache_miss_reason"]["type"] == "system_changed"
+    assert lost > 0.8 * (second.usage.input_tokens - len("Well?"))
+    assert (told["cache"]["miss"]["cause"], told["cache"]["miss"]["lost_tokens"]) == ("date or time", lost)
+    assert told["cache"]["session_id"] == "clocked"
+
+
+def test_a_header_that_changes_with_each_request_costs_nothing(live: Live, client: anthropic.Anthropic) -> None:
+    def system(build: str, cch: str) -> list[dict[str, str]]:
+        header = f"x-anthropic-billing-header: cc_version=2.1.197.{build}; cc_entrypoint=cli; cch={cch};"
+        return [{"type": "text", "text": header}, {"type": "text", "text": "You are an agent. " * 40}]
+
+    asked(live, client, system("3a0", "eb6c6"), "Hi")
+    usage = asked(live, client, system("7b4", "00af1"), "Hi", "Well?").usage
+    assert usage.cache_read_input_tokens > 0.9 * (usage.input_tokens + usage.cache_read_input_tokens)
+
+
+def test_what_stands_before_the_last_mark_counts_as_written_to_the_cache(
+    live: Live, client: anthropic.Anthropic
+) -> None:
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    system = [{"type": "text", "text": "A system prompt that is marked. " * 20, **mark}]
+    counted = client.messages.count_tokens(
+        model=live.model,
+        system=system,  # type: ignore[arg-type]
+        messages=[{"role": "user", "content": "Hi"}],
+    )
+    usage = asked(live, client, system, "Hi").usage
+    written = usage.cache_creation_input_tokens
+    assert usage.input_tokens + written + usage.cache_read_input_tokens == counted.input_tokens
+    assert 0 < usage.input_tokens < 20 < written
 
 
 def test_a_prompt_is_counted_as_it_is_evaluated(live: Live, client: anthropic.Anthropic) -> None:
