@@ -26,6 +26,9 @@ from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
 
+LATEST = ":latest"
+"""What Ollama's clients may add to a name that has no tag, whichever API they then use."""
+
 
 class PromptRenderer(Protocol):
     """Text to tokens for one model; the real one is `models.prompt.chat_template.ChatRenderer`. For any thread."""
@@ -47,6 +50,10 @@ class PromptRenderer(Protocol):
 
     def encode(self, text: str) -> RenderedPrompt:
         """Returns the tokens of a plain prompt."""
+        ...
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """Returns the tokens of any text; `models.prompt.chat_template.ChatRenderer.tokenize` says more."""
         ...
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
@@ -161,16 +168,20 @@ class ApiContext:
         task.add_done_callback(self.background.discard)
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Returns the model of that id; the only one where no name is given. Raises ApiError (404, 400)."""
+        """Returns the model of that id, with or without the tag `:latest`; the only one where no name is given.
+
+        Raises ApiError (404, 400).
+        """
         if not name and len(self.models) == 1:
             return next(iter(self.models.values()))
         served = ", ".join(self.models)
         if not name:
             raise ApiError(Code.MISSING_PARAMETER, f"model: name one of {served}", "model")
-        if name not in self.models:
+        model = self.models.get(name) or self.models.get(name.removesuffix(LATEST))
+        if model is None:
             message = f"the model {name[:200]!r} is not served here, only {served}"
             raise ApiError(Code.MODEL_NOT_FOUND, message, "model")
-        return self.models[name]
+        return model
 
     def running_engine(self, model: ServedModel) -> EnginePort:
         """Returns the engine of a model; raises ApiError (503) where it takes no requests."""

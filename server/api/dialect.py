@@ -36,6 +36,8 @@ class Dialect(ABC):
     """What all endpoints of one family of clients have in common. Without state."""
 
     stream_media_type = "text/event-stream"
+    takes_any_content_type = False
+    """Whether programs that are no browsers may send JSON under any content type, as `curl -d` does by itself."""
 
     @abstractmethod
     def api_key(self, headers: Mapping[str, str]) -> str:
@@ -114,6 +116,8 @@ class Api:
 
     dialect: Dialect
     routes: Sequence[Route]
+    own_paths: tuple[str, ...] = ()
+    """What paths of this API begin with; errors for those that are not served have its shape, too."""
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
@@ -121,7 +125,8 @@ def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
     for api in apis:
         if any(route.matches(scope)[0] is not Match.NONE for route in api.routes):
             return api.dialect
-    return apis[0].dialect
+    owners = (api for api in apis if scope["path"].startswith(api.own_paths))
+    return next(owners, apis[0]).dialect
 
 
 def dialect_of(request: Request) -> Dialect:

@@ -15,7 +15,7 @@ from server.api.answer import Answer
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
 from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
-from server.api.dialect import Exchange, dialect_of
+from server.api.dialect import Exchange, Payload, dialect_of
 from server.api.errors import stopped
 from server.api.header_text import ascii_text
 from server.api.json_body import JsonBody
@@ -29,12 +29,15 @@ logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499
 """Status for a client that is no longer there; nobody reads it but the access log."""
 
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange]
-"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread."""
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Payload]
+"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
+
+A request that needs no answer of the model is answered with the payload returned.
+"""
 
 
 async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange) -> Response:
-    """Serves one request for text. Raises what `server.api.errors` knows; a client that left is not an error.
+    """Serves one request with a body. Raises what `server.api.errors` knows; a client that left is not an error.
 
     `id_prefix` is what the dialect's names of answers begin with.
     """
@@ -52,6 +55,8 @@ async def _answer(
 ) -> Response:
     work = partial(_open, context, request, raw, id_prefix, open_exchange)
     exchange = await context.planning.run(_client_of(request), len(raw), work)
+    if not isinstance(exchange, Exchange):
+        return JsonBody(exchange)
     engine = context.running_engine(exchange.model)
     if exchange.request.session_id is not None:
         request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
@@ -70,7 +75,9 @@ async def _answer(
     )
 
 
-def _open(context: ApiContext, request: Request, raw: bytes, id_prefix: str, open_exchange: OpenExchange) -> Exchange:
+def _open(
+    context: ApiContext, request: Request, raw: bytes, id_prefix: str, open_exchange: OpenExchange
+) -> Exchange | Payload:
     check_amount(raw)
     fields, is_finite = parse_object(raw)
     check_messages(fields)

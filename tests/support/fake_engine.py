@@ -169,6 +169,9 @@ class FakeRenderer:
     def encode(self, text: str) -> RenderedPrompt:
         return RenderedPrompt(self._tokens(text))
 
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        return list(map(int, self._tokens(text)))
+
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         self.replies.append((reply, tuple(reply_ids)))
 
