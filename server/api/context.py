@@ -17,6 +17,7 @@ from models.output.tool_formats.find import ToolSyntax, tool_parser
 from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.errors import ApiError, Code, stopped
+from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
 from server.api.session_records import SessionRecords
 from server.config import ServerConfig
@@ -119,6 +120,8 @@ class ServedModel:
     """Binds answers; None where they cannot be bound."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's own defaults, for what a request leaves out."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    """What it is, for people."""
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:

@@ -73,7 +73,6 @@ def test_what_is_not_in_the_table_is_our_own_fault() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_path"),
         ("POST", "/v1/responses", 404, "unknown_path"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/v1/models/tiny", 405, "method_not_allowed"),
@@ -335,7 +334,7 @@ def test_an_unknown_path_of_a_known_api_says_which_one(
     assert name in refusals(caplog)[0].reason
 
 
-@pytest.mark.parametrize("path", ["/", "/apis", "/v1/message", "/favicon.ico"])
+@pytest.mark.parametrize("path", ["/index.html", "/apis", "/v1/message", "/favicon.ico"])
 def test_a_path_of_no_api_is_only_unknown(path: str) -> None:
     assert error_of(client_of().get(path), 404)["message"] == f"there is no GET {path} here"
 

@@ -1,7 +1,9 @@
 """docs/ollama.md names every field, option and path of Ollama's dialect, and what becomes of it."""
 
 import re
-from typing import get_type_hints
+from typing import Any, get_type_hints
+
+import pytest
 
 from server.api.field_rules import Rules, Treatment
 from server.api.ollama.body import OllamaBody, Options
@@ -15,6 +17,8 @@ from server.api.ollama.chat import (
 )
 from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
 from server.api.ollama.generate import OllamaGenerateAnswer, OllamaGenerateBody
+from server.api.ollama.models import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
+from server.api.other_apis import OTHER_APIS, find_other_api
 from tests.server.api.test_docs import ROOT, reasons, rows, table
 
 PAGE = (ROOT / "docs" / "ollama.md").read_text(encoding="utf-8")
@@ -68,3 +72,18 @@ def test_every_field_of_an_answer_is_documented() -> None:
     assert all(
         f"`{name}`" in answer for kind in (SaidMessage, CallResult, FunctionResult) for name in get_type_hints(kind)
     )
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [("field of `models` in `/api/tags`", TagBody), ("field of `models` in `/api/ps`", RunningBody),
+     ("field of `/api/show`", ShownBody)],
+)  # fmt: skip
+def test_every_field_of_a_model_is_documented(head: str, kind: Any) -> None:
+    assert set(rows("\n".join(sorted(table(section("Models"), head))))) == set(get_type_hints(kind))
+    assert all(f"`{name}`" in section("Models") for name in (*get_type_hints(DetailsBody), *ShowBody.model_fields))
+
+
+def test_what_is_missing_is_what_the_table_of_other_apis_names() -> None:
+    assert {path for api in OTHER_APIS if "Ollama" in api.name for path in api.paths} >= {"api/embed", "api/pull"}
+    assert all(find_other_api(path) for path in re.findall(r"`(/api/[a-z]+)`", section("What is missing")))
