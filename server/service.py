@@ -22,6 +22,7 @@ from models.loader import LoadedModel, load
 from models.mlx_lm_import import get_total_parameters
 from models.names import DEMO, resolve, shorten
 from models.output.reasoning_format import ReasoningFormat
+from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from server.api.context import ServedModel
@@ -186,6 +187,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
     served = ServedModel(
         id=loaded.name,
         renderer=renderer,
+        token_texts=TokenTexts(loaded.detokenizer),
         context_tokens=context_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),

@@ -62,6 +62,18 @@ class PromptRenderer(Protocol):
         ...
 
 
+class TokenReader(Protocol):
+    """Tokens to text; the real one is `models.output.token_texts.TokenTexts`. For any thread."""
+
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes of one token."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens."""
+        ...
+
+
 class AnswerBinder(Protocol):
     """Compiles grammars for one model's tokens. For any thread; may take a while."""
 
@@ -105,6 +117,7 @@ class ServedModel:
 
     id: str
     renderer: PromptRenderer
+    token_texts: TokenReader
     context_tokens: int
     """Longest prompt and answer together, the configured limit included."""
     vocab_size: int

@@ -117,7 +117,11 @@ class Api:
     dialect: Dialect
     routes: Sequence[Route]
     own_paths: tuple[str, ...] = ()
-    """What paths of this API begin with; errors for those that are not served have its shape, too."""
+    """Paths of this API; errors for those that are not served, and for all below them, have its shape, too."""
+
+    def owns(self, path: str) -> bool:
+        """Whether a path that is not served belongs to this API."""
+        return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
@@ -125,7 +129,7 @@ def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
     for api in apis:
         if any(route.matches(scope)[0] is not Match.NONE for route in api.routes):
             return api.dialect
-    owners = (api for api in apis if scope["path"].startswith(api.own_paths))
+    owners = (api for api in apis if api.owns(scope["path"]))
     return next(owners, apis[0]).dialect
 
 

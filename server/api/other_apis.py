@@ -36,8 +36,7 @@ OTHER_APIS = (
     ),
     OtherApi("Ollama's accounts and web search", ("api/me", "api/signout", "api/web_search", "api/web_fetch")),
     OtherApi("Google's Gemini API", ("v1beta",)),
-    OtherApi("llama.cpp's own API", ("completion", "infill", "props", "slots", "apply-template", "lora-adapters")),
-    OtherApi("the API of llama.cpp and vLLM for tokens", ("tokenize", "detokenize")),
+    OtherApi("llama.cpp's own API", ("completion", "infill", "lora-adapters", "embedding")),
     OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
     OtherApi("a reranking API", ("rerank", "reranking", "score")),
 )

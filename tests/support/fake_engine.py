@@ -184,6 +184,16 @@ class FakeRenderer:
         return np.array([ord(c) % VOCAB_SIZE for c in text], dtype=np.int32)
 
 
+class FakeTexts:
+    """The texts of `FakeRenderer`'s tokens: a character each; the byte 0xE1 is a token that is none."""
+
+    def piece(self, token_id: int) -> bytes:
+        return b"\xe1" if token_id == 0xE1 else chr(token_id).encode()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return b"".join(map(self.piece, token_ids)).decode(errors="replace")
+
+
 def parse_json_call(text: str, tools: Any = None) -> Any:
     """The parser of calls written as `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
     return json.loads(text)
@@ -197,6 +207,7 @@ def fake_model(**changes: Any) -> ServedModel:
     settings: dict[str, Any] = {
         "id": "tiny",
         "renderer": FakeRenderer(),
+        "token_texts": FakeTexts(),
         "context_tokens": 200,
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,

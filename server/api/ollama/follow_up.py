@@ -15,6 +15,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ServedModel
 from server.api.conversation import Conversation
 from server.api.errors import ApiError, Code
+from server.api.params import check_token_ids
 
 _REPLY: Final = "zq-the-reply-before-qz"
 _SAMPLE: Final[Sequence[Message]] = (
@@ -28,7 +29,7 @@ def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -
 
     Raises ApiError (400) for a number that is no token, and for a template that shows no earlier reply.
     """
-    _check_tokens(context, model.vocab_size)
+    check_token_ids(context, model.vocab_size, "context")
     text = replace(asked, messages=[*_SAMPLE, *asked.messages]).render().text
     _, found, following = text.partition(_REPLY)
     if not found:
@@ -36,10 +37,3 @@ def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "context")
     tokens = np.array([*context, *model.renderer.tokenize(following)], dtype=np.int32)
     return RenderedPrompt(tokens, (RestorePoint(len(tokens), RestorePointKind.PROMPT_END),), following)
-
-
-def _check_tokens(context: Sequence[int], vocab_size: int) -> None:
-    for index, token in enumerate(context):
-        if not 0 <= token < vocab_size:
-            message = f"context[{index}]: {str(token)[:40]} is no token id from 0 to {vocab_size - 1}"
-            raise ApiError(Code.INVALID_VALUE, message, f"context[{index}]")

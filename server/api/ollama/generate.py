@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -34,7 +33,7 @@ class OllamaGenerateBody(OllamaBody):
     system: str | None = None
     raw: bool | None = None
     """Take the prompt as it is, without the model's template."""
-    context: list[Annotated[int, Field(ge=0)]] | None = None
+    context: list[int] | None = None
     """What an earlier answer returned as its `context`."""
 
 

@@ -17,4 +17,4 @@ _ROUTES = (
     Route("/api/version", version, methods=["GET"]),
     Route("/", root, methods=["GET"]),
 )
-OLLAMA = Api(OllamaDialect(), _ROUTES, own_paths=("/api/",))
+OLLAMA = Api(OllamaDialect(), _ROUTES, own_paths=("/api",))

@@ -322,7 +322,6 @@ def test_what_a_template_says_of_a_conversation_stays_out_of_the_log(caplog: pyt
         ("POST", "/v1/embeddings", "OpenAI's embeddings"),
         ("POST", "/v1/audio/transcriptions", "OpenAI's audio API"),
         ("POST", "/v1/images/generations", "OpenAI's images API"),
-        ("POST", "/tokenize", "the API of llama.cpp and vLLM for tokens"),
         ("POST", "/v1/v1/chat/completions", "leave it out of the address"),
     ],
 )
