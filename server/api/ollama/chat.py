@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.unicode_text import well_formed_json
 from server.api.auth import namespace_of
@@ -223,9 +223,9 @@ class OllamaChatExchange(Exchange):
         calls = [{"function": call["function"]} for call in self._calls]
         return [_template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))]
 
-    def _keep(self, piece: Piece) -> SaidMessage | None:
+    def _keep(self, event: OutputEvent) -> SaidMessage | None:
         """Takes a piece of the answer; returns what the client is told of it now."""
-        match piece:
+        match event:
             case Text(text) | ToolCallFailed(text):
                 self._said += text
                 return {"role": "assistant", "content": text}
@@ -233,7 +233,7 @@ class OllamaChatExchange(Exchange):
                 self._thought += text
                 return {"role": "assistant", "content": "", "thinking": text}
             case ToolCallStarted():
-                self._open_call, self._arguments = piece, ""
+                self._open_call, self._arguments = event, ""
             case ToolArguments(text):
                 self._arguments += text
             case ToolCallEnded():
