@@ -56,6 +56,7 @@ class ClearCache:
 
     def run(self, worker: Worker) -> Freed:
         """Does it, and returns what was freed."""
+        worker.close_answered(self.namespace)
         tokens, before = self._held(worker)
         worker.prefix_cache.clear(self.namespace)
         tokens_left, after = self._held(worker)
@@ -75,6 +76,7 @@ class PinSession:
 
     def run(self, worker: Worker) -> int:
         """Returns how many tokens are pinned; 0 for a session of which nothing is held. Raises PinLimit."""
+        worker.close_answered(self.namespace)
         return worker.sessions.pin(self.namespace, self.session_id)
 
 
