@@ -67,7 +67,9 @@ class _Visit:
         self._num_turns += 1
         if previous is None:
             return
-        hit = min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
+        hit = 0
+        if request.prompt.shares_state_with(previous.turn.prompt):
+            hit = min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
         reuse = explain(previous, request, match=hit, hit=hit)
         self._kept += [reuse.kept] if reuse.kept is not None else []
         self._losses += [loss for miss in reuse.misses if (loss := self._loss(miss)) is not None]
