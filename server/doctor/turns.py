@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from server.doctor.findings import Checkup, Loss, loss_of
+from server.doctor.findings import Checkup, Loss, Refused, loss_of
 from server.engine.diagnosis import Cause, MissReason
 
 _Turn = Mapping[str, Any]
@@ -23,6 +23,19 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
         num_seen=len(turns),
         began=float(session["created"]),
         ended=float(session["last_used"]),
+    )
+
+
+def refused_of(refusal: Mapping[str, Any]) -> Refused:
+    """Returns what was refused. Raises KeyError, TypeError or ValueError for what is no refusal."""
+    session_id = refusal["session_id"]
+    return Refused(
+        str(refusal["path"]),
+        None if session_id is None else str(session_id),
+        int(refusal["status"]),
+        str(refusal["code"]),
+        str(refusal["message"]),
+        int(refusal["count"]),
     )
 
 
