@@ -7,7 +7,7 @@ import numpy as np
 
 from cache.pins import PinName
 from cache.tokens import TokenArray
-from cache.view import CacheView, StateBytes
+from cache.view import CacheView, NamespaceView, StateBytes
 from server.engine.worker import Worker
 
 HOLD_SECONDS = 120.0
@@ -37,6 +37,15 @@ class DescribeCache:
             [worker.detokenize(node.first_tokens) for node in nodes] for nodes in (view.nodes, view.disk_nodes)
         )
         return Described(view, in_memory, on_disk)
+
+
+@dataclass(frozen=True)
+class ListNamespaces:
+    """What each namespace holds, in sums."""
+
+    def run(self, worker: Worker) -> list[NamespaceView]:
+        """Returns them, the most bytes first."""
+        return worker.prefix_cache.namespaces()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from server.api.admin.cache import (
     ClearedBody,
     DiskNodeBody,
     DiskWritesBody,
+    NamespaceBody,
     NodeBody,
     PinnedBody,
 )
@@ -148,7 +149,17 @@ def test_every_field_of_sessions_is_documented() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [CacheStateBody, NodeBody, DiskNodeBody, CacheBytesBody, DiskWritesBody, ClearedBody, PrimedBody, PinnedBody],
+    [
+        CacheStateBody,
+        NamespaceBody,
+        NodeBody,
+        DiskNodeBody,
+        CacheBytesBody,
+        DiskWritesBody,
+        ClearedBody,
+        PrimedBody,
+        PinnedBody,
+    ],
 )
 def test_every_field_of_the_cache_is_documented(kind: Any) -> None:
     assert all(f"`{name}`" in section("The cache") for name in get_type_hints(kind))
