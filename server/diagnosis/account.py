@@ -27,6 +27,8 @@ class EvaluatedTurn:
     num_prompt_tokens: int
     was_cleared: bool = False
     """Whether the cache was cleared since."""
+    request_id: str = ""
+    """What the request was called."""
 
     @property
     def num_bytes(self) -> int:

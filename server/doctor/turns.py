@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.doctor.findings import Checkup, Loss, Refused, loss_of
+from server.doctor.hindsight import LinkedTurn, settled
 from server.engine.diagnosis import Cause, MissReason
 
 _Turn = Mapping[str, Any]
@@ -13,13 +14,16 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
     """Returns what is wrong with a session. Raises KeyError, TypeError or ValueError for what is no session."""
     turns: Sequence[_Turn] = session["turns"]
     first = int(session["num_turns"]) - len(turns) + 1
-    losses = [loss for number, turn in enumerate(turns, first) for loss in _losses(turn, number)]
+    linked = [
+        LinkedTurn(str(turn.get("id")), turn.get("previous"), tuple(_losses(turn, number)))
+        for number, turn in enumerate(turns, first)
+    ]
     kept = [turn["kept"] for turn in turns if turn["kept"] is not None]
     return Checkup(
         name=str(session["id"]),
         num_turns=int(session["num_turns"]),
         kept=sum(kept) / len(kept) if kept else None,
-        losses=tuple(losses),
+        losses=tuple(settled(linked)),
         num_seen=len(turns),
         began=float(session["created"]),
         ended=float(session["last_used"]),

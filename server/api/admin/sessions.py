@@ -25,6 +25,7 @@ class TurnBody(TypedDict):
     """One request of a session."""
 
     id: str
+    previous: str | None
     model: str
     ended: float
     finish: str
@@ -190,6 +191,7 @@ def _session_body(session: SessionRecord) -> SessionBody:
 def _turn_body(turn: TurnRecord) -> TurnBody:
     return {
         "id": turn.request_id,
+        "previous": turn.previous_id,
         "model": turn.model_id,
         "ended": turn.ended,
         "finish": turn.finish,
