@@ -153,6 +153,14 @@ class DiskTier:
         self._notice_written()
         return list_edges(self._tree, namespace, max_edges)
 
+    def namespaces(self) -> list[str]:
+        """Returns the namespaces of which something is on disk."""
+        return self._tree.namespaces()
+
+    def num_edges(self, namespace: str) -> int:
+        """Returns how many edges of a namespace are on disk."""
+        return self._tree.num_edges(namespace)
+
     def bytes_of(self, namespace: str) -> int:
         """Returns the bytes of a namespace's files, those that wait to be written included."""
         return self._space.bytes_of(namespace)

@@ -19,6 +19,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.errors import ApiError, Code, stopped
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
+from server.api.refusals import Refusals
 from server.api.session_records import SessionRecords
 from server.config import ServerConfig
 from server.diagnosis.conversations import Conversations
@@ -169,6 +170,7 @@ class ApiContext:
     engines: Mapping[str, EnginePort]
     """One engine per model, under the same ids."""
     sessions: SessionRecords = field(default_factory=SessionRecords)
+    refusals: Refusals = field(default_factory=Refusals)
     conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)
     is_draining: bool = False
