@@ -46,6 +46,8 @@ class Script:
     lost_tokens: int = 0
     progress: tuple[int, ...] = ()
     """How much of the prompt is evaluated after each of its chunks but the last."""
+    queue_seconds: float = 0.0
+    """How long the request waits for a slot."""
 
 
 @dataclass
@@ -103,6 +105,8 @@ class FakeEngine:
 
     async def _run(self, request: GenerationRequest, script: Script, generation: Generation) -> None:
         num_prompt = len(request.tokens)
+        if script.queue_seconds:
+            await self._pause(request, script.queue_seconds)
         generation.post([self._started(request, script)])
         if script.prefill_seconds:
             await self._pause(request, script.prefill_seconds)

@@ -315,8 +315,8 @@ def test_what_a_template_says_of_a_conversation_stays_out_of_the_log(caplog: pyt
 @pytest.mark.parametrize(
     ("method", "path", "name"),
     [
-        ("POST", "/v1/messages", "Anthropic's Messages API"),
-        ("POST", "/v1/messages/count_tokens", "Anthropic's Messages API"),
+        ("POST", "/v1/complete", "Anthropic's Text Completions API"),
+        ("POST", "/v1/messages/batches", "Anthropic's Message Batches API"),
         ("POST", "/v1/responses", "OpenAI's Responses API"),
         ("POST", "/responses", "OpenAI's Responses API"),
         ("POST", "/v1/embeddings", "OpenAI's embeddings"),

@@ -202,7 +202,7 @@ def test_what_is_wrong_with_a_prompt_is_said(client: TestClient, path: str, fiel
 
 
 def test_an_answer_is_bound_to_a_format(client: TestClient, engine: FakeEngine) -> None:
-    schema = {"type": "object", "properties": {"age": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "additionalProperties": False}
     for value in ("json", schema, ""):
         assert post(client, CHAT, format=value).status_code == 200
         assert post(client, GENERATE, format=value).status_code == 200
