@@ -56,7 +56,7 @@ class Answer:
             if isinstance(event, Started):
                 event = await self._account.explained(event)
             if isinstance(event, Finished):
-                event = replace(event, started=self._figures.started)
+                event = replace(event, started=self._figures.started, token_ids=self.token_ids)
             self._observe(event)
             match event:
                 case Started():

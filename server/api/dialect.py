@@ -39,6 +39,8 @@ class Dialect(ABC):
     stream_media_type = "text/event-stream"
     own_header: str | None = None
     """A header, in lower case, that only its clients send. An unknown path is its own for requests that have it."""
+    takes_any_content_type = False
+    """Whether programs that are no browsers may send JSON under any content type, as `curl -d` does by itself."""
 
     @abstractmethod
     def api_key(self, headers: Mapping[str, str]) -> str:
@@ -125,6 +127,12 @@ class Api:
 
     dialect: Dialect
     routes: Sequence[Route]
+    own_paths: tuple[str, ...] = ()
+    """Paths of this API; errors for those that are not served, and for all below them, have its shape, too."""
+
+    def owns(self, path: str) -> bool:
+        """Whether a path that is not served belongs to this API."""
+        return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
 
 
 class HeaderRoute(Route):
@@ -148,14 +156,15 @@ def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
     """Returns the dialect whose path was asked for, whatever the method.
 
-    For all other paths, that whose own header was sent, or else the first one.
+    For all other paths, that whose own header was sent, or whose path it is below, or else the first one.
     """
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
     headers = Headers(scope=scope)
-    spoken = (api.dialect for api in apis if api.dialect.own_header is not None and api.dialect.own_header in headers)
-    return next(spoken, apis[0].dialect)
+    spoken = [api.dialect for api in apis if api.dialect.own_header is not None and api.dialect.own_header in headers]
+    owners = [api.dialect for api in apis if api.owns(scope["path"])]
+    return next(iter((*spoken, *owners)), apis[0].dialect)
 
 
 def dialect_of(request: Request) -> Dialect:

@@ -30,12 +30,15 @@ CLIENT_LEFT = 499
 """Status for a client that is no longer there; nobody reads it but the access log."""
 
 Result = TypeVar("Result")
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange]
-"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread."""
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Payload]
+"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
+
+A request that needs no answer of the model is answered with the payload returned.
+"""
 
 
 async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange) -> Response:
-    """Serves one request for text. Raises what `server.api.errors` knows; a client that left is not an error.
+    """Serves one request with a body. Raises what `server.api.errors` knows; a client that left is not an error.
 
     `id_prefix` is what the dialect's names of answers begin with.
     """
@@ -68,6 +71,8 @@ async def _answer(
 ) -> Response:
     work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
     exchange = await context.planning.run(_client_of(request), len(raw), work)
+    if not isinstance(exchange, Exchange):
+        return JsonBody(exchange)
     engine = context.running_engine(exchange.model)
     if exchange.request.session_id is not None:
         request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
