@@ -93,7 +93,7 @@ class MemoryTier:
     @property
     def namespaces(self) -> list[str]:
         """The namespaces that have a trie."""
-        return list(self._tries)
+        return list(self._namespaces)
 
     def find_trie(self, namespace: str) -> PrefixTrie:
         """Returns the trie of a namespace, or an empty one that is not kept."""
