@@ -107,10 +107,12 @@ class Worker:
 
     def forget_session(self, namespace: str, session_id: str) -> None:
         """Drops a session's turns, pins and claim to a slot; the state of its tokens stays for others."""
-        key = (namespace, session_id)
-        of_session = [one for one in self._table if (one.request.namespace, one.request.session_id) == key]
-        self._table.close_finished(of_session)  # or its turn would be recorded after this
+        self.close_answered(namespace)  # or its turn would be recorded after this
         self.sessions.forget(namespace, session_id)
+
+    def close_answered(self, namespace: str) -> None:
+        """Ends the sequences whose clients have got all of their answer; they stayed for one more token only."""
+        self._table.close_finished([one for one in self._table if one.request.namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping their progress where possible."""
@@ -185,7 +187,7 @@ class Worker:
     def _make_way(self, sequence: Sequence) -> None:
         """Has others give up their slots for a sequence: those that are over, else one; alone, it ends here."""
         running = self._table.leased()
-        ended = [other for other in running if other.reason is not None]
+        ended = [other for other in running if other.output.reason is not None]
         waits = choose_to_wait(other.ticket for other in running)
         preempted = self._table.find(waits.request_id) if waits is not None else None
         if ended:

@@ -152,8 +152,23 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
     harness.step(2)
     assert harness.worker.sessions.last_turn("ours", "s") is None
     assert harness.worker.sessions.last_turn("theirs", "s") is not None
-    assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
-    assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
+    assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
+    assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
+
+
+def test_an_answer_that_has_just_ended_is_cleared_with_the_rest() -> None:
+    harness = Harness()
+    ask(harness, PROMPT, "s")
+    ClearCache("").run(harness.worker)
+    harness.step(2)
+    harness.prefix_cache.check()
+    assert known(harness, PROMPT) == 0
+
+
+def test_a_session_can_be_pinned_as_soon_as_its_first_answer_has_ended() -> None:
+    harness = Harness()
+    ask(harness, PROMPT, "s")
+    assert PinSession("", "s").run(harness.worker) >= len(PROMPT)
 
 
 def test_a_running_request_of_a_forgotten_session_goes_on() -> None:
