@@ -264,7 +264,8 @@ BEYOND = "I stop at 100."
 TOO_FAR = "I can only count up to 100."
 
 
-COUNT_TO_ONE = phrases("""Count down from {a}.;count backwards from {a};countdown from {a};Count backwards starting at {a}.;
+COUNT_TO_ONE = phrases("""Count down from {a}.;count backwards from {a};countdown from {a};
+Count backwards starting at {a}.;
 can you count down from {a}?;do a countdown from {a}""")
 
 
@@ -411,7 +412,8 @@ def make_list(talk: Talk) -> None:
     talk.reply(", ".join(items) + ".", f"I list {n} {what}.")
 
 
-REPEATS = phrases("""Repeat after me: {x};repeat: {x};say: {x};please say {x};can you say {x};write: {x};repeat exactly: {x};Say {x};Please repeat: {x};Repeat this: {x};say this: {x};Echo {x};
+REPEATS = phrases("""Repeat after me: {x};repeat: {x};say: {x};please say {x};can you say {x};write: {x};
+repeat exactly: {x};Say {x};Please repeat: {x};Repeat this: {x};say this: {x};Echo {x};
 repeat {x}""")
 
 

@@ -58,7 +58,8 @@ HOBBIES = words("""swimming reading running chess painting cooking hiking dancin
 sailing climbing knitting cycling photography pottery football tennis surfing yoga baking sewing skating archery""")
 
 RELATIONS = words("""sister brother mother father friend boss teacher neighbour son daughter wife husband cousin
-aunt uncle grandmother grandfather colleague coach partner dad mum girlfriend boyfriend niece nephew mom grandma grandpa""")
+aunt uncle grandmother grandfather colleague coach partner dad mum girlfriend boyfriend niece nephew mom grandma
+grandpa""")
 
 THINGS = phrases("""password;code word;secret word;door code;room number;wifi password;meeting place;
 name of my boat;name of my band;order number;train number;licence plate;locker number;project name;team name;
@@ -123,7 +124,8 @@ thank that thing think three ticket time tiny title today token tool train turn 
 want water way weather what when where which white who will without word work would write year yellow you your""")
 
 COMMON_WORDS = words("""the a an and or but if then so because of to in on at by for with from up down out over under
-again very not no yes it he she we they you I me him her us them my your his our their this that these those is are was
+again very not no yes it he she we they you I me him her us them my your his our their this that these those is are
+was
 were be been am do does did has have had can could will would should may might must one two three four five big small
 old new good bad red blue green long short fast slow cat dog man woman child bird fish tree house car boat book day
 night morning sun moon rain snow wind water fire food bread milk tea coffee work play go come run walk sit sat stand
