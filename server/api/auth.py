@@ -13,6 +13,8 @@ from server.api.dialect import dialect_of
 from server.config import ServerConfig
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
+OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
+"""Headers that proxies and browsers add: somebody else is asking."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
@@ -46,7 +48,7 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
     """
     if config.api_key is not None or dialect_of(request).api_key(request.headers):
         return False
-    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "origin"))
+    is_forwarded = any(name in request.headers for name in OF_OTHERS)
     return not is_forwarded and request.client is not None and request.client.host in LOOPBACK
 
 
