@@ -20,6 +20,7 @@ from server.api.errors import ApiError, Code, stopped
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
 from server.api.session_records import SessionRecords
+from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.diagnosis.conversations import Conversations
 from server.engine.command import Command
@@ -168,6 +169,8 @@ class ApiContext:
     models: Mapping[str, ServedModel]
     engines: Mapping[str, EnginePort]
     """One engine per model, under the same ids."""
+    keys: KeyRing = field(default_factory=KeyRing)
+    """Those that are taken; replaced while the server runs."""
     sessions: SessionRecords = field(default_factory=SessionRecords)
     conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
+from server.api.auth import key_name_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
 from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
@@ -76,7 +77,8 @@ async def _answer(
     engine = context.running_engine(exchange.model)
     if exchange.request.session_id is not None:
         request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations)
+    key_name = key_name_of(request.scope)
+    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations, key_name)
     close = partial(_close, context, answer, exchange, engine)
     if not exchange.is_streamed:
         return await _whole(answer, exchange, close)

@@ -10,12 +10,13 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.auth import is_owner, namespace_of_query, visible_namespace
+from server.api.auth import listed_namespace, visible_namespace
 from server.api.context import context_of
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
 from server.api.session_records import SessionRecord, TurnRecord
 from server.api.usage import MissBody, miss_body, miss_of
+from server.api_keys import KeyRing
 from server.engine.commands import ForgetSession
 from server.engine.errors import EngineStopped
 
@@ -47,6 +48,7 @@ class SessionBody(TypedDict):
     object: str
     named: bool
     namespace: str
+    key: str | None
     model: str
     created: float
     last_used: float
@@ -84,10 +86,10 @@ class DeletedBody(TypedDict):
 
 async def list_sessions(request: Request) -> Response:
     """Lists the sessions of the request's namespace; of all namespaces for who owns the server."""
-    context, namespace = context_of(request), namespace_of_query(request)
-    is_limited = namespace or not is_owner(request, context.config)
-    sessions = context.sessions.sessions(namespace) if is_limited else context.sessions.all_sessions()
-    body: SessionList = {"object": "list", "data": [_session_body(session) for session in sessions]}
+    context = context_of(request)
+    namespace = listed_namespace(request, context.config)
+    sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
+    body: SessionList = {"object": "list", "data": [_session_body(session, context.keys) for session in sessions]}
     return JsonBody(body)
 
 
@@ -98,7 +100,10 @@ async def get_session(request: Request) -> Response:
     session = context.sessions.find(visible_namespace(request, context.config), session_id)
     if session is None:
         raise _not_found(session_id)
-    body: SessionDetail = {**_session_body(session), "turns": [_turn_body(turn) for turn in session.turns]}
+    body: SessionDetail = {
+        **_session_body(session, context.keys),
+        "turns": [_turn_body(turn) for turn in session.turns],
+    }
     return JsonBody(body)
 
 
@@ -127,13 +132,14 @@ def _not_found(session_id: str) -> ApiError:
     return ApiError(Code.SESSION_NOT_FOUND, f"there is no session {session_id[:256]!r}", "session_id")
 
 
-def _session_body(session: SessionRecord) -> SessionBody:
+def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
     last = session.turns[-1]
     return {
         "id": session.name.id,
         "object": "session",
         "named": session.name.is_named,
         "namespace": session.name.namespace,
+        "key": keys.name_of(session.name.namespace),
         "model": session.model_id,
         "created": session.created,
         "last_used": last.ended,
