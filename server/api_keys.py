@@ -39,7 +39,7 @@ class KeyRing:
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Returns the key that was sent, or None; in a time that says nothing about which, or how much of it is right."""
+        """Returns the key that was sent, or None; in a time that says nothing of which or how much is right."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -62,7 +62,7 @@ def namespace_of_key(key: str) -> str:
 
 
 def parse_keys(text: str) -> KeyRing:
-    """Returns the keys of a TOML document with a table `[[keys]]` for each; raises ConfigError, which holds no key."""
+    """Returns the keys of a TOML text with a table `[[keys]]` for each; raises ConfigError, which holds no key."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -20,6 +20,12 @@ def key_of(request: Request) -> ApiKey | None:
     return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
 
 
+def known_key_of(request: Request) -> ApiKey | None:
+    """Returns the key that `KeyCheck` found, or None where none is asked for."""
+    key = request.scope["state"].get("key")
+    return key if isinstance(key, ApiKey) else None
+
+
 def key_name_of(scope: Scope) -> str | None:
     """Returns the name of the key that `KeyCheck` found, or None where it has none."""
     key = scope["state"].get("key")
@@ -48,7 +54,7 @@ def namespace_of_query(request: Request) -> str:
 
 
 def is_owner(request: Request, config: ServerConfig) -> bool:
-    """Returns whether a request may see what all have: with an operator's key, or by hand on the server's own machine.
+    """Returns whether a request may see what all have: by an operator's key, or by hand on the server's own machine.
 
     The latter counts only where the server asks for no key. Who sends a key or a salt asks for what is theirs. Behind
     a proxy everybody would seem to be here.
@@ -76,7 +82,7 @@ def listed_namespace(request: Request, config: ServerConfig) -> str | None:
 
 
 class KeyCheck:
-    """ASGI layer that raises the dialect's error for requests without a key; behind it, `scope["state"]` has `key`."""
+    """ASGI layer that raises the dialect's error for requests without a key; behind it `scope["state"]` has `key`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,6 +1,7 @@
 """What the HTTP side knows about the models it serves and the engine behind each of them."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -19,6 +20,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.errors import ApiError, Code, stopped
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
+from server.api.rate_limits import RateLimits
 from server.api.session_records import SessionRecords
 from server.api_keys import KeyRing
 from server.config import ServerConfig
@@ -171,6 +173,7 @@ class ApiContext:
     """One engine per model, under the same ids."""
     keys: KeyRing = field(default_factory=KeyRing)
     """Those that are taken; replaced while the server runs."""
+    rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
     sessions: SessionRecords = field(default_factory=SessionRecords)
     conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)

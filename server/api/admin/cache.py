@@ -1,7 +1,8 @@
 """`/v1/cache` and pins: lists the state held for the request's namespace, clears it, and protects it from eviction.
 
 Every path reads and changes the state of one namespace: that of the request's key and, where one is given as
-`?cache_salt=`, its salt; who owns the server names another with `?namespace=`. Where several models are served, `?model=` names one.
+`?cache_salt=`, its salt; who owns the server names another with `?namespace=`. Where several models are served,
+`?model=` names one.
 """
 
 from collections.abc import Iterable
