@@ -123,11 +123,13 @@ class RequestEnded(LogEntry):
     """Share of the session's previous prompt that was reused, 0 to 1."""
     tier: str | None
     miss: MissFigures | None
+    key: str | None = None
+    """The name of the key that it was sent with, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns who asked, what was reused, how fast it came, and what broke."""
         reused = percent_text(self.cached_tokens, self.prompt_tokens)
-        parts = [EntryPart(label(self.request_id, self.session_id))]
+        parts = [EntryPart(label(self.request_id, self.session_id)), *_key_parts(self.key)]
         if self.turn is not None:
             parts.append(EntryPart(f"turn {self.turn}"))
         parts += [EntryPart(f"{grouped(self.prompt_tokens)} tokens, {reused} reused"), EntryPart(self._speed())]
@@ -176,6 +178,8 @@ class RequestRefused(LogEntry):
     status: int
     code: str
     reason: str
+    key: str | None = None
+    """The name of the key that it was sent with, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns what was asked for and why it was refused."""
@@ -183,6 +187,7 @@ class RequestRefused(LogEntry):
         asked = f"{self.method[: SHORT_ID_LENGTH * 2]} {cut(self.path, MAX_PATH_LENGTH)}"
         return [
             EntryPart(short_id(self.request_id)),
+            *_key_parts(self.key),
             EntryPart(asked),
             EntryPart(f"{self.status} {self.reason}", tone),
         ]
@@ -193,6 +198,10 @@ class RequestRefused(LogEntry):
 
 
 # ------------------------------------------------------------------------------------------------------- words
+
+
+def _key_parts(key: str | None) -> list[EntryPart]:
+    return [] if key is None else [EntryPart(f"key {printable(key)}")]
 
 
 def label(request_id: str, session_id: str | None) -> str:

@@ -361,6 +361,7 @@ def test_every_finished_request_is_one_line_in_the_log(
         "kept": body["cache"]["kept"],
         "tier": "memory",
         "miss": None,
+        "key": None,
     }
     assert (unnamed.request_id, unnamed.turn) == (chunks[0]["id"], 1)
     assert (unnamed.session_id or "").startswith("unnamed-")
