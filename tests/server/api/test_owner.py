@@ -1,4 +1,4 @@
-"""Who owns a server sees all namespaces: from its own machine, by hand, where no key is asked for. Nobody else does."""
+"""Who owns a server sees all namespaces: on its own machine, by hand, where no key is asked for. Nobody else does."""
 
 from typing import Any
 
