@@ -5,7 +5,7 @@ PY := $(BIN)/python
 CODE := mlx_serve.py server models cache scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev install run test check fix bench lock
+.PHONY: help venv dev install run test check fix bench clients lock
 
 help:
 	@echo "make install         set up .venv with what running needs (CUDA=1: with the CUDA backend, on Linux)"
@@ -16,6 +16,7 @@ help:
 	@echo "make check           formatting, lint, types, import rules"
 	@echo "make fix             format, and mend what the linter can mend"
 	@echo "make bench           run the benchmarks; results go to results/ (ARGS='decode trie')"
+	@echo "make clients         try client packages and coding agents, as pip and npm bring them (ARGS='opencode litellm')"
 	@echo "make lock            resolve the dependencies anew into requirements.lock and requirements-dev.lock"
 
 venv:
@@ -46,6 +47,9 @@ fix: dev
 
 bench: dev
 	@$(PY) -m scripts.bench $(ARGS)
+
+clients: dev
+	@$(PY) -m scripts.clients $(ARGS)
 
 # Versions stay as they are unless UPGRADE=1; both files have the same ones. No address of an index may enter them.
 COMPILE = $(PY) -m uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --extra checkout \

@@ -88,7 +88,7 @@ class Admission:
         slot = self._choose_slot(request, found)
         if slot is None:
             return None
-        slot.is_background = request.is_background
+        slot.turn.is_background = request.is_background
         capacity = self._capacity(request)
         left = self._free_memory(request, slot, found, capacity)
         if left is None:
@@ -116,8 +116,8 @@ class Admission:
                 offset=slot.offset,
                 common=shared,
                 is_same_session=slot.runs_session(request.namespace, request.session_id),
-                turn_start=slot.turn_start,
-                last_used=slot.last_used,
+                turn_start=slot.turn.start,
+                last_used=slot.turn.last_used,
             )
             for slot, shared in zip(self._pager.slots, found.shared, strict=True)
         ]
@@ -145,7 +145,7 @@ class Admission:
         if excess <= 0:
             return found
         needed = found.needed_in(slot, self._pager.layout)
-        missing = self._reclaimer.free(excess, protected=needed, busy=slot, is_background=slot.is_background)
+        missing = self._reclaimer.free(excess, protected=needed, busy=slot, is_background=slot.turn.is_background)
         if missing > 0 and any(other.is_leased for other in self._pager.slots):
             return None
         if missing > 0 and not path_nodes(self._pins.explicit()) <= set(found.path):
@@ -189,11 +189,11 @@ class Admission:
             self._page_in(slot, request, arriving, left, shared, capacity)
 
     def _lease_slot(self, request: CacheRequest, slot: Slot) -> None:
-        slot.last_used = self._clock.now
+        slot.turn.last_used = self._clock.now
         slot.lease_to(request.session_id, is_volatile=request.is_volatile)
         self._memory.changed(self._pager.trie(request.namespace), slot.tip)
         ends = [p.offset for p in request.restore_points if p.kind is RestorePointKind.PROMPT_END]
-        slot.turn_start = min(ends, default=len(request.tokens) - 1)
+        slot.turn.start = min(ends, default=len(request.tokens) - 1)
 
     def _make_lease(self, request: CacheRequest, slot: Slot, match: NodeMatch, tier: Tier | None) -> Lease:
         points = self._plan(request, slot.offset, match.length) if request.reuse else ()

@@ -7,6 +7,7 @@ snapshot is. Nodes that live in a slot are never evicted. `cache.eviction` decid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from cache.eviction.order import EvictionOrder
 from cache.eviction.policy import Candidate, Chance
@@ -25,6 +26,13 @@ MAX_EXTRA = 32
 """At most so many superseded or unusable candidates are evicted in one round beyond what is needed."""
 
 
+class _Namespace(NamedTuple):
+    """What belongs to one namespace."""
+
+    trie: PrefixTrie
+    holdings: Holdings
+
+
 class MemoryTier:
     """Tries by namespace, with the account of their bytes. Worker thread only."""
 
@@ -37,10 +45,8 @@ class MemoryTier:
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
         """Called with a node before it, or its snapshot, is evicted."""
         self._layout = layout
-        self._tries: dict[str, PrefixTrie] = {}
-        self._holdings: dict[str, Holdings] = {}
-        self._recent: dict[str, None] = {}
-        """Their names in the order of last use."""
+        self._namespaces: dict[str, _Namespace] = {}
+        """By name, in the order of last use."""
         self._shares = Shares(self.ledger)
         self._empty_leaves: dict[Node, PrefixTrie] = {}
         """Leaves without bytes that a request or a pin needed when their children were evicted."""
@@ -52,27 +58,30 @@ class MemoryTier:
         Before one is made, empty ones that are not `in_use` are forgotten. Beyond `MAX_NAMESPACES`, those used
         longest ago are dropped with all they hold that is not pinned.
         """
-        if namespace not in self._tries:
+        found = self._namespaces.pop(namespace, None)
+        if found is None:
             used = set(in_use)
-            self._forget_idle([name for name in self._recent if name not in used])
-            holdings = self._holdings[namespace] = Holdings()
-            changed = _both(holdings.update, partial(self._order.changed, namespace))
-            snapped = _both(holdings.update, partial(self._order.snapped, namespace))
-            self._tries[namespace] = PrefixTrie(partial(self._store, namespace), namespace, changed, snapped)
-        self._recent.pop(namespace, None)
-        self._recent[namespace] = None
-        return self._tries[namespace]
+            self._forget_idle([name for name in self._namespaces if name not in used])
+            found = self._make_namespace(namespace)
+        self._namespaces[namespace] = found
+        return found.trie
+
+    def _make_namespace(self, name: str) -> _Namespace:
+        holdings = Holdings()
+        changed = _both(holdings.update, partial(self._order.changed, name))
+        snapped = _both(holdings.update, partial(self._order.snapped, name))
+        return _Namespace(PrefixTrie(partial(self._store, name), name, changed, snapped), holdings)
 
     def _forget_idle(self, idle: Sequence[str]) -> None:
         """Forgets namespaces that hold nothing, and where there are too many, the first ones."""
-        is_full = len(self._tries) >= MAX_NAMESPACES
+        is_full = len(self._namespaces) >= MAX_NAMESPACES
         limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_SHARE
-        for name in sorted(idle, key=lambda name: self._tries[name].num_nodes > 0):
-            trie = self._tries[name]
-            if is_full and len(self._tries) >= limit:
+        for name in sorted(idle, key=lambda name: self._namespaces[name].trie.num_nodes > 0):
+            trie = self._namespaces[name].trie
+            if is_full and len(self._namespaces) >= limit:
                 self._drop_idle(trie)
             if not trie.num_nodes:
-                del self._tries[name], self._holdings[name], self._recent[name]
+                del self._namespaces[name]
                 self.evictions.pop(name, None)
 
     def _drop_idle(self, trie: PrefixTrie) -> None:
@@ -84,30 +93,32 @@ class MemoryTier:
     @property
     def namespaces(self) -> list[str]:
         """The namespaces that have a trie."""
-        return list(self._tries)
+        return list(self._namespaces)
 
     def find_trie(self, namespace: str) -> PrefixTrie:
         """Returns the trie of a namespace, or an empty one that is not kept."""
-        return self._tries.get(namespace) or PrefixTrie()
+        found = self._namespaces.get(namespace)
+        return PrefixTrie() if found is None else found.trie
 
     def holdings(self, namespace: str) -> Holdings:
         """Returns what the trie of a namespace holds; nothing if there is none."""
-        return self._holdings.get(namespace) or Holdings()
+        found = self._namespaces.get(namespace)
+        return Holdings() if found is None else found.holdings
 
     def nodes(self) -> Iterator[tuple[PrefixTrie, Node]]:
         """Yields every node with its trie, parents before children."""
-        for trie in self._tries.values():
+        for trie, _ in self._namespaces.values():
             for node in trie.nodes():
                 yield trie, node
 
     @property
     def num_nodes(self) -> int:
         """Nodes of all namespaces."""
-        return sum(trie.num_nodes for trie in self._tries.values())
+        return sum(trie.num_nodes for trie, _ in self._namespaces.values())
 
     def clear(self, namespace: str | None) -> None:
         """Drops everything of one namespace, or of all, that lives in no slot."""
-        tries = [trie for name, trie in self._tries.items() if namespace in (None, name)]
+        tries = [trie for name, (trie, _) in self._namespaces.items() if namespace in (None, name)]
         for trie in tries:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
                 for node in leaves:
@@ -194,9 +205,9 @@ class MemoryTier:
         namespace, node = victim.key
         if node not in kept and _is_evictable(node):
             if node.children:
-                self._evict_snapshot(self._tries[namespace], node)
+                self._evict_snapshot(self._namespaces[namespace].trie, node)
             else:
-                self._evict_leaf(self._tries[namespace], node, kept)
+                self._evict_leaf(self._namespaces[namespace].trie, node, kept)
 
     def _evict_leaf(self, trie: PrefixTrie, leaf: Node, kept: Collection[Node]) -> None:
         """Evicts a leaf, and the nodes above it that hold no bytes."""
@@ -245,18 +256,17 @@ class MemoryTier:
 
     def check(self) -> None:
         """Asserts the invariants."""
-        for trie in self._tries.values():
+        for trie, holdings in self._namespaces.values():
             trie.check()
-            self._holdings[trie.namespace].check(list(trie.nodes()))
+            holdings.check(list(trie.nodes()))
         self._order.check((trie.namespace, node) for trie, node in self.nodes())
         stored = sum(node.num_bytes for _, node in self.nodes())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
-        held = Counter(
-            {trie.namespace: sum(node.num_bytes for node in trie.nodes()) for trie in self._tries.values()}
-        )
+        held = Counter[str]()
+        for trie, node in self.nodes():
+            held[trie.namespace] += node.num_bytes
         assert +held == Counter(self._shares.held), f"{held} stored by namespace, {self._shares.held} counted"
         assert self._shares.over() == over_share(held, self.ledger.budget_bytes), "a share was not kept up"
-        assert self._recent.keys() == self._tries.keys(), "a namespace is missing from the order of use"
 
 
 def _both(first: Callable[[Node], None], second: Callable[[Node], None]) -> Callable[[Node], None]:

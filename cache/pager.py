@@ -162,7 +162,7 @@ class Pager:
         slot.caches = []
         slot.log.truncate(0)
         slot.is_cut = False
-        slot.session_id, slot.capacity, slot.reserved_tokens = None, 0, 0
+        slot.turn.session_id, slot.capacity, slot.reserved_tokens = None, 0, 0
         self.ledger.set_live(slot.index, 0)
         self.ledger.reserve(slot.index, 0)
 

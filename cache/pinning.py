@@ -40,7 +40,7 @@ class Pinning:
 
     def follow(self, slot: Slot) -> None:
         """Moves the pin of a slot's session, if it has one, to the end of its sequence."""
-        name = PinName(slot.namespace, slot.session_id or "")
+        name = PinName(slot.namespace, slot.turn.session_id or "")
         if name in self.pins and slot.tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
                 self._pin_path(name, self._pager.trie(slot.namespace), slot.tip.path())

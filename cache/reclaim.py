@@ -61,7 +61,7 @@ class Reclaimer:
             self.excess_for(slot, path, offset, num_tokens),
             protected=nodes_to_restore(self._pager.layout, path, offset),
             busy=slot,
-            is_background=slot.is_background,
+            is_background=slot.turn.is_background,
         )
 
     def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:

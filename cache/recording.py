@@ -51,7 +51,7 @@ class Recorder:
             for node in tip.path():
                 is_new = node.home is None and node.span is None
                 # What an ordinary request has had too is no secret of the volatile one that brought it.
-                node.is_volatile = slot.is_volatile and (node.is_volatile or is_new)
+                node.is_volatile = slot.turn.is_volatile and (node.is_volatile or is_new)
                 if node.start >= recorded and node.home is None:
                     trie.make_live(node, slot)
             self._pager.move_tip(slot, tip)
@@ -62,8 +62,8 @@ class Recorder:
     def _record_end(self, slot: Slot, trie: PrefixTrie) -> None:
         """Notes at the tip whose sequence ends there, and when it was used."""
         tip = slot.tip
-        tip.session_id, tip.is_on_probation = slot.session_id, slot.is_on_probation
-        tip.is_background = slot.leaves_background
+        tip.session_id, tip.is_on_probation = slot.turn.session_id, slot.turn.is_on_probation
+        tip.is_background = slot.turn.leaves_background
         self._memory.used(trie, tip, self._clock.now)
         self._memory.ended(trie, tip)
 
@@ -77,7 +77,7 @@ class Recorder:
             node.kind = kind
             trie.snap(node, self._pager.snapshot(slot))
             self._mark_superseded(slot)
-            self._reclaimer.free_excess(is_background=slot.is_background)
+            self._reclaimer.free_excess(is_background=slot.turn.is_background)
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot with what its buffers take, now that they are there."""
@@ -95,10 +95,10 @@ class Recorder:
         _join_edges(self._pager.trie(slot.namespace), reversed(slot.tip.path()))
         self._mark_superseded(slot)
         self._pinning.follow(slot)
-        if not slot.is_background:
+        if not slot.turn.is_background:
             # The conversation that was just answered goes on next: it is evicted only if nothing else is left.
             self._reclaimer.free_excess(protected=(slot.tip,))
-        self._reclaimer.free_excess(is_background=slot.is_background)
+        self._reclaimer.free_excess(is_background=slot.turn.is_background)
         self._memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
@@ -128,7 +128,7 @@ class Recorder:
         except Exception:
             self.discard(slot)
             raise
-        slot.is_leased, slot.last_used = False, self._clock.now
+        slot.is_leased, slot.turn.last_used = False, self._clock.now
         self._pager.ledger.reserve(slot.index, 0)
 
     def _mark_superseded(self, slot: Slot) -> None:
@@ -136,7 +136,7 @@ class Recorder:
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [restore_points.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
-        for offset in restore_points.superseded(points, slot.landing):
+        for offset in restore_points.superseded(points, slot.turn.landing):
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
                 self._memory.supersede(self._pager.trie(slot.namespace), node)

@@ -55,5 +55,5 @@ class Reservations:
         """
         growth = self._sizes.bytes_for(num_tokens) - self._ledger.slot_bytes(slot.index)
         excess = self._ledger.excess_bytes(growth)
-        missing = self._reclaimer.free(excess, busy=slot, is_background=slot.is_background)
+        missing = self._reclaimer.free(excess, busy=slot, is_background=slot.turn.is_background)
         return self._sizes.tokens_without(missing, num_tokens)

@@ -7,7 +7,7 @@ request gets.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +48,27 @@ class TokenLog:
 
 
 @dataclass(eq=False)
+class SlotTurn:
+    """What is known of the request that runs in a slot, or ran in it last."""
+
+    session_id: str | None = None
+    is_volatile: bool = False
+    """Its state must not be written to disk."""
+    is_background: bool = False
+    """It is of the background class."""
+    leaves_background: bool = False
+    """And the conversation that it continues had no other requests: its end is marked as background, too."""
+    is_on_probation: bool = False
+    """It has no session and continues no earlier turn."""
+    landing: int = 0
+    """The offset at which it was restored."""
+    start: int = 0
+    """The offset in its prompt from which on the next turn may render it differently."""
+    last_used: int = 0
+    """When it began, or ended."""
+
+
+@dataclass(eq=False)
 class Slot:
     """A place for one live sequence. Between steps, `log` and the layer caches hold the same tokens."""
 
@@ -58,23 +79,10 @@ class Slot:
     tip: Node
     """The trie node where the sequence ends, as far as it is recorded in the trie."""
     namespace: str = ""
-    session_id: str | None = None
-    is_volatile: bool = False
-    """The state of this sequence must not be written to disk."""
-    is_background: bool = False
-    """Its last request was of the background class."""
-    leaves_background: bool = False
-    """And the conversation that it continued had no other requests: its end is marked as background, too."""
+    turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
     """Its spans were truncated and it is about to be restored; its windows and points still belong to the old end."""
-    is_on_probation: bool = False
-    """Its sequence has no session and continues no earlier turn."""
-    landing: int = 0
-    """The offset at which its last turn was restored."""
-    turn_start: int = 0
-    """The offset in the last prompt from which on the next turn may render it differently."""
-    last_used: int = 0
     capacity: int = 0
     """Tokens that the live buffers take, or will take once they are allocated."""
     reserved_tokens: int = 0
@@ -87,15 +95,15 @@ class Slot:
 
     def runs_session(self, namespace: str, session_id: str | None) -> bool:
         """Whether the last request here was one of that session."""
-        return session_id is not None and self.session_id == session_id and self.namespace == namespace
+        return session_id is not None and self.turn.session_id == session_id and self.namespace == namespace
 
     def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
         """Begins a request that continues the slot's sequence, and records its session at the tip."""
-        is_theirs = self.tip.session_id == session_id and not self.tip.is_background
-        self.is_leased, self.session_id, self.landing = True, session_id, self.offset
-        self.leaves_background = self.is_background and not is_theirs
-        self.is_volatile = is_volatile
-        self.is_on_probation = session_id is None and not _ends_a_turn(self.tip)
+        turn, is_theirs = self.turn, self.tip.session_id == session_id and not self.tip.is_background
+        self.is_leased, turn.session_id, turn.landing = True, session_id, self.offset
+        turn.leaves_background = turn.is_background and not is_theirs
+        turn.is_volatile = is_volatile
+        turn.is_on_probation = session_id is None and not _ends_a_turn(self.tip)
         self.tip.session_id, self.tip.is_on_probation = session_id or self.tip.session_id, False
 
 

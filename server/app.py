@@ -12,16 +12,19 @@ from server.api.admin.cache import clear_cache, get_cache, pin_session, unpin_se
 from server.api.admin.health import health, ready
 from server.api.admin.prime import prime_cache
 from server.api.admin.sessions import delete_session, get_session, list_sessions
+from server.api.anthropic.routes import ANTHROPIC
 from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
 from server.api.context import ApiContext, EnginePort, ServedModel
-from server.api.dialect import Api, find_dialect
+from server.api.dialect import Api, find_dialect, routes_of
+from server.api.llama_cpp.routes import LLAMA_CPP
+from server.api.ollama.routes import OLLAMA
 from server.api.openai.routes import OPENAI
 from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.config import ServerConfig
 
-APIS = (OPENAI,)
+APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP)
 """The dialects. The first one also answers where a path is no dialect's own."""
 
 _ADMIN = (
@@ -53,7 +56,7 @@ def create_app(engine: EnginePort, model: ServedModel, config: ServerConfig, api
     if config.api_key is not None:
         layers.append(Middleware(KeyCheck, api_key=config.api_key))
     app = Starlette(
-        routes=[*(route for api in apis for route in api.routes), *ADMIN_ROUTES],
+        routes=[*(route for _, route in routes_of(apis)), *ADMIN_ROUTES],
         middleware=layers,
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )

@@ -72,6 +72,10 @@ class FairQueue:
             return
         if namespace not in self._queues:
             self._queues[namespace] = Queue()
+            if len(self._queues) == 2:
+                # What came while one namespace was alone has not been ranked.
+                self._over.forget()
+                self._all.forget()
         self._queues[namespace].push(candidate)
         self._num_candidates += 1
         if len(self._queues) > 1:
@@ -129,6 +133,10 @@ class _Ranking:
         """Says that a namespace has one more candidate, which may be its first."""
         if name in self._names:
             heapq.heappush(self._firsts, (self._queues[name].rank(self._now), name))
+
+    def forget(self) -> None:
+        """Has all namespaces ranked anew when one is asked for."""
+        self._now, self._names, self._firsts = -1, set(), []
 
     def pop(self, names: Set[str], now: int) -> Candidate | None:
         """Removes and returns what to evict next from some namespaces; None if they have no candidates."""

@@ -50,15 +50,17 @@ class Answer:
         self._generation = engine.submit(exchange.request)
 
     async def events(self) -> AsyncIterator[OutputEvent]:
-        """Yields the output and its end; raises the engine's error where the request failed or was stopped."""
+        """Yields the start, the output and the end; raises the engine's error where the request failed or stopped."""
         parser = self._exchange.parser
         async for event in self._generation:
             if isinstance(event, Started):
                 event = await self._account.explained(event)
             if isinstance(event, Finished):
-                event = replace(event, started=self._figures.started)
+                event = replace(event, started=self._figures.started, token_ids=self.token_ids)
             self._observe(event)
             match event:
+                case Started():
+                    yield event
                 case Delta(text):
                     for piece in parser.feed(text):
                         yield piece
@@ -72,6 +74,11 @@ class Answer:
                     yield event
                 case Failed(error):
                     raise error
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the request holds a slot, or did."""
+        return self._figures.started is not None
 
     @property
     def is_complete(self) -> bool:

@@ -45,6 +45,7 @@ class ErrorBoundary:
             return
         request_id, dialect = f"req_{uuid.uuid4().hex}", self._find_dialect(scope)
         headers = {"x-request-id": request_id, "x-served-by": self._server_name}
+        headers.update(dialect.answer_headers(request_id))
         scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers)
         tracked = _TrackedSend(send, headers)
         try:

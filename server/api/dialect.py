@@ -7,10 +7,12 @@ the same for all.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
@@ -24,11 +26,11 @@ from server.api.conversation import Conversation
 from server.api.errors import ApiError
 from server.api.session_id import resolve_session_id
 from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
-from server.engine.events import Finished
+from server.engine.events import Finished, Started
 from server.engine.request import GenerationRequest
 
-OutputEvent: TypeAlias = Piece | Finished
-"""What an answer is written from: pieces in order, then one `Finished`. Errors are raised instead."""
+OutputEvent: TypeAlias = Started | Piece | Finished
+"""What an answer is written from: one `Started`, pieces in order, one `Finished`. Errors are raised instead."""
 Payload: TypeAlias = Mapping[str, Any]
 
 
@@ -36,6 +38,10 @@ class Dialect(ABC):
     """What all endpoints of one family of clients have in common. Without state."""
 
     stream_media_type = "text/event-stream"
+    takes_any_content_type = False
+    """Whether programs that are no browsers may send JSON under any content type, as `curl -d` does by itself."""
+    own_header: str | None = None
+    """A header, in lower case, that only its clients send. An unknown path is its own for requests that have it."""
 
     @abstractmethod
     def api_key(self, headers: Mapping[str, str]) -> str:
@@ -49,6 +55,10 @@ class Dialect(ABC):
         """Returns the session that a body's fields or the headers name, or None; raises SessionIdError."""
         return resolve_session_id(fields, headers)
 
+    def answer_headers(self, request_id: str) -> Mapping[str, str]:
+        """Returns what the headers of every answer hold besides those that all dialects have."""
+        return {}
+
     @abstractmethod
     def error_response(self, error: ApiError) -> Response:
         """Returns the answer to a request that cannot be served."""
@@ -60,6 +70,10 @@ class Dialect(ABC):
     @abstractmethod
     def heartbeat(self, progress: str) -> bytes:
         """Returns what keeps a silent stream open; empty where clients skip nothing. `progress` is a few words."""
+
+    def early_heartbeat(self, progress: str) -> bytes:
+        """Returns the same for a request that has not started, of whose stream clients may know no event yet."""
+        return self.heartbeat(progress)
 
 
 class Exchange(ABC):
@@ -114,14 +128,44 @@ class Api:
 
     dialect: Dialect
     routes: Sequence[Route]
+    own_paths: tuple[str, ...] = ()
+    """Paths of this API; errors for those that are not served, and for all below them, have its shape, too."""
+
+    def owns(self, path: str) -> bool:
+        """Whether a path that is not served belongs to this API."""
+        return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
+
+
+class HeaderRoute(Route):
+    """A path that two dialects have: it is this one's for requests with a header that only its clients send."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], *, header: str, methods: Collection[str]) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self._header = header
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Returns whether the header is there and the path is this one."""
+        return super().matches(scope) if self._header in Headers(scope=scope) else (Match.NONE, {})
+
+
+def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
+    """Returns the routes of all dialects in the order in which they are tried: those that want a header first."""
+    routes = [(api.dialect, route) for api in apis for route in api.routes]
+    return sorted(routes, key=lambda pair: not isinstance(pair[1], HeaderRoute))
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """Returns the dialect whose path was asked for, whatever the method; the first one for all other paths."""
-    for api in apis:
-        if any(route.matches(scope)[0] is not Match.NONE for route in api.routes):
-            return api.dialect
-    return apis[0].dialect
+    """Returns the dialect whose path was asked for, whatever the method.
+
+    For all other paths, that whose own path it is or whose own header was sent, or else the first one.
+    """
+    for dialect, route in routes_of(apis):
+        if route.matches(scope)[0] is not Match.NONE:
+            return dialect
+    headers = Headers(scope=scope)
+    asked = (api.dialect for api in apis if api.owns(scope["path"]))
+    spoken = (api.dialect for api in apis if api.dialect.own_header is not None and api.dialect.own_header in headers)
+    return next(chain(asked, spoken), apis[0].dialect)
 
 
 def dialect_of(request: Request) -> Dialect:

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from server.api.auth import namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
 from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
-from server.api.dialect import Exchange, dialect_of
+from server.api.dialect import Dialect, Exchange, Payload, dialect_of
 from server.api.errors import stopped
 from server.api.header_text import ascii_text
 from server.api.json_body import JsonBody
@@ -32,12 +32,16 @@ logger = logging.getLogger(__name__)
 CLIENT_LEFT = 499
 """Status for a client that is no longer there; nobody reads it but the access log."""
 
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange]
-"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread."""
+Result = TypeVar("Result")
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Payload]
+"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
+
+A request that needs no answer of the model is answered with the payload returned.
+"""
 
 
 async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange) -> Response:
-    """Serves one request for text. Raises what `server.api.errors` knows; a client that left is not an error.
+    """Serves one request with a body. Raises what `server.api.errors` knows; a client that left is not an error.
 
     `id_prefix` is what the dialect's names of answers begin with.
     """
@@ -50,11 +54,28 @@ async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange
     return await _unless_disconnected(request, work)
 
 
+async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
+    """Answers from the body alone, which `describe` checks on another thread; no engine is asked.
+
+    Raises what `describe` and `server.api.errors` know; a client that left is not an error.
+    """
+    context = context_of(request)
+    raw = await read_body(request, context.config.max_body_bytes)
+
+    async def described() -> Response:
+        work = partial(_decoded, context, request, raw, "", describe)
+        return JsonBody(await context.planning.run(_client_of(request), len(raw), work))
+
+    return await _unless_disconnected(request, described())
+
+
 async def _answer(
     context: ApiContext, request: Request, raw: bytes, received: float, id_prefix: str, open_exchange: OpenExchange
 ) -> Response:
-    work = partial(_open, context, request, raw, id_prefix, open_exchange)
+    work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
     exchange = await context.planning.run(_client_of(request), len(raw), work)
+    if not isinstance(exchange, Exchange):
+        return JsonBody(exchange)
     engine = context.running_engine(exchange.model)
     if exchange.request.session_id is not None:
         request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
@@ -68,22 +89,25 @@ async def _answer(
         request_id=exchange.request.request_id,
         heartbeat_seconds=context.config.heartbeat_seconds,
         drain_seconds=context.config.drain_seconds,
-        describe=answer.progress,
+        heartbeat=partial(_heartbeat, dialect_of(request), answer),
         on_close=close,
     )
 
 
-def _open(context: ApiContext, request: Request, raw: bytes, id_prefix: str, open_exchange: OpenExchange) -> Exchange:
+def _decoded(
+    context: ApiContext, request: Request, raw: bytes, id_prefix: str, read: Callable[[ApiContext, Incoming], Result]
+) -> Result:
+    """Returns what `read` makes of the decoded body."""
     check_amount(raw)
     fields, is_finite = parse_object(raw)
     request.state.origin = _origin_of(request, fields)
     check_messages(fields)
     name = request.state.request_id.removeprefix("req_")
-    exchange = open_exchange(context, Incoming(request, fields, id_prefix + name))
+    result = read(context, Incoming(request, fields, id_prefix + name))
     if not is_finite:
         # The check of no typed field has refused the number, so it stands inside an object of any content.
         raise not_finite()
-    return exchange
+    return result
 
 
 def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
@@ -100,6 +124,11 @@ def _client_of(request: Request) -> str:
     """Returns what tells clients apart that take turns at planning: the address, and the key where one is sent."""
     host = request.client.host if request.client else ""
     return f"{host} {dialect_of(request).api_key(request.headers)}"
+
+
+def _heartbeat(dialect: Dialect, answer: Answer) -> bytes:
+    progress = answer.progress()
+    return dialect.heartbeat(progress) if answer.has_started else dialect.early_heartbeat(progress)
 
 
 async def _whole(answer: Answer, exchange: Exchange, close: Callable[[], None]) -> Response:

@@ -47,6 +47,7 @@ class Code(StrEnum):
     GENERATION_FAILED = "generation_failed"
     INTERNAL_ERROR = "internal_error"
     OUT_OF_MEMORY = "out_of_memory"
+    NO_FREE_SLOT = "no_free_slot"
     SERVER_STOPPING = "server_stopping"
     TOO_MANY_CONNECTIONS = "too_many_connections"
 
@@ -77,6 +78,7 @@ STATUS: Mapping[Code, int] = {
     Code.GENERATION_FAILED: 500,
     Code.INTERNAL_ERROR: 500,
     Code.OUT_OF_MEMORY: 503,
+    Code.NO_FREE_SLOT: 503,
     Code.SERVER_STOPPING: 503,
     Code.TOO_MANY_CONNECTIONS: 503,
 }
@@ -95,6 +97,22 @@ class ApiError(Exception):
     def status(self) -> int:
         """The HTTP status."""
         return STATUS[self.code]
+
+
+@dataclass(eq=False)
+class ContextExceeded(ApiError):
+    """A prompt that leaves no space for an answer. `num_tokens`: its length, or more; `max_tokens`: what fits."""
+
+    num_tokens: int = 0
+    max_tokens: int = 0
+
+
+def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_exact: bool = True) -> ApiError:
+    """Returns the error for a prompt of `num_tokens`, or more if that is not exact, where `max_tokens` fit."""
+    length = f"{num_tokens} tokens" if is_exact else f"{num_tokens} tokens or more"
+    context = f"this model's context of {max_tokens + 1} tokens holds at most {max_tokens} and an answer"
+    message = f"the prompt has {length}; {context}"
+    return ContextExceeded(Code.CONTEXT_EXCEEDED, message, param, num_tokens=num_tokens, max_tokens=max_tokens)
 
 
 def retry_later(code: Code, message: str, seconds: int) -> ApiError:
@@ -122,10 +140,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case EngineStopped():
             return stopped()
         case PromptTooLong():
-            limit = f"holds at most {error.max_tokens} and an answer"
-            context = f"this model's context of {error.max_tokens + 1} tokens"
-            message = f"the prompt has {error.num_tokens} tokens or more; {context} {limit}"
-            return ApiError(Code.CONTEXT_EXCEEDED, message, error.param)
+            return context_exceeded(error.num_tokens, error.max_tokens, error.param, is_exact=False)
         case PromptTooLarge():
             return ApiError(Code.CONTEXT_EXCEEDED, str(error))
         case OutOfMemory():

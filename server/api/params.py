@@ -1,6 +1,6 @@
 """From what a body asks for, in no dialect's names, to the engine's request. Runs off the event loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from server.api.context import ServedModel
 from server.api.dialect import dialect_of
-from server.api.errors import ApiError, Code
+from server.api.errors import ApiError, Code, context_exceeded
 from server.api.structured_output import AnswerGrammar, bind
 from server.config import ServerConfig
 from server.engine.request import GenerationRequest, Priority
@@ -44,6 +44,15 @@ class GenerationParams:
     """The thought is closed after so many tokens; None: when the model closes it."""
     grammar: AnswerGrammar | None = None
     """What the answer is bound to."""
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError (400) for a number that is no token; `param` is the field that holds them."""
+    for index, token in enumerate(token_ids):
+        if not 0 <= token < vocab_size:
+            place = f"{param}[{index}]"
+            message = f"{place}: {str(token)[:40]} is no token id from 0 to {vocab_size - 1}"
+            raise ApiError(Code.INVALID_VALUE, message, place)
 
 
 def build_request(
@@ -87,10 +96,6 @@ def _fitting_max_tokens(
         raise ApiError(Code.EMPTY_PROMPT, f"{prompt_param}: the prompt is empty", prompt_param)
     num_left = model.context_tokens - num_prompt
     if num_left < 1:
-        message = (
-            f"the prompt has {num_prompt} tokens; this model's context of {model.context_tokens} tokens "
-            f"holds at most {model.context_tokens - 1} and an answer"
-        )
-        raise ApiError(Code.CONTEXT_EXCEEDED, message, prompt_param)
+        raise context_exceeded(num_prompt, model.context_tokens - 1, prompt_param)
     wanted = requested if requested is not None else config.default_max_tokens or num_left
     return min(wanted, num_left)

@@ -20,17 +20,17 @@ class AnswerStream(EventSourceResponse):
         request_id: str,
         heartbeat_seconds: float,
         drain_seconds: float,
-        describe: Callable[[], str],
+        heartbeat: Callable[[], bytes],
         on_close: Callable[[], None],
     ) -> None:
-        """Sends a heartbeat every `heartbeat_seconds`; `describe` says in a few words what is waited for."""
+        """Sends `heartbeat` every `heartbeat_seconds`."""
         self._on_close = on_close
         super().__init__(
             _with_error(frames, dialect, request_id),
             media_type=dialect.stream_media_type,
             ping=heartbeat_seconds,
             # Bytes are sent as they are, like those of the frames.
-            ping_message_factory=lambda: dialect.heartbeat(describe()),  # type: ignore[arg-type, return-value]
+            ping_message_factory=heartbeat,  # type: ignore[arg-type]
             shutdown_grace_period=drain_seconds,
         )
 

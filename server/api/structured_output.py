@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from models.errors import InvalidGrammar
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
+from models.output.json_schema import close_objects
 from models.output.tool_formats.harmony import HarmonyFormat
 from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
@@ -26,7 +27,7 @@ def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -
     """Returns the grammar of JSON of a schema. If it is not strict, keywords that are not known bind nothing."""
     kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
     # `true` allows every value, and the empty schema says the same.
-    return Grammar(kind, json.dumps({} if schema is True else schema))
+    return Grammar(kind, json.dumps({} if schema is True else close_objects(schema)))
 
 
 def choice_grammar(texts: Sequence[str]) -> Grammar:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from models.errors import InvalidGrammar
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind
+from models.output.json_schema import close_objects
 from models.output.tool_format import ToolFormat
 from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
@@ -88,7 +89,7 @@ def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
 
 
 def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
-    return json.dumps({**schema, "x-guidance": {**JSON_STYLE, "lenient": is_lenient}})
+    return json.dumps({**close_objects(schema), "x-guidance": {**JSON_STYLE, "lenient": is_lenient}})
 
 
 def _literal(text: str) -> str:

@@ -57,10 +57,11 @@ class Costs(TypedDict):
 
 def costs_of(finished: Finished, session_id: str | None) -> Costs:
     """Returns timings and reuse of a finished request."""
-    return {"timings": timings_of(finished.timings), "cache": _cache_of(finished.started, session_id)}
+    return {"timings": timings_of(finished.timings), "cache": cache_of(finished.started, session_id)}
 
 
-def _cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
+def cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
+    """Returns what of a prompt was reused; None for a request that was cancelled before it started."""
     if started is None:
         return None
     return {

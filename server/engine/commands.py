@@ -77,6 +77,23 @@ class ClearCache:
 
 
 @dataclass(frozen=True)
+class SlotState:
+    """One slot, and whether a request runs in it. Nothing of what it holds."""
+
+    index: int
+    is_leased: bool
+
+
+@dataclass(frozen=True)
+class DescribeSlots:
+    """The slots of all namespaces together."""
+
+    def run(self, worker: Worker) -> tuple[SlotState, ...]:
+        """Returns them in order."""
+        return tuple(SlotState(slot.index, slot.is_leased) for slot in worker.prefix_cache.slots)
+
+
+@dataclass(frozen=True)
 class PinSession:
     """Keeps the state of a session's last turn, and of those to come, from being evicted."""
 

@@ -59,7 +59,7 @@ class DecodePipeline:
 
     def next_sequences(self) -> list[Sequence]:
         """Returns the sequences of the next step: all that decode, or the first suspect alone."""
-        ready = [one for one in self._table.decoding() if one.may_launch or one.reason is not None]
+        ready = [one for one in self._table.decoding() if one.may_launch or one.output.reason is not None]
         suspects = [sequence for sequence in ready if sequence.decode.is_suspect]
         return suspects[:1] or ready
 
@@ -93,7 +93,7 @@ class DecodePipeline:
         for sequence in sequences:
             self._feed(sequence, previous)
         rows = [sequence.decode.row for sequence in sequences]
-        waits = any(sequence.is_bound for sequence in sequences)
+        waits = any(sequence.output.is_bound for sequence in sequences)
         step = self._runner.prepare(rows, previous.step if previous else None, samples=not waits)
         for sequence in sequences:
             sequence.decode.num_launched += 1
@@ -105,12 +105,12 @@ class DecodePipeline:
         if previous is None or previous.is_read or sequence not in previous.sequences:
             sequence.decode.row.next_token = sequence.decode.unrecorded
             return
-        forced = sequence.forced_token()
+        forced = sequence.output.forced_token()
         if forced is not None:
             self._force(sequence, forced)
 
     def _force(self, sequence: Sequence, token: int) -> None:
-        generated = [*sequence.generated, token]
+        generated = [*sequence.output.tokens, token]
         self._runner.force(sequence.decode.row, token, prompt=sequence.request.tokens, generated=generated)
 
     def _start(self) -> None:
@@ -138,7 +138,7 @@ class DecodePipeline:
         if sequence not in self._table:
             return None
         try:
-            return sequence.mask()
+            return sequence.output.mask()
         except Exception as error:  # the grammar's: no other row has it
             logger.warning("request %s failed: %s", sequence.request.request_id, error)
             self._table.fail(sequence, StepFailed(str(error)))
@@ -157,8 +157,8 @@ class DecodePipeline:
             self._recover(list(dict.fromkeys([*launched.sequences, *newer])), error)
             return
         for sequence, token in zip(launched.sequences, tokens, strict=True):
-            if sequence.reason is None and sequence in self._table:
-                forced = sequence.forced_token()
+            if sequence.output.reason is None and sequence in self._table:
+                forced = sequence.output.forced_token()
                 if forced is not None and sequence not in self._newer_than(launched):
                     self._force(sequence, forced)
                 self._accept(sequence, token if forced is None else forced, launched)
@@ -169,7 +169,7 @@ class DecodePipeline:
         if sequence in self._newer_than(launched):
             sequence.record()
         self._table.post(sequence, sequence.accept(token, self._clock()))
-        if sequence.reason is None:
+        if sequence.output.reason is None:
             return
         if sequence.decode.unrecorded is None or not sequence.request.cache_prompt:
             self._table.close(sequence)
@@ -189,7 +189,7 @@ class DecodePipeline:
             return
         logger.warning("a decode step of %d rows failed; replaying each: %s", len(alive), error)
         for sequence in alive:
-            if sequence.reason is not None:
+            if sequence.output.reason is not None:
                 self._table.fail_step(sequence, error)
             else:
                 self._table.replay(sequence)

@@ -143,7 +143,7 @@ class Prefill:
             namespace=request.namespace,
             session_id=request.session_id,
             restore_points=request.restore_points,
-            expected_tokens=min(request.max_tokens - len(sequence.generated), self._expected_tokens),
+            expected_tokens=min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
             reuse=request.cache_prompt,
             is_volatile=request.is_volatile,
             is_background=request.priority is Priority.BACKGROUND,
@@ -152,7 +152,7 @@ class Prefill:
 
     def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
         """Ends a sequence that cannot get the memory; what it generated before it had to wait is its answer."""
-        if sequence.generated:
+        if sequence.output.tokens:
             self._table.end_truncated(sequence)
         else:
             kind = PromptTooLarge if isinstance(error, BudgetExceeded) else OutOfMemory
@@ -173,7 +173,11 @@ class Prefill:
         last = int(sequence.tokens[-1])
         try:
             sequence.decode.row = self._runner.make_row(
-                lease.caches, sequence.sampling, last, prompt=sequence.request.tokens, generated=sequence.generated
+                lease.caches,
+                sequence.request.sampling,
+                last,
+                prompt=sequence.request.tokens,
+                generated=sequence.output.tokens,
             )
         except Exception as error:  # the device's: as while the prompt was evaluated
             self._table.fail_step(sequence, error)

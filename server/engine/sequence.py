@@ -11,12 +11,9 @@ from cache.disk.read_ahead import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
-from models.output.grammar import MaskWords
-from models.output.reasoning import ThoughtWatch
-from server.engine.constraint import TokenConstraint
 from server.engine.events import Event, Finished, FinishReason, Progress, Started, Timings
-from server.engine.grammar_constraint import GrammarConstraint
-from server.engine.output_text import MakeDecoder, OutputText, TextDecoder
+from server.engine.output import Output
+from server.engine.output_text import MakeDecoder, TextDecoder
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.scheduler import Ticket, ticket_for
 
@@ -75,7 +72,8 @@ class Sequence:
         arrival: int,
         now: float,
     ) -> None:
-        self.request = request
+        # With a seed in any case: a replay is to go on with the same.
+        self.request = replace(request, sampling=_seeded(request.sampling))
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.namespace)
@@ -83,23 +81,12 @@ class Sequence:
         self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
         """What is being read from disk for it, until it has a lease."""
-        self.sampling = _seeded(request.sampling)
-        """The request's, with a seed in any case: a replay is to go on with the same."""
         self.decode = DecodeState()
-        self.generated: list[int] = []
+        self.output = Output(request, decoder, eos_token_ids)
         self.was_out_of_memory = False
         """A step of it failed for lack of memory before: the next time it waits for others, or fails alone."""
-        self.reason: FinishReason | None = None
-        """Why its answer ended; None until it does."""
         self.started: Started | None = None
         self.times = Timestamps(submitted=now)
-        self._eos = frozenset[int]() if request.ignore_eos else eos_token_ids
-        self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
-        self._constraints: list[TokenConstraint] = [] if self._thoughts is None else [self._thoughts]
-        self._grammar = GrammarConstraint(request.grammar, self._thoughts) if request.grammar is not None else None
-        if self._grammar is not None:
-            self._constraints.append(self._grammar)  # behind the thoughts, which it asks
-        self._text = OutputText(decoder, request.stop, self._constraints)
         self._reported_tokens = 0
         """Evaluated prompt tokens that the last Progress named."""
 
@@ -111,7 +98,7 @@ class Sequence:
     @property
     def may_launch(self) -> bool:
         """Whether another token may be sampled."""
-        return self.reason is None and self.decode.num_launched < self.request.max_tokens
+        return self.output.reason is None and self.decode.num_launched < self.request.max_tokens
 
     @property
     def max_offset(self) -> int:
@@ -123,13 +110,13 @@ class Sequence:
 
         One that is no suspect has only made way for others, and goes on before any newcomer begins.
         """
-        tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.generated, np.int32)])
+        tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.output.tokens, np.int32)])
         num_passed = self.ticket.num_passed
         self.ticket = ticket_for(self.request, self.ticket.arrival, tokens)
         self.lookup = Lookup(tokens, namespace=self.request.namespace)
         self.ticket.num_passed, self.ticket.is_preempted = num_passed, not is_suspect
         self.lease = None
-        self.decode = DecodeState(num_launched=len(self.generated), is_suspect=is_suspect)
+        self.decode = DecodeState(num_launched=len(self.output.tokens), is_suspect=is_suspect)
 
     def record(self) -> None:
         """Adds the token that the step just launched evaluates to the lease's log, if it is known yet."""
@@ -141,56 +128,32 @@ class Sequence:
         """Returns the event of prompt tokens evaluated since the last one; none for what is evaluated again."""
         num_prompt = len(self.request.tokens)
         evaluated = min(self.ticket.offset, num_prompt)
-        if self.generated or evaluated <= self._reported_tokens:
+        if self.output.tokens or evaluated <= self._reported_tokens:
             return []
         self._reported_tokens = evaluated
         return [Progress(evaluated, num_prompt)]
 
     def accept(self, token: int, now: float) -> list[Event]:
-        """Takes the next token and returns the events it makes; sets `reason` when it is the last one."""
+        """Takes the next token and returns the events it makes, the last one included where it ends the output."""
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
-        self.generated.append(token)
-        if token in self._eos:
-            return self.end(FinishReason.STOP, now)
-        events: list[Event] = [*self._text.push(token)]
-        if self._text.stop_text is not None:
-            return [*events, *self.end(FinishReason.STOP, now)]
-        if self._grammar is not None and self._grammar.is_complete:
-            # Only the end of the turn may follow, which needs no step to be known.
-            return [*events, *self.end(FinishReason.STOP, now)]
-        if len(self.generated) >= self.request.max_tokens:
-            return [*events, *self.end(FinishReason.LENGTH, now)]
-        return events
+        deltas: list[Event] = [*self.output.accept(token)]
+        return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:
-        """Ends the answer where it is; returns the text held back so far and the last event.
+        """Ends the output where it is; returns the text held back so far and the last event."""
+        deltas: list[Event] = [*self.output.end(reason)]
+        return [*deltas, self._finished(self.output.reason or reason, now)]
 
-        A stop string in that text makes `STOP` the reason, unless the request was cancelled.
-        """
-        events: list[Event] = [*self._text.finish()]
-        stop_text = self._text.stop_text
-        has_stopped = stop_text is not None and reason is not FinishReason.CANCELLED
-        self.reason = FinishReason.STOP if has_stopped else reason
-        num_prompt = len(self.request.tokens)
-        num_thought = None if self._thoughts is None else self._thoughts.num_tokens
-        return [*events, Finished(self.reason, num_prompt, self._timings(now), stop_text, self.started, num_thought)]
-
-    def forced_token(self) -> int | None:
-        """Returns the token that must follow those accepted so far; None where the sampled one counts."""
-        if self.reason is not None:
-            return None
-        forced = (constraint.forced() for constraint in self._constraints)
-        return next((token for token in forced if token is not None), None)
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the tokens that may come next depend on those before, so that these must be read first."""
-        return self._grammar is not None and self.reason is None
-
-    def mask(self) -> MaskWords | None:
-        """Returns which tokens may follow those accepted so far; None where any may. Raises GrammarFailed."""
-        return self._grammar.mask() if self._grammar is not None and self.reason is None else None
+    def _finished(self, reason: FinishReason, now: float) -> Finished:
+        return Finished(
+            reason,
+            len(self.request.tokens),
+            self._timings(now),
+            self.output.stop_text,
+            self.started,
+            self.output.reasoning_tokens,
+        )
 
     def end_prefetch(self) -> None:
         """Lets go of what was read ahead and is not needed any more."""
@@ -207,7 +170,7 @@ class Sequence:
             cache_tokens=hit,
             evaluated_tokens=len(self.request.tokens) - hit,
             prompt_ms=1000 * (first - started),
-            predicted_tokens=len(self.generated),
+            predicted_tokens=len(self.output.tokens),
             predicted_ms=1000 * ((times.last_token or now) - first),
             queue_ms=1000 * (started - times.submitted),
         )

@@ -81,7 +81,7 @@ class SequenceTable:
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends an answer here, unless it has ended already, and its sequence; what it computed stays."""
-        if sequence.reason is None:
+        if sequence.output.reason is None:
             self.post(sequence, sequence.end(reason, self._clock()))
         self.close(sequence)
 
@@ -92,7 +92,7 @@ class SequenceTable:
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence with an error; what it computed stays."""
-        if sequence.reason is None:
+        if sequence.output.reason is None:
             self.post(sequence, [Failed(error)])
         self.close(sequence)
 
@@ -106,17 +106,17 @@ class SequenceTable:
     def close_finished(self, sequences: list[Sequence]) -> None:
         """Closes those whose answer has ended; they stayed only until a step has evaluated their last token."""
         for sequence in sequences:
-            if sequence.reason is not None and sequence in self:
+            if sequence.output.reason is not None and sequence in self:
                 self.close(sequence)
 
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence that the model failed on, unless it lacked memory that there may be later."""
         lacks_memory = is_out_of_memory(error)
-        if lacks_memory and sequence.reason is None and self._try_later(sequence):
+        if lacks_memory and sequence.output.reason is None and self._try_later(sequence):
             logger.warning("request %s is tried again: %s", sequence.request.request_id, error)
             return
         logger.error("request %s failed", sequence.request.request_id, exc_info=error)
-        if sequence.reason is None:
+        if sequence.output.reason is None:
             reported = StepFailed(f"the model failed on this request: {error}")
             no_memory = OutOfMemory("there is not enough memory for this request now")
             self.post(sequence, [Failed(no_memory if lacks_memory else reported)])

@@ -21,7 +21,7 @@ class EngineSessions:
         request, lease = sequence.request, sequence.lease
         if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
             return
-        tokens = np.concatenate([request.tokens, np.array(sequence.generated, np.int32)])
+        tokens = np.concatenate([request.tokens, np.array(sequence.output.tokens, np.int32)])
         self._history.record(request.namespace, request.session_id, tokens[: lease.offset])
 
     def last_turn(self, namespace: str, session_id: str) -> TokenArray | None:
@@ -51,5 +51,5 @@ class EngineSessions:
         for is_soft in (False, True):
             self._prefix_cache.unpin(PinName(namespace, session_id, is_soft))
         for slot in self._prefix_cache.slots:
-            if (slot.namespace, slot.session_id) == (namespace, session_id):
-                slot.session_id = None
+            if (slot.namespace, slot.turn.session_id) == (namespace, session_id):
+                slot.turn.session_id = None

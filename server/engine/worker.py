@@ -187,7 +187,7 @@ class Worker:
     def _make_way(self, sequence: Sequence) -> None:
         """Has others give up their slots for a sequence: those that are over, else one; alone, it ends here."""
         running = self._table.leased()
-        ended = [other for other in running if other.reason is not None]
+        ended = [other for other in running if other.output.reason is not None]
         waits = choose_to_wait(other.ticket for other in running)
         preempted = self._table.find(waits.request_id) if waits is not None else None
         if ended:

@@ -41,7 +41,7 @@ from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
 from server.api.typed_body import parse_body
 from server.api.usage import costs_of
 from server.config import ServerConfig
-from server.engine.events import Finished
+from server.engine.events import Finished, Started
 from server.engine.request import GenerationRequest
 from server.prompt_hygiene import with_constant_headers
 
@@ -155,6 +155,8 @@ class ChatExchange(Exchange):
         """Yields the role, what the model says, why it ended, and the usage where asked for."""
         yield sse_event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
         async for event in events:
+            if isinstance(event, Started):
+                continue
             if isinstance(event, Finished):
                 for chunk in self._last_chunks(event):
                     yield sse_event(chunk)
@@ -170,7 +172,8 @@ class ChatExchange(Exchange):
         async for event in events:
             if isinstance(event, Finished):
                 return self._completion(event)
-            self._keep(event)
+            if not isinstance(event, Started):
+                self._keep(event)
         raise AssertionError("the events of a request end with Finished")
 
     def reply_messages(self) -> list[Message]:

@@ -76,6 +76,14 @@ def test_candidates_that_are_all_within_their_share_go_when_nobody_else_has_any(
     assert popped(queue) == ["modest"]
 
 
+def test_what_came_while_a_namespace_was_alone_is_ranked_with_what_comes_later() -> None:
+    queue = FairQueue(lambda: {"greedy"})
+    assert queue.pop(100) is None
+    queue.push("greedy", candidate("greedy", 9))
+    queue.push("modest", candidate("modest", 1))
+    assert popped(queue) == ["greedy", "modest"]
+
+
 @given(data=st.data())
 def test_the_order_is_that_of_all_candidates_compared_one_by_one(data: st.DataObject) -> None:
     """Whatever is pushed between, whoever comes over its share meanwhile, and however the clock moves on."""
@@ -157,7 +165,7 @@ def test_namespaces_are_bounded_in_number_and_the_idle_ones_go(monkeypatch: pyte
         if number % 3 == 0:  # between two of these other sequences have its slot
             assert cache.peek(np.array([*prompt, 9], np.int32), namespace="regular") == (len(prompt) if number else 0)
             cache_driver.run(cache, prompt, namespace="regular")
-        assert len(cache.memory._tries) <= 8 + 1
+        assert len(cache.memory._namespaces) <= 8 + 1
     assert len(cache.memory.evictions) <= 8 + 1
     assert cache.peek(np.array([*prompt, 9], np.int32), namespace="busy") == len(prompt)
     assert cache.peek(np.array([*prompt, 9], np.int32), namespace="pinned") == len(prompt)

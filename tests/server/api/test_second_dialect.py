@@ -15,22 +15,22 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import Message
 from server.api.auth import namespace_of
 from server.api.context import ApiContext
 from server.api.conversation import Conversation
-from server.api.dialect import Api, Dialect, Exchange, OutputEvent, Payload
+from server.api.dialect import Api, Dialect, Exchange, HeaderRoute, OutputEvent, Payload
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody, json_text
 from server.api.params import GenerationParams, Incoming, build_request
-from server.api.sse import sse_event
+from server.api.sse import sse_comment, sse_event
 from server.app import APIS, create_app
 from server.config import ServerConfig
 from server.engine.commands import HoldTurn
 from server.engine.errors import OutOfMemory
-from server.engine.events import Finished
+from server.engine.events import Finished, Started
 from tests.server.api.test_live import until
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
@@ -42,6 +42,11 @@ CALLING = Script(texts=("Let me ", "look.\n<tool_call>", '{"name": "f", "argumen
 
 class EventDialect(Dialect):
     """Named events."""
+
+    own_header: str | None = "x-events"
+
+    def answer_headers(self, request_id: str) -> Mapping[str, str]:
+        return {"x-event-id": request_id}
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         return headers.get("x-api-key", "")
@@ -61,16 +66,23 @@ class EventDialect(Dialect):
     def heartbeat(self, progress: str) -> bytes:
         return sse_event({"waiting": progress}, "ping")
 
+    def early_heartbeat(self, progress: str) -> bytes:
+        return sse_comment(progress)
+
 
 class LineDialect(EventDialect):
     """One JSON object a line, and nothing that could be a heartbeat."""
 
     stream_media_type = "application/x-ndjson"
+    own_header = None
 
     def error_frame(self, error: ApiError) -> bytes:
         return line(error_payload(error))
 
     def heartbeat(self, progress: str) -> bytes:
+        return b""
+
+    def early_heartbeat(self, progress: str) -> bytes:
         return b""
 
 
@@ -87,11 +99,12 @@ class EventExchange(Exchange):
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
         async for event in events:
-            name, payload = written(event)
-            yield sse_event(payload, name)
+            if not isinstance(event, Started):
+                name, payload = written(event)
+                yield sse_event(payload, name)
 
     async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
-        return {"events": [written(event) async for event in events]}
+        return {"events": [written(event) async for event in events if not isinstance(event, Started)]}
 
     def reply_messages(self) -> list[Message]:
         return [{"role": "assistant", "content": [{"text": "called f, as it is sent back"}]}]
@@ -100,11 +113,12 @@ class EventExchange(Exchange):
 class LineExchange(EventExchange):
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
         async for event in events:
-            name, payload = written(event)
-            yield line({name: payload})
+            if not isinstance(event, Started):
+                name, payload = written(event)
+                yield line({name: payload})
 
 
-def written(event: OutputEvent) -> tuple[str, Any]:
+def written(event: Piece | Finished) -> tuple[str, Any]:
     match event:
         case Text(text):
             return "text", text
@@ -146,7 +160,12 @@ async def ask_in_lines(request: Request) -> Response:
     return await generate(request, "ask-", lambda context, incoming: opened(LineExchange, context, incoming))
 
 
-EVENTS = Api(EventDialect(), [Route("/ask", ask, methods=["POST"])])
+async def list_models(request: Request) -> Response:
+    return JsonBody(["tiny"])
+
+
+SHARED = HeaderRoute("/v1/models", list_models, header="x-events", methods=["GET"])
+EVENTS = Api(EventDialect(), [Route("/ask", ask, methods=["POST"]), SHARED])
 LINES = Api(LineDialect(), [Route("/lines", ask_in_lines, methods=["POST"])])
 
 
@@ -194,6 +213,14 @@ def test_a_silent_stream_is_kept_open_in_the_dialects_own_way() -> None:
     assert not any(text.startswith(":") for text in answer.text.splitlines())
 
 
+def test_a_stream_that_has_not_begun_is_kept_open_in_another_way() -> None:
+    engine = FakeEngine(Script(("Hello",), queue_seconds=0.1))
+    answer = client_of(engine, heartbeat_seconds=0.01).post("/ask", json={"ask": "Hi", "stream": True})
+    waiting, _, begun = answer.text.partition("event: text")
+    assert ": waiting" in waiting and "event: ping" not in waiting
+    assert not any(text.startswith(":") for text in begun.splitlines())
+
+
 @pytest.mark.parametrize(("path", "expected"), [("/ask", "event: error\ndata: "), ("/lines", "")])
 def test_an_error_after_the_start_of_a_stream_ends_it_in_its_own_shape(path: str, expected: str) -> None:
     engine = FakeEngine(Script(("Hello",), error=OutOfMemory("too long")))
@@ -220,6 +247,23 @@ def test_errors_have_the_shape_of_the_path_that_was_asked(method: str, content: 
 
 def test_what_is_no_dialects_path_is_answered_like_before() -> None:
     assert client_of(FakeEngine()).get("/nowhere").json()["error"]["code"] == "unknown_path"
+
+
+def test_a_path_of_two_dialects_is_that_ones_whose_header_is_sent() -> None:
+    client = client_of(FakeEngine())
+    own = client.get("/v1/models", headers={"x-events": "1"})
+    assert own.json() == ["tiny"]
+    assert own.headers["x-event-id"] == own.headers["x-request-id"]
+    other = client.get("/v1/models")
+    assert other.json()["object"] == "list"
+    assert "x-event-id" not in other.headers
+
+
+def test_an_unknown_path_is_answered_in_the_dialect_of_the_header() -> None:
+    client = client_of(FakeEngine())
+    assert client.get("/nowhere", headers={"x-events": "1"}).json()["wrong"]["kind"] == "unknown_path"
+    wrong_method = client.put("/v1/models", headers={"x-events": "1"})
+    assert wrong_method.json()["wrong"]["kind"] == "method_not_allowed"
 
 
 def test_each_dialect_has_its_key_where_its_clients_put_it() -> None:

@@ -43,8 +43,8 @@ LEAVES = st.one_of(
 
 
 def _object(properties: dict[str, Any]) -> dict[str, Any]:
-    fixed = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **fixed}
+    closing = {} if properties else {"additionalProperties": False}
+    return {"type": "object", "properties": properties, "required": list(properties), **closing}
 
 
 SCHEMAS = st.recursive(

@@ -152,8 +152,8 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
     harness.step(2)
     assert harness.worker.sessions.last_turn("ours", "s") is None
     assert harness.worker.sessions.last_turn("theirs", "s") is not None
-    assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
-    assert [slot.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
+    assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
+    assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
 
 
 def test_an_answer_that_has_just_ended_is_cleared_with_the_rest() -> None:

@@ -1,0 +1,53 @@
+"""Takes a JSON schema as people mean it where it is to bind an answer. Pure.
+
+By the letter, an object with `properties` may have any others too, and a small model then goes on with members of its
+own making until it has no tokens left. A schema that does not speak of other members is read as having none.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
+"""Keywords by which a schema speaks of other members itself."""
+_COMBINING: Final = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
+"""Keywords by which other schemas say what the same object may hold."""
+_SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "$defs", "definitions"}
+_LISTS_OF_SCHEMAS: Final = {"anyOf", "oneOf", "prefixItems"}
+_SCHEMAS: Final = {"items", "additionalProperties", "contains"}
+
+
+def close_objects(schema: Any) -> Any:
+    """Returns a schema whose objects have no members but those they name, unless they say otherwise.
+
+    A schema in which several describe one object together (`allOf` of more than one) is returned as it is.
+    """
+    return schema if _joins_schemas(schema) else _closed(schema)
+
+
+def _joins_schemas(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        joined = value.get("allOf")
+        if isinstance(joined, list) and len(joined) > 1:
+            return True
+        return any(map(_joins_schemas, value.values()))
+    return isinstance(value, list) and any(map(_joins_schemas, value))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    names = schema.get("properties")
+    # What stands beside `properties` describes the same object, of which it may name other members.
+    parts = _LISTS_OF_SCHEMAS - {"prefixItems"} if "properties" in schema else frozenset()
+    closed = {key: value if key in parts else _closed_below(key, value) for key, value in schema.items()}
+    if not isinstance(names, Mapping) or not names or not schema.keys().isdisjoint(_OPEN | _COMBINING):
+        return closed
+    return {**closed, "additionalProperties": False}
+
+
+def _closed_below(key: str, value: Any) -> Any:
+    if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+        return {name: _closed(schema) for name, schema in value.items()}
+    if key in _LISTS_OF_SCHEMAS and isinstance(value, list):
+        return [_closed(schema) for schema in value]
+    return _closed(value) if key in _SCHEMAS else value

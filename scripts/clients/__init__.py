@@ -1,0 +1,1 @@
+"""Client packages and coding agents as people install them, run against this server: `python -m scripts.clients`."""

@@ -1,0 +1,82 @@
+"""Tries client packages and coding agents against this server, and says of each how it went.
+
+    python -m scripts.clients                  all of them
+    python -m scripts.clients codex litellm    some
+
+Everything is installed below --folder, from the registries that pip and npm are set to; coding agents need Node.
+Packages talk to the built-in model, agents to a model whose words stand in a script (`agents.py`). The exit status is
+1 where one failed.
+"""
+
+import argparse
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from scripts.clients import agents, packages
+from scripts.clients.scripted_model import make_model
+from scripts.clients.scripted_server import ScriptedEngine, demo_server, scripted_server
+
+NAMES = [*(package.name for package in packages.PACKAGES), *(agent.name for agent in agents.AGENTS)]
+
+
+def main() -> int:
+    """Runs what the command line names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; all by default")
+    parser.add_argument("--folder", type=Path, default=Path(".cache/clients"), help="where clients are installed")
+    args = parser.parse_args()
+    unknown = sorted(set(args.names) - set(NAMES))
+    if unknown:
+        parser.error(f"there is no client {unknown[0]!r}; there are {', '.join(NAMES)}")
+    wanted = args.names or NAMES
+    folder: Path = args.folder.resolve()
+    results = [*_try_packages(wanted, folder), *_try_agents(wanted, folder)]
+    return 0 if all(results) else 1
+
+
+def _try_packages(wanted: list[str], folder: Path) -> Iterator[bool]:
+    chosen = [package for package in packages.PACKAGES if package.name in wanted]
+    if not chosen:
+        return
+    with demo_server() as url:
+        for package in chosen:
+            yield _try(package.name, partial(_try_package, package, folder, url))
+
+
+def _try_package(package: packages.Package, folder: Path, url: str) -> str:
+    packages.prove(package, package.install(folder), url)
+    return "all it asked for was right"
+
+
+def _try_agents(wanted: list[str], folder: Path) -> Iterator[bool]:
+    chosen = [agent for agent in agents.AGENTS if agent.name in wanted]
+    if not chosen:
+        return
+    if shutil.which("npm") is None:
+        print("coding agents: not tried, for there is no npm")
+        return
+    model = make_model(folder / "model")
+    with scripted_server(model) as (url, engine):
+        for agent in chosen:
+            yield _try(agent.name, partial(_try_agent, agent, folder, url, model.name, engine))
+
+
+def _try_agent(agent: agents.Agent, folder: Path, url: str, model: str, engine: ScriptedEngine) -> str:
+    return agents.prove(agent, agents.install(agent, folder), url, model, engine)
+
+
+def _try(name: str, proof: Callable[[], str]) -> bool:
+    began = time.monotonic()
+    try:
+        said, is_good = proof(), True
+    except (agents.AgentFailed, packages.PackageFailed) as error:
+        said, is_good = str(error), False
+    print(f"{name:17} {'ok' if is_good else 'FAILED'}  {time.monotonic() - began:4.0f} s  {said}", flush=True)
+    return is_good
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,189 @@
+"""Coding agents, headless: each edits a file in a temporary folder, with the scripted model behind the real server.
+
+An agent gets a home of its own, no telemetry, no updates and no address but the server's.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from scripts.clients.scripted_server import Reply, ScriptedEngine
+
+TASK = "Change the greeting in greeting.py from hello to goodbye."
+BEFORE = 'print("hello")\n'
+AFTER = 'print("goodbye")\n'
+SECONDS = 180.0
+"""An agent that takes longer has failed."""
+REUSED_SHARE = 0.95
+"""Least share of known prompt tokens that a proof must find restored."""
+
+
+class AgentFailed(Exception):
+    """An agent did not do its task; the message says what was seen."""
+
+
+class Agent(ABC):
+    """How one agent is installed, pointed at the server and made to do its task."""
+
+    name: str
+    package: str
+    """Its package on npm."""
+    program: str
+
+    @abstractmethod
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Returns what the model says, turn by turn, so that `file` is edited."""
+
+    @abstractmethod
+    def arguments(self, url: str, model: str) -> Sequence[str]:
+        """Returns the command line behind the program's name."""
+
+    def environment(self, url: str, model: str) -> Mapping[str, str]:
+        """Returns the variables that point it at the server."""
+        return {}
+
+
+class OpenCode(Agent):
+    """opencode, by Chat Completions."""
+
+    name, package, program = "opencode", "opencode-ai", "opencode"
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Reads, edits, ends."""
+        edit = {"filePath": str(file), "oldString": "hello", "newString": "goodbye"}
+        return [
+            Reply("I read the file.", "read", {"filePath": str(file)}),
+            Reply("I change it.", "edit", edit),
+            Reply("Done."),
+        ]
+
+    def arguments(self, url: str, model: str) -> Sequence[str]:
+        """One task, without questions."""
+        return ["run", "--model", f"mlx/{model}", TASK]
+
+    def environment(self, url: str, model: str) -> Mapping[str, str]:
+        """A provider of its own, and nothing from outside."""
+        provider = {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": f"{url}/v1"},
+            "models": {model: {"limit": {"context": 100_000, "output": 8_000}}},
+        }
+        config = {
+            "provider": {"mlx": provider},
+            "autoupdate": False,
+            "share": "disabled",
+            "permission": {"edit": "allow", "external_directory": "allow"},
+        }
+        return {
+            "OPENCODE_CONFIG_CONTENT": json.dumps(config),
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        }
+
+
+class ClaudeCode(Agent):
+    """Claude Code, by Anthropic's Messages."""
+
+    name, package, program = "claude", "@anthropic-ai/claude-code", "claude"
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Reads, which it must do before an edit, edits, ends."""
+        edit = {"file_path": str(file), "old_string": "hello", "new_string": "goodbye"}
+        return [
+            Reply("I read the file.", "Read", {"file_path": str(file)}),
+            Reply("I change it.", "Edit", edit),
+            Reply("Done."),
+        ]
+
+    def arguments(self, url: str, model: str) -> Sequence[str]:
+        """One task, edits accepted."""
+        return ["--print", TASK, "--model", model, "--permission-mode", "acceptEdits", "--output-format", "json"]
+
+    def environment(self, url: str, model: str) -> Mapping[str, str]:
+        """The server in place of Anthropic's, for all sizes of model."""
+        return {
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_AUTH_TOKEN": "none",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_TELEMETRY": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            "DISABLE_ERROR_REPORTING": "1",
+        }
+
+
+class Codex(Agent):
+    """Codex, by OpenAI's Responses."""
+
+    name, package, program = "codex", "@openai/codex", "codex"
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Edits by a shell command, ends."""
+        command = f"sed -i s/hello/goodbye/ {file}"
+        return [Reply("I change it.", "exec_command", {"cmd": command}), Reply("Done.")]
+
+    def arguments(self, url: str, model: str) -> Sequence[str]:
+        """One task in the folder, which is a sandbox already."""
+        provider = f'{{name = "mlx-serve", base_url = "{url}/v1", wire_api = "responses"}}'
+        settings = [f"model_providers.mlx={provider}", 'model_provider="mlx"', "analytics.enabled=false"]
+        flags = [part for setting in [*settings, "check_for_update_on_startup=false"] for part in ("-c", setting)]
+        open_flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+        return ["exec", *flags, *open_flags, "--model", model, TASK]
+
+
+AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex())
+
+
+def install(agent: Agent, folder: Path) -> Path:
+    """Returns the agent's program, brought into `folder` by npm where it is not there yet."""
+    place = folder / agent.name
+    program = place / "node_modules" / ".bin" / agent.program
+    if not program.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "install", "--no-audit", "--no-fund", "--silent", "--prefix", str(place), agent.package]
+        subprocess.run(command, check=True)
+    return program
+
+
+def prove(agent: Agent, program: Path, url: str, model: str, engine: ScriptedEngine) -> str:
+    """Has the agent do its task and returns a line of figures; raises AgentFailed."""
+    with tempfile.TemporaryDirectory(prefix="mlx-serve-client-") as name:
+        home, work = Path(name) / "home", Path(name) / "work"
+        home.mkdir()
+        work.mkdir()
+        file = work / "greeting.py"
+        file.write_text(BEFORE)
+        engine.begin(agent.replies(file))
+        output = _run(agent, program, url, model, home, work)
+        if file.read_text() != AFTER:
+            raise AgentFailed(f"the file was not edited; {len(engine.answered())} requests, and it said:\n{output}")
+    share = engine.reused_share()
+    if share < REUSED_SHARE:
+        raise AgentFailed(f"{share:.1%} of the known prompt tokens were reused; {REUSED_SHARE:.0%} are wanted")
+    longest = max(len(exchange.prompt) for exchange in engine.answered())
+    return f"{len(engine.answered())} requests of up to {longest} tokens, {share:.1%} of what was known reused"
+
+
+def _run(agent: Agent, program: Path, url: str, model: str, home: Path, work: Path) -> str:
+    variables = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_COLOR": "1", "NO_PROXY": "127.0.0.1"}
+    try:
+        done = subprocess.run(
+            [str(program), *agent.arguments(url, model)],
+            cwd=work,
+            env={**variables, **agent.environment(url, model)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout
+        raise AgentFailed(f"it did not end within {SECONDS:g} s, and said:\n{said}") from error
+    return str(done.stdout[-2000:])

@@ -1,0 +1,198 @@
+"""The real server and engine, except that what the model says stands in a script.
+
+An agent's turns then go the way its proof needs, while prompts, state and reuse are real: each answer is bound to the
+script's next text, and the model evaluates every token of it.
+"""
+
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from numpy.typing import NDArray
+
+from models.output.grammar import Grammar, GrammarKind, OutputGrammar
+from scripts.clients.scripted_model import TOOL_RESULT
+from server.api.context import AnswerBinder
+from server.app import create_app
+from server.config import ServerConfig
+from server.connections import HttpConfig, Limits
+from server.engine.engine import Engine
+from server.engine.events import Delta, Event, Finished, Started
+from server.engine.generation import Generation
+from server.engine.request import GenerationRequest
+from server.service import open_service
+
+START_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model says to one request: a text, or the call of a tool."""
+
+    text: str = ""
+    tool: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def spelled(self) -> str:
+        """Returns the reply as the model writes it."""
+        if not self.tool:
+            return self.text
+        call = json.dumps({"name": self.tool, "arguments": self.arguments})
+        return f"{self.text}<tool_call>\n{call}\n</tool_call>"
+
+
+@dataclass
+class Exchange:
+    """One request as the engine served it."""
+
+    prompt: NDArray[np.int32]
+    is_idle_work: bool = False
+    """What the server evaluates ahead of the next turn."""
+    cached_tokens: int = 0
+    reply: list[int] = field(default_factory=list)
+
+    def known(self) -> NDArray[np.int32]:
+        """Returns all tokens that have a state when it is over."""
+        return np.concatenate([self.prompt, np.array(self.reply, dtype=np.int32)])
+
+
+class ScriptedEngine:
+    """An engine whose answers are bound to a script. Satisfies `EnginePort`; event loop only.
+
+    The reply to a request that offers tools is chosen by how many results of tools its prompt holds; all others, such
+    as an agent's request for a title, get `aside`.
+    """
+
+    def __init__(self, engine: Engine, binder: AnswerBinder, decode: Callable[[Sequence[int]], str]) -> None:
+        self._engine = engine
+        self._binder = binder
+        self._decode = decode
+        self.replies: Sequence[Reply] = ()
+        self.aside = "A small edit"
+        self.exchanges: list[Exchange] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def begin(self, replies: Sequence[Reply]) -> None:
+        """Starts a new script; what was asked before counts no more."""
+        self.replies = replies
+        self.exchanges = []
+
+    def submit(self, request: GenerationRequest) -> Any:
+        """Queues a request with its reply chosen."""
+        exchange = Exchange(request.tokens, request.is_idle_work)
+        self.exchanges.append(exchange)
+        if request.is_idle_work:
+            return self._engine.submit(request)
+        choices = json.dumps([self._reply_to(self._decode(request.tokens.tolist()))])
+        compiled = self._binder.compile(Grammar(GrammarKind.CHOICE, choices))
+        bound = replace(request, grammar=OutputGrammar(compiled), thinking=None)
+        return _Observed(self._engine.submit(bound), exchange)
+
+    def _reply_to(self, prompt: str) -> str:
+        if "<tools>" not in prompt or not self.replies:
+            return self.aside
+        num_results = prompt.count(f"{TOOL_RESULT}\n")
+        return self.replies[min(num_results, len(self.replies) - 1)].spelled()
+
+    def answered(self) -> list[Exchange]:
+        """Returns what clients asked."""
+        return [exchange for exchange in self.exchanges if not exchange.is_idle_work]
+
+    def reused_share(self) -> float:
+        """Returns the prompt tokens restored, of those that any earlier request had evaluated."""
+        restored, known = 0, 0
+        for index, exchange in enumerate(self.exchanges):
+            if exchange.is_idle_work:
+                continue
+            restored += exchange.cached_tokens
+            known += max((_common(exchange.prompt, e.known()) for e in self.exchanges[:index]), default=0)
+        return restored / max(known, 1)
+
+
+class _Observed:
+    """A generation that notes in its exchange what passes through."""
+
+    def __init__(self, generation: Generation, exchange: Exchange) -> None:
+        self._generation = generation
+        self._exchange = exchange
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generation, name)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        async for event in self._generation:
+            if isinstance(event, Started):
+                self._exchange.cached_tokens = event.hit_tokens
+            elif isinstance(event, Delta):
+                self._exchange.reply += event.token_ids
+            elif isinstance(event, Finished) and event.started is not None:
+                self._exchange.cached_tokens = event.started.hit_tokens
+            yield event
+
+
+def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
+
+
+@contextmanager
+def scripted_server(model: Path) -> Iterator[tuple[str, ScriptedEngine]]:
+    """Serves `model` while the block runs; gives its base address and the engine to hand a script to."""
+    config = ServerConfig(models=(str(model),), cache_memory_bytes=2 * 10**9, name="clients")
+    service = open_service(config)
+    service.engine.start()
+    tokenizer = _tokenizer(model)
+    binder = service.model.grammars
+    assert binder is not None
+    engine = ScriptedEngine(service.engine, binder, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
+    try:
+        with _running(create_app(engine, service.model, config)) as url:
+            yield url, engine
+    finally:
+        service.engine.stop()
+
+
+@contextmanager
+def demo_server() -> Iterator[str]:
+    """Serves the built-in model, which speaks for itself; gives the base address."""
+    config = ServerConfig(cache_memory_bytes=10**9, name="clients")
+    service = open_service(config)
+    service.engine.start()
+    try:
+        with _running(create_app(service.engine, service.model, config)) as url:
+            yield url
+    finally:
+        service.engine.stop()
+
+
+def _tokenizer(model: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+@contextmanager
+def _running(app: Any) -> Iterator[str]:
+    server = uvicorn.Server(HttpConfig(app, Limits(), host="127.0.0.1", port=0, timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, name="uvicorn", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + START_SECONDS
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > deadline:
+            raise RuntimeError("the server did not start")
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(START_SECONDS)

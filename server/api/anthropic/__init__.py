@@ -1,0 +1,1 @@
+"""Anthropic's dialect: the Messages API, as its packages and Claude Code speak it."""

@@ -1,0 +1,156 @@
+"""The blocks of an answer as they grow from pieces of output, and the stream's events that tell of them. Pure."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.unicode_text import read_object
+from server.api.anthropic.signature import enclose, sign
+
+BlockEvent: TypeAlias = dict[str, Any]
+"""An event of a stream; its `type` is its name."""
+
+
+class TextBlockBody(TypedDict):
+    """What the model says."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlockBody(TypedDict):
+    """What the model thinks before it answers."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlockBody(TypedDict):
+    """A complete call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody
+
+
+@dataclass
+class _OpenText:
+    parts: list[str] = field(default_factory=list)
+
+    def body(self) -> TextBlockBody:
+        return {"type": "text", "text": "".join(self.parts)}
+
+
+@dataclass
+class _OpenThought:
+    is_shown: bool
+    parts: list[str] = field(default_factory=list)
+
+    def body(self) -> ThinkingBlockBody:
+        thought = "".join(self.parts)
+        if not self.is_shown:
+            return {"type": "thinking", "thinking": "", "signature": enclose(thought) if thought else ""}
+        return {"type": "thinking", "thinking": thought, "signature": sign(thought) if thought else ""}
+
+
+@dataclass
+class _OpenCall:
+    id: str
+    name: str
+    parts: list[str] = field(default_factory=list)
+    """Of the JSON text of its input."""
+
+    def body(self) -> ToolUseBlockBody:
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": read_object("".join(self.parts)) or {}}
+
+
+class AnswerContent:
+    """The content of one answer."""
+
+    def __init__(self, *, shows_thoughts: bool = True) -> None:
+        """`shows_thoughts`: else the blocks of thoughts are empty, and their signatures hold them."""
+        self._shows_thoughts = shows_thoughts
+        self._ended: list[BlockBody] = []
+        self._open: _OpenText | _OpenThought | _OpenCall | None = None
+        self._num_streamed = 0
+        """Blocks that the stream has begun, calls that failed included."""
+
+    @property
+    def blocks(self) -> list[BlockBody]:
+        """What was said so far. Texts that a failed call stands between are one."""
+        blocks = list(self._ended)
+        if self._open is not None:
+            _append(blocks, self._open.body())
+        return blocks
+
+    def add(self, piece: Piece) -> list[BlockEvent]:
+        """Takes a piece; returns the events that tell of it."""
+        match piece:
+            case Text(text):
+                events = [] if isinstance(self._open, _OpenText) else self._begin(_OpenText())
+                return [*events, self._grow(text, {"type": "text_delta", "text": text})]
+            case Reasoning(text):
+                is_open = isinstance(self._open, _OpenThought)
+                events = [] if is_open else self._begin(_OpenThought(self._shows_thoughts))
+                delta = self._grow(text, {"type": "thinking_delta", "thinking": text})
+                return [*events, delta] if self._shows_thoughts else events
+            case ToolCallStarted(call_id, name):
+                return self._begin(_OpenCall(_own_id(call_id), name))
+            case ToolArguments(text):
+                return [self._grow(text, {"type": "input_json_delta", "partial_json": text})]
+            case ToolCallEnded():
+                return self.close()
+            case ToolCallFailed(text):
+                self._open = None
+                return [self._stop(), *self.add(Text(text))]
+
+    def close(self) -> list[BlockEvent]:
+        """Ends the open block, if there is one; returns the events that tell of it."""
+        if self._open is None:
+            return []
+        body, self._open = self._open.body(), None
+        _append(self._ended, body)
+        if body["type"] != "thinking":
+            return [self._stop()]
+        return [self._delta({"type": "signature_delta", "signature": body["signature"]}), self._stop()]
+
+    def _begin(self, block: _OpenText | _OpenThought | _OpenCall) -> list[BlockEvent]:
+        events = self.close()
+        self._open = block
+        self._num_streamed += 1
+        # The block as it is now, empty.
+        start = {"type": "content_block_start", "index": self._index, "content_block": block.body()}
+        return [*events, start]
+
+    def _grow(self, text: str, delta: dict[str, str]) -> BlockEvent:
+        assert self._open is not None, "a part belongs to a block"
+        self._open.parts.append(text)
+        return self._delta(delta)
+
+    def _delta(self, delta: dict[str, str]) -> BlockEvent:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _stop(self) -> BlockEvent:
+        return {"type": "content_block_stop", "index": self._index}
+
+    @property
+    def _index(self) -> int:
+        return self._num_streamed - 1
+
+
+def _append(blocks: list[BlockBody], block: BlockBody) -> None:
+    last = blocks[-1] if blocks else None
+    if last is not None and last["type"] == "text" and block["type"] == "text":
+        blocks[-1] = {"type": "text", "text": last["text"] + block["text"]}
+    else:
+        blocks.append(block)
+
+
+def _own_id(call_id: str) -> str:
+    """Returns the id of a call as Anthropic's clients know them; one that the model wrote itself stays."""
+    return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id

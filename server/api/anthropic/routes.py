@@ -1,0 +1,20 @@
+"""The paths of Anthropic's dialect, with and without the `/v1` that its clients add by themselves."""
+
+from starlette.routing import Route
+
+from server.api.anthropic.count_tokens import count_tokens
+from server.api.anthropic.dialect import VERSION_HEADER, AnthropicDialect
+from server.api.anthropic.messages import create_message
+from server.api.anthropic.models import get_model, list_models
+from server.api.dialect import Api, HeaderRoute
+from server.api.versioned import with_and_without_v1
+
+_ROUTES = (
+    Route("/messages", create_message, methods=["POST"]),
+    Route("/messages/count_tokens", count_tokens, methods=["POST"]),
+)
+_SHARED_PATHS = (
+    HeaderRoute("/v1/models", list_models, header=VERSION_HEADER, methods=["GET"]),
+    HeaderRoute("/v1/models/{model_id:path}", get_model, header=VERSION_HEADER, methods=["GET"]),
+)
+ANTHROPIC = Api(AnthropicDialect(), (*with_and_without_v1(_ROUTES), *_SHARED_PATHS))

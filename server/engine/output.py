@@ -1,0 +1,78 @@
+"""What one sequence has put out: its tokens, their text, why it ended, and what binds what may come next."""
+
+from collections.abc import Sequence
+
+from models.output.grammar import MaskWords
+from models.output.reasoning import ThoughtWatch
+from server.engine.constraint import TokenConstraint
+from server.engine.events import Delta, FinishReason
+from server.engine.grammar_constraint import GrammarConstraint
+from server.engine.output_text import OutputText, TextDecoder
+from server.engine.request import GenerationRequest
+
+
+class Output:
+    """The output of one request. It outlives replays: what was put out stays so."""
+
+    def __init__(self, request: GenerationRequest, decoder: TextDecoder, eos_token_ids: frozenset[int]) -> None:
+        self.tokens: list[int] = []
+        self.reason: FinishReason | None = None
+        """Why it ended; None until it does."""
+        self._max_tokens = request.max_tokens
+        self._eos = frozenset[int]() if request.ignore_eos else eos_token_ids
+        self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
+        self._grammar = GrammarConstraint(request.grammar, self._thoughts) if request.grammar is not None else None
+        # The grammar asks the thoughts, and so is told of a token behind them.
+        bounds: Sequence[TokenConstraint | None] = (self._thoughts, self._grammar)
+        self._constraints = [bound for bound in bounds if bound is not None]
+        self._text = OutputText(decoder, request.stop, self._constraints)
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop string that ended it, if one did."""
+        return self._text.stop_text
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens that are thought; None where thoughts are not told apart."""
+        return None if self._thoughts is None else self._thoughts.num_tokens
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the tokens that may come next depend on those before, so that these must be read first."""
+        return self._grammar is not None and self.reason is None
+
+    def mask(self) -> MaskWords | None:
+        """Returns which tokens may follow those accepted so far; None where any may. Raises GrammarFailed."""
+        return self._grammar.mask() if self._grammar is not None and self.reason is None else None
+
+    def forced_token(self) -> int | None:
+        """Returns the token that must follow those accepted so far; None where the sampled one counts."""
+        if self.reason is not None:
+            return None
+        forced = (constraint.forced() for constraint in self._constraints)
+        return next((token for token in forced if token is not None), None)
+
+    def accept(self, token: int) -> list[Delta]:
+        """Takes the next token and returns the text that it completes; sets `reason` where it is the last one."""
+        self.tokens.append(token)
+        if token in self._eos:
+            return self.end(FinishReason.STOP)
+        deltas = self._text.push(token)
+        # Behind a complete grammar only the end of the turn may follow, which needs no step to be known.
+        is_complete = self._grammar is not None and self._grammar.is_complete
+        if self._text.stop_text is not None or is_complete:
+            return [*deltas, *self.end(FinishReason.STOP)]
+        if len(self.tokens) >= self._max_tokens:
+            return [*deltas, *self.end(FinishReason.LENGTH)]
+        return deltas
+
+    def end(self, reason: FinishReason) -> list[Delta]:
+        """Ends it where it is and returns the text held back so far.
+
+        A stop string in that text makes `STOP` the reason, unless the request was cancelled.
+        """
+        deltas = self._text.finish()
+        has_stopped = self._text.stop_text is not None and reason is not FinishReason.CANCELLED
+        self.reason = FinishReason.STOP if has_stopped else reason
+        return deltas

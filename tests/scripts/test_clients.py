@@ -1,0 +1,67 @@
+"""What the proofs with coding agents rest on: scripted words over real state."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from models.names import DEMO_FOLDER
+from scripts.clients.agents import AGENTS
+from scripts.clients.packages import PACKAGES, PROGRAMS
+from scripts.clients.scripted_server import Reply, ScriptedEngine, scripted_server
+
+READ: Any = {
+    "type": "function",
+    "function": {"name": "read", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}},
+}
+SCRIPT = [Reply("I read it.", "read", {"path": "a.txt"}), Reply("Done.")]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[OpenAI, ScriptedEngine]]:
+    with scripted_server(DEMO_FOLDER) as (url, engine):
+        yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), engine
+
+
+def test_an_agents_turns_follow_the_script(served: tuple[OpenAI, ScriptedEngine]) -> None:
+    client, engine = served
+    engine.begin(SCRIPT)
+    messages: list[Any] = [{"role": "user", "content": "Read a.txt."}]
+    first = client.chat.completions.create(model="demo", messages=messages, tools=[READ])
+    calls: Any = first.choices[0].message.tool_calls
+    call = calls[0]
+    assert (first.choices[0].message.content, call.function.arguments) == ("I read it.", '{"path": "a.txt"}')
+    result = {"role": "tool", "tool_call_id": call.id, "content": "hello"}
+    messages += [first.choices[0].message.model_dump(exclude_none=True), result]
+    last = client.chat.completions.create(model="demo", messages=messages, tools=[READ])
+    assert last.choices[0].message.content == "Done."
+    assert [exchange.cached_tokens > 0 for exchange in engine.answered()] == [False, True]
+    assert engine.reused_share() >= 0.95
+
+
+def test_state_that_was_known_and_not_reused_shows(served: tuple[OpenAI, ScriptedEngine]) -> None:
+    client, engine = served
+    engine.begin(SCRIPT)
+    messages: list[Any] = [{"role": "user", "content": "a question of its own " * 20}]
+    for _ in range(2):
+        client.chat.completions.create(
+            model="demo",
+            messages=messages,
+            extra_body={"cache_prompt": False},
+        )
+    assert engine.reused_share() == 0
+
+
+def test_other_requests_of_an_agent_get_a_plain_answer(served: tuple[OpenAI, ScriptedEngine]) -> None:
+    client, engine = served
+    engine.begin(SCRIPT)
+    answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "A title?"}])
+    assert answer.choices[0].message.content == engine.aside
+
+
+def test_each_client_has_a_program_or_a_script() -> None:
+    programs = {path.stem.removesuffix("_client") for path in PROGRAMS.iterdir() if path.suffix in (".py", ".mjs")}
+    assert programs == {package.name for package in PACKAGES}
+    assert all(agent.replies(Path("greeting.py"))[-1].tool == "" for agent in AGENTS)

@@ -1,0 +1,123 @@
+"""The blocks of an answer, and the events that tell of them, agree however the pieces fall."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from server.api.anthropic.content import AnswerContent
+from server.api.anthropic.signature import enclose, sign, thought_of
+
+CALL: list[Piece] = [ToolCallStarted("call_1", "f"), ToolArguments('{"a": '), ToolArguments("1}"), ToolCallEnded()]
+FAILED: list[Piece] = [ToolCallStarted("call_2", "g"), ToolArguments('{"a": '), ToolCallFailed("<tool_call>{")]
+
+
+def told(pieces: list[Piece], **settings: Any) -> tuple[AnswerContent, list[dict[str, Any]]]:
+    content = AnswerContent(**settings)
+    events = [event for piece in pieces for event in content.add(piece)]
+    return content, [*events, *content.close()]
+
+
+def collected(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a client makes of the events; each is checked to be in its place."""
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert not is_open
+                blocks.append({**event["content_block"], "parts": ""})
+                is_open = True
+            case "content_block_stop":
+                assert is_open
+                is_open = False
+            case "content_block_delta":
+                assert is_open
+                grow(blocks[-1], event["delta"])
+        assert event["index"] == len(blocks) - 1
+    assert not is_open
+    return blocks
+
+
+def grow(block: dict[str, Any], delta: dict[str, Any]) -> None:
+    kinds = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "parts"}
+    if delta["type"] == "signature_delta":
+        block["signature"] = delta["signature"]
+    else:
+        field = kinds[delta["type"]]
+        block[field] += delta["partial_json" if field == "parts" else field]
+
+
+def as_block(made: dict[str, Any]) -> dict[str, Any]:
+    parts = made.pop("parts")
+    return {**made, "input": json.loads(parts or "{}")} if made["type"] == "tool_use" else made
+
+
+def test_each_kind_of_piece_has_its_block() -> None:
+    content, events = told([Reasoning("H"), Reasoning("m"), Text("Let me "), Text("look."), *CALL])
+    assert content.blocks == [
+        {"type": "thinking", "thinking": "Hm", "signature": sign("Hm")},
+        {"type": "text", "text": "Let me look."},
+        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}},
+    ]
+    assert [as_block(made) for made in collected(events)] == content.blocks
+
+
+def test_a_call_that_fails_is_text_and_its_block_in_the_stream_has_ended() -> None:
+    content, events = told([Text("So: "), *FAILED, Text(" and on")])
+    assert content.blocks == [{"type": "text", "text": "So: <tool_call>{ and on"}]
+    assert [(made["type"], made.get("text")) for made in collected(events)] == [
+        ("text", "So: "),
+        ("tool_use", None),
+        ("text", "<tool_call>{ and on"),
+    ]
+
+
+def test_what_was_said_so_far_is_there_before_the_end() -> None:
+    content = AnswerContent()
+    content.add(Text("Hel"))
+    content.add(Text("lo"))
+    assert content.blocks == [{"type": "text", "text": "Hello"}]
+    assert content.close() == [{"type": "content_block_stop", "index": 0}]
+    assert content.close() == []
+
+
+def test_a_thought_that_is_not_shown_is_in_its_signature() -> None:
+    content, events = told([Reasoning("H"), Reasoning("m"), Text("Hi")], shows_thoughts=False)
+    [thought, _] = content.blocks
+    assert thought == {"type": "thinking", "thinking": "", "signature": enclose("Hm")}
+    assert [as_block(made) for made in collected(events)] == content.blocks
+    assert "thinking_delta" not in str(events)
+
+
+def test_an_id_that_the_model_wrote_itself_stays() -> None:
+    content, _ = told([ToolCallStarted("functions.f:0", "f"), ToolArguments("{}"), ToolCallEnded()])
+    assert content.blocks == [{"type": "tool_use", "id": "functions.f:0", "name": "f", "input": {}}]
+
+
+PIECES = st.one_of(
+    st.builds(Text, st.text("ab ", min_size=1)).map(lambda piece: [piece]),
+    st.builds(Reasoning, st.text("ab ", min_size=1)).map(lambda piece: [piece]),
+    st.just(CALL),
+)
+
+
+@given(st.lists(PIECES))
+def test_the_events_make_up_the_blocks(groups: list[list[Piece]]) -> None:
+    content, events = told([piece for group in groups for piece in group])
+    assert [as_block(made) for made in collected(events)] == content.blocks
+
+
+@pytest.mark.parametrize("thought", ["", "Hm", "größer 🙂\n", "\ud83d"])
+def test_a_thought_survives_its_signature(thought: str) -> None:
+    assert thought_of("", enclose(thought)) == thought.encode(errors="replace").decode()
+    assert thought_of(thought, sign(thought)) == thought
+
+
+@pytest.mark.parametrize("signature", ["", "EqQBCgIY", "mlx-serve-text-1:%%%", "mlx-serve-text-1:/w==", sign("a")])
+def test_a_signature_that_holds_no_thought_leaves_it_empty(signature: str) -> None:
+    assert thought_of("", signature) == ""
+    assert thought_of("shown", signature) == "shown"
