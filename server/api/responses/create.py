@@ -18,7 +18,6 @@ from server.api.conversation import Conversation
 from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.endpoint import generate, inspect
 from server.api.errors import ApiError, Code, explain
-from server.api.field_rules import Rules
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.params import read_params
 from server.api.params import Incoming, build_request
@@ -27,6 +26,7 @@ from server.api.responses.client_tools import ToolSet
 from server.api.responses.fields import IN_COUNT, IN_RESPONSES
 from server.api.responses.history import RequestItems, read_request_items
 from server.api.responses.items import read_messages
+from server.api.responses.known_body import parse_known
 from server.api.responses.output import AnswerOutput, Event, ThoughtStyle
 from server.api.responses.response_body import ResponseBody, begun_response, error_of, usage_of
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
@@ -34,7 +34,7 @@ from server.api.responses.tools import read_tools
 from server.api.sse import sse_event
 from server.api.structured_output import AnswerGrammar
 from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
-from server.api.typed_body import Body, parse_body, validated
+from server.api.typed_body import validated
 from server.api.usage import costs_of
 from server.config import ServerConfig
 from server.engine.events import Finished, FinishReason, Started
@@ -83,7 +83,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
     """Returns the checked request; raises ApiError and the renderer's errors."""
-    body = _parse(ResponsesBody, incoming.fields, IN_RESPONSES)
+    body = parse_known(ResponsesBody, incoming.fields, IN_RESPONSES)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     name = incoming.request_id.removeprefix(ID_PREFIX)
@@ -120,17 +120,8 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
     return ReadInput(items, tools, conversation)
 
 
-def _parse(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Body:
-    """Returns the checked body; a field that nobody knows is refused, as OpenAI refuses it."""
-    unknown = sorted(fields.keys() - rules.keys())
-    if unknown:
-        message = f"{unknown[0][:200]} is not known here"
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, unknown[0][:200])
-    return parse_body(kind, dict(fields), rules)
-
-
 def _count(context: ApiContext, incoming: Incoming) -> Payload:
-    body = _parse(InputBody, incoming.fields, IN_COUNT)
+    body = parse_known(InputBody, incoming.fields, IN_COUNT)
     model = context.find_model(body.model)
     given = read_given(context, body, model, namespace_of(incoming.http, None), "count")
     count: InputTokensBody = {

@@ -61,3 +61,10 @@ IN_COUNT: Rules = {
     ),
 }
 """Fields of `POST /v1/responses/input_tokens`."""
+
+IN_CONVERSATION: Rules = honoured("items metadata")
+"""Fields of `POST /v1/conversations`."""
+IN_UPDATE: Rules = honoured("metadata")
+"""Fields of `POST /v1/conversations/{conversation_id}`."""
+IN_ITEMS: Rules = honoured("items")
+"""Fields of `POST /v1/conversations/{conversation_id}/items`."""

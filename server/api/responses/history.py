@@ -12,6 +12,9 @@ from server.api.responses.body_types import InputBody
 from server.api.responses.items import Item, check_items
 from server.api.responses.store import ResponseStore
 
+_ID_PREFIX = "in"
+"""What the ids begin with that items are given here."""
+
 
 @dataclass(frozen=True)
 class History:
@@ -49,12 +52,18 @@ def read_request_items(body: InputBody, store: ResponseStore, namespace: str, na
 
 
 def with_ids(items: Sequence[Item], name: str) -> list[Item]:
-    """Returns items that each have an id."""
-    return [item if _has_id(item) else {**item, "id": f"in_{name}_{index}"} for index, item in enumerate(items)]
+    """Returns checked items as they are kept: each with an id, and a message's text as a part."""
+    return [_as_kept(item, f"{_ID_PREFIX}_{name}_{index}") for index, item in enumerate(items)]
 
 
-def _has_id(item: Item) -> bool:
-    return isinstance(item.get("id"), str) and item["id"] != ""
+def _as_kept(item: Item, item_id: str) -> Item:
+    given = item.get("id")
+    kept = {**item, "id": given if isinstance(given, str) and given else item_id}
+    if item["type"] == "message" and isinstance(item["content"], str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        part = {"type": kind, "text": item["content"]}
+        return {"status": "completed", **kept, "content": [{**part, "annotations": []} if kind[0] == "o" else part]}
+    return kept
 
 
 def _chain(store: ResponseStore, namespace: str, response_id: str) -> History:
@@ -80,18 +89,18 @@ def _resolved(item: Item, index: int, history: History, store: ResponseStore, na
         return item
     wanted = item["id"]
     of_history = (one for one in history.items if one.get("id") == wanted)
-    found = next(of_history, None) or _output_item(store, namespace, wanted)
+    found = next(of_history, None) or _kept_item(store, namespace, wanted)
     if found is None:
         place = f"input[{index}].id"
         raise _not_found(f"there is no stored item {wanted[:200]!r}", place)
     return found
 
 
-def _output_item(store: ResponseStore, namespace: str, item_id: str) -> Item | None:
-    """Returns an item of a stored response's output, whose id holds that of the response."""
+def _kept_item(store: ResponseStore, namespace: str, item_id: str) -> Item | None:
+    """Returns an item of a stored response, whose id holds that of the response."""
     response = store.find(namespace, f"resp_{item_id.split('_')[1]}").result() if item_id.count("_") == 2 else None
-    output = response.body["output"] if response is not None else []
-    return next((item for item in output if item.get("id") == item_id), None)
+    kept = [*response.input, *response.body["output"]] if response is not None else []
+    return next((item for item in kept if item.get("id") == item_id), None)
 
 
 def _not_found(message: str, param: str) -> ApiError:

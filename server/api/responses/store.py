@@ -137,8 +137,8 @@ class ResponseStore:
         """Returns the items of a conversation in order."""
         return self._run(lambda database: _items(database, namespace, conversation_id))
 
-    def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> "Future[None]":
-        """Adds items, each with an id, at the end of a conversation."""
+    def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> "Future[bool]":
+        """Adds items, each with an id, at the end of a conversation; returns whether there is one."""
         return self._run(lambda database: self._add(database, namespace, conversation_id, items))
 
     def delete_item(self, namespace: str, conversation_id: str, item_id: str) -> "Future[bool]":
@@ -164,7 +164,7 @@ class ResponseStore:
         database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
         used = (namespace, response.session, time.time_ns())
         database.execute("INSERT OR REPLACE INTO chains VALUES (?, ?, ?)", used)
-        if conversation is not None and _find_conversation(database, namespace, conversation) is not None:
+        if conversation is not None:
             self._add(database, namespace, conversation, [*response.input, *response.body["output"]])
         self._evict(database)
 
@@ -176,16 +176,16 @@ class ResponseStore:
         database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", row)
         self._evict(database)
 
-    def _add(self, database: sqlite3.Connection, namespace: str, conversation_id: str, items: Sequence[Item]) -> None:
+    def _add(self, database: sqlite3.Connection, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
+        used = "UPDATE conversations SET used = ? WHERE namespace = ? AND id = ?"
+        if database.execute(used, (time.time_ns(), namespace, conversation_id)).rowcount == 0:
+            return False
         texts = [(item["id"], json_text(item)) for item in items]
         rows = [(namespace, conversation_id, item_id, text, len(text)) for item_id, text in texts]
-        statement = (
-            "INSERT INTO conversation_items (namespace, conversation, id, item, num_bytes) VALUES (?, ?, ?, ?, ?)"
-        )
-        database.executemany(statement, rows)
-        used = "UPDATE conversations SET used = ? WHERE namespace = ? AND id = ?"
-        database.execute(used, (time.time_ns(), namespace, conversation_id))
+        columns = "namespace, conversation, id, item, num_bytes"
+        database.executemany(f"INSERT INTO conversation_items ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
         self._evict(database)
+        return True
 
     def _evict(self, database: sqlite3.Connection) -> None:
         """Forgets what was used least recently until the rest is within the limits."""

@@ -262,7 +262,7 @@ def test_a_response_is_read_and_deleted(client: openai.OpenAI, engine: FakeEngin
     second = ask(client, stream, input=[{"role": "user", "content": "And?"}], previous_response_id=first.id)
     assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
     items: list[Any] = client.responses.input_items.list(second.id, order="asc").data
-    assert [item.content for item in items if item.role == "user"] == ["Hi", "And?"]
+    assert [item.content[0].text for item in items] == ["Hi", "Hello there.", "And?"]
     pages = [item.id for item in client.responses.input_items.list(second.id, limit=1)]
     assert pages == [item.id for item in reversed(items)]
     with pytest.raises(openai.BadRequestError, match="has ended"):
@@ -293,6 +293,40 @@ def test_what_is_not_to_be_stored_is_not(client: openai.OpenAI, engine: FakeEngi
     ):
         with pytest.raises(openai.NotFoundError):
             use()
+
+
+def test_a_conversation_grows_by_its_responses(
+    client: openai.OpenAI, engine: FakeEngine, renderer: FakeRenderer
+) -> None:
+    before: Any = {"role": "user", "content": "My name is Ada."}
+    conversation = client.conversations.create(items=[before], metadata={"topic": "a"})
+    ask(client, True, conversation=conversation.id)
+    response = ask(client, False, conversation={"id": conversation.id}, input="And?")
+    assert response.conversation.id == conversation.id
+    expected = ["My name is Ada.", "Hi", "Hello there.", "And?"]
+    assert [text for _, text in said(renderer)] == expected
+    assert [request.session_id for request in engine.requests] == [conversation.id] * 2
+    items: list[Any] = client.conversations.items.list(conversation.id, order="asc").data
+    assert [item.content[0].text for item in items] == [*expected, "Hello there."]
+
+
+def test_a_conversation_is_read_changed_and_deleted(client: openai.OpenAI) -> None:
+    conversation = client.conversations.create(metadata={"topic": "a"})
+    assert client.conversations.retrieve(conversation.id) == conversation
+    changed = client.conversations.update(conversation.id, metadata={"topic": "b"})
+    assert changed.metadata == {"topic": "b"} == client.conversations.retrieve(conversation.id).metadata
+    added: Any = [{"type": "message", "role": "user", "content": text} for text in ("one", "two")]
+    one, two = client.conversations.items.create(conversation.id, items=added).data
+    found = client.conversations.items.retrieve(str(two.id), conversation_id=conversation.id)
+    assert found.to_dict() == two.to_dict()
+    client.conversations.items.delete(str(one.id), conversation_id=conversation.id)
+    assert [item.id for item in client.conversations.items.list(conversation.id)] == [two.id]
+    assert client.conversations.delete(conversation.id).deleted
+    for use in (client.conversations.retrieve, client.conversations.delete, client.conversations.items.list):
+        with pytest.raises(openai.NotFoundError):
+            use(conversation.id)
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.items.create(conversation.id, items=added)
 
 
 def test_nobody_sees_what_another_salt_has_stored(client: openai.OpenAI) -> None:
