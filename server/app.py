@@ -17,13 +17,15 @@ from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
 from server.api.context import ApiContext, EnginePort, ServedModel
 from server.api.dialect import Api, find_dialect, routes_of
+from server.api.llama_cpp.routes import LLAMA_CPP
+from server.api.ollama.routes import OLLAMA
 from server.api.openai.routes import OPENAI
 from server.api.responses.routes import RESPONSES
 from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.config import ServerConfig
 
-APIS = (OPENAI, ANTHROPIC, RESPONSES)
+APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers where a path is no dialect's own."""
 
 _ADMIN = (

@@ -18,13 +18,13 @@ def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> 
     A part is broken, at spaces, only if it is longer than a line of its own. Words are never broken.
     """
     indent = " " * cell_len(head + GAP)
-    room = max(width - len(indent), 1)
+    columns = max(width - len(indent), 1)
     lines: list[list[str]] = [[]]
     used = 0
     for part in parts:
-        for text in _fit(part.text, room):
+        for text in _fit(part.text, columns):
             length = cell_len(text)
-            if lines[-1] and used + len(GAP) + length > room:
+            if lines[-1] and used + len(GAP) + length > columns:
                 lines.append([])
                 used = 0
             used += length + (len(GAP) if lines[-1] else 0)
@@ -37,14 +37,14 @@ def one_line(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 0)) + "…"
 
 
-def _fit(text: str, room: int) -> list[str]:
+def _fit(text: str, columns: int) -> list[str]:
     """Returns the text as it is if it fits, else filled into lines."""
-    if cell_len(text) <= room:
+    if cell_len(text) <= columns:
         return [text]
     lines = [""]
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if lines[-1] and cell_len(longer) > room:
+        if lines[-1] and cell_len(longer) > columns:
             lines.append(word)
         else:
             lines[-1] = longer

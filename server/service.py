@@ -22,9 +22,11 @@ from models.loader import LoadedModel, load
 from models.mlx_lm_import import get_total_parameters
 from models.names import DEMO, resolve, shorten
 from models.output.reasoning_format import ReasoningFormat
+from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from server.api.context import ServedModel
+from server.api.model_facts import ModelFacts, architecture_facts
 from server.claims import Claim
 from server.config import ServerConfig
 from server.engine.engine import Engine, EngineConfig
@@ -87,11 +89,12 @@ def open_service(
     loaded = load(path, model_id(name), max_float32_bytes=float32_bytes, tell=tell)
     plan = _plan(config, machine, _weights_bytes(loaded.model), others_bytes)
     _bound_pool(choose_pool_bytes(plan.budget_bytes))
-    served = _served_model(loaded, config)
+    facts = _facts(loaded, stored_bytes, plan.weights_bytes, is_on_gpu=not is_cpu)
+    served = _served_model(loaded, facts, config)
     return Service(
         model=served,
         engine=Engine.for_model(loaded, _engine_config(config, plan, served)),
-        num_parameters=int(get_total_parameters(loaded.model)),
+        num_parameters=facts.num_parameters,
         memory=plan,
         precision=loaded.precision,
         stored_bytes=stored_bytes,
@@ -163,12 +166,28 @@ def model_id(name: str) -> str:
     return Path(os.path.abspath(path)).name or name  # noqa: PTH100
 
 
-def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
+def _facts(loaded: LoadedModel, stored_bytes: int, memory_bytes: int, *, is_on_gpu: bool) -> ModelFacts:
+    tokenizer = loaded.tokenizer
+    return ModelFacts(
+        fingerprint=loaded.fingerprint,
+        num_parameters=int(get_total_parameters(loaded.model)),
+        stored_bytes=stored_bytes,
+        memory_bytes=memory_bytes,
+        is_on_gpu=is_on_gpu,
+        chat_template=str(tokenizer.chat_template or ""),
+        bos_token=str(tokenizer.bos_token or ""),
+        eos_token=str(tokenizer.eos_token or ""),
+        **architecture_facts(loaded.config),
+    )
+
+
+def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:
     context_tokens = min(config.context_tokens or loaded.context_tokens, loaded.context_tokens)
     renderer = ChatRenderer(_template_owner(loaded), max_tokens=context_tokens - 1)
     served = ServedModel(
         id=loaded.name,
         renderer=renderer,
+        token_texts=TokenTexts(loaded.detokenizer),
         context_tokens=context_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
@@ -177,6 +196,7 @@ def _served_model(loaded: LoadedModel, config: ServerConfig) -> ServedModel:
         opens_thoughts=_opens_thoughts(renderer, loaded.reasoning_format),
         grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
+        facts=facts,
     )
     if served.tool_calls == "text":
         logger.warning(

@@ -9,6 +9,7 @@ such edge is preferred.
 This module knows neither HTTP nor MLX. Everything here may run on any thread, several at once.
 """
 
+import copy
 import hashlib
 import json
 import re
@@ -178,18 +179,40 @@ class ChatRenderer:
         The restore point is before the last token, which may merge with text that is added later.
         """
         bos, eos = self._tokenizer.bos_token, self._tokenizer.eos_token
-        ids = self._encode_prompt(text, add_special_tokens=not (bos and text.startswith(bos)))
+        add_special = not (bos and text.startswith(bos))
+        ids = self._encode_prompt(text, add_special_tokens=add_special, max_tokens=self._max_tokens)
         if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id and not text.endswith(eos):
             ids = ids[:-1]
         points = (RestorePoint(len(ids) - 1, RestorePointKind.PROMPT_END),) if len(ids) > 1 else ()
         return RenderedPrompt(np.array(ids, dtype=np.int32), points, text)
 
-    def _encode_prompt(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """Returns the tokens of a text of any length.
+
+        `add_special` puts those around it that the tokenizer puts around a prompt. Without `parse_special` the names
+        of special tokens in the text are text. Raises Abandoned.
+        """
+        if parse_special:
+            return self._encode_prompt(text, add_special_tokens=add_special, max_tokens=None)
+        if self._plain_backend is None:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special, split_special_tokens=True))
+        return list(encode(self._plain_backend, text, add_special_tokens=add_special).ids)
+
+    @cached_property
+    def _plain_backend(self) -> Any:
+        """A copy of the tokenizer to which special tokens are text; None where there is none to copy."""
+        if self._backend is None:
+            return None
+        plain = copy.copy(self._backend)
+        plain.encode_special_tokens = True
+        return plain
+
+    def _encode_prompt(self, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
         frame = self._frame if add_special_tokens else ([], [])
         if self._pieces is None or frame is None:
             return self._encode_plain(text, add_special_tokens=add_special_tokens)
         try:
-            ids = self._pieces.tokenize(text, None, self._max_tokens).ids
+            ids = self._pieces.tokenize(text, None, max_tokens).ids
         except PromptTooLong as error:
             error.param = "prompt"
             raise

@@ -63,11 +63,13 @@ class NodePackage(Package):
 
 PACKAGES: Sequence[Package] = (
     PythonPackage("langchain_openai", ["langchain-openai"]),
+    PythonPackage("langchain_ollama", ["langchain-ollama"]),
     PythonPackage("litellm", ["litellm", "mcp"]),
     PythonPackage("pydantic_ai", ["pydantic-ai-slim[openai]"]),
     PythonPackage("instructor", ["instructor"]),
     PythonPackage("openai_agents", ["openai-agents"]),
     NodePackage("openai_node", ["openai"]),
+    NodePackage("ollama_node", ["ollama"]),
     NodePackage("ai_sdk", ["ai", "@ai-sdk/openai-compatible", "zod"]),
 )
 

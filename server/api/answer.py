@@ -56,7 +56,7 @@ class Answer:
             if isinstance(event, Started):
                 event = await self._account.explained(event)
             if isinstance(event, Finished):
-                event = replace(event, started=self._figures.started)
+                event = replace(event, started=self._figures.started, token_ids=self.token_ids)
             self._observe(event)
             match event:
                 case Started():
@@ -146,7 +146,7 @@ class Answer:
         started, request = self._figures.started, self._exchange.request
         if started is None or self._reported is not None:
             return
-        turn, number = self._figures.turn(request, self._exchange.model.id, started), None
+        turn, number = self._figures.turn(request, self._exchange.model.id, started, self._account.previous_id), None
         if self._on_turn is not None and self._account.name is not None:
             number = self._on_turn(self._account.name, turn)
         self._reported = turn, number

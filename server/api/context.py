@@ -18,7 +18,9 @@ from models.output.tool_formats.find import ToolSyntax, tool_parser
 from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.errors import ApiError, Code, stopped
+from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
+from server.api.refusals import Refusals
 from server.api.session_records import SessionRecords
 from server.config import ServerConfig
 from server.diagnosis.conversations import Conversations
@@ -28,6 +30,8 @@ from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
 
 Kept = TypeVar("Kept")
+LATEST = ":latest"
+"""What Ollama's clients may add to a name that has no tag, whichever API they then use."""
 
 
 class PromptRenderer(Protocol):
@@ -52,8 +56,24 @@ class PromptRenderer(Protocol):
         """Returns the tokens of a plain prompt."""
         ...
 
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """Returns the tokens of any text; `models.prompt.chat_template.ChatRenderer.tokenize` says more."""
+        ...
+
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Remembers the tokens a reply was generated with, for the prompts in which it comes back."""
+        ...
+
+
+class TokenReader(Protocol):
+    """Tokens to text; the real one is `models.output.token_texts.TokenTexts`. For any thread."""
+
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes of one token."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens."""
         ...
 
 
@@ -100,6 +120,7 @@ class ServedModel:
 
     id: str
     renderer: PromptRenderer
+    token_texts: TokenReader
     context_tokens: int
     """Longest prompt and answer together, the configured limit included."""
     vocab_size: int
@@ -115,6 +136,8 @@ class ServedModel:
     """Binds answers; None where they cannot be bound."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's own defaults, for what a request leaves out."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    """What it is, for people."""
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:
@@ -149,6 +172,7 @@ class ApiContext:
     engines: Mapping[str, EnginePort]
     """One engine per model, under the same ids."""
     sessions: SessionRecords = field(default_factory=SessionRecords)
+    refusals: Refusals = field(default_factory=Refusals)
     conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)
     is_draining: bool = False
@@ -174,16 +198,20 @@ class ApiContext:
         task.add_done_callback(self.background.discard)
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Returns the model of that id; the only one where no name is given. Raises ApiError (404, 400)."""
+        """Returns the model of that id, with or without the tag `:latest`; the only one where no name is given.
+
+        Raises ApiError (404, 400).
+        """
         if not name and len(self.models) == 1:
             return next(iter(self.models.values()))
         served = ", ".join(self.models)
         if not name:
             raise ApiError(Code.MISSING_PARAMETER, f"model: name one of {served}", "model")
-        if name not in self.models:
+        model = self.models.get(name) or self.models.get(name.removesuffix(LATEST))
+        if model is None:
             message = f"the model {name[:200]!r} is not served here, only {served}"
             raise ApiError(Code.MODEL_NOT_FOUND, message, "model")
-        return self.models[name]
+        return model
 
     def running_engine(self, model: ServedModel) -> EnginePort:
         """Returns the engine of a model; raises ApiError (503) where it takes no requests."""

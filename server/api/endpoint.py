@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
+from server.api.auth import namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
 from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
@@ -21,6 +22,8 @@ from server.api.header_text import ascii_text
 from server.api.json_body import JsonBody
 from server.api.next_turn import next_turn_requests, sent_back
 from server.api.params import Incoming
+from server.api.refusals import Origin
+from server.api.session_id import SessionIdError
 from server.api.stream import AnswerStream
 from server.engine.commands import HoldTurn
 
@@ -30,12 +33,15 @@ CLIENT_LEFT = 499
 """Status for a client that is no longer there; nobody reads it but the access log."""
 
 Result = TypeVar("Result")
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange]
-"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread."""
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Payload]
+"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
+
+A request that needs no answer of the model is answered with the payload returned.
+"""
 
 
 async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange) -> Response:
-    """Serves one request for text. Raises what `server.api.errors` knows; a client that left is not an error.
+    """Serves one request with a body. Raises what `server.api.errors` knows; a client that left is not an error.
 
     `id_prefix` is what the dialect's names of answers begin with.
     """
@@ -68,6 +74,8 @@ async def _answer(
 ) -> Response:
     work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
     exchange = await context.planning.run(_client_of(request), len(raw), work)
+    if not isinstance(exchange, Exchange):
+        return JsonBody(exchange)
     engine = context.running_engine(exchange.model)
     if exchange.request.session_id is not None:
         request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
@@ -92,6 +100,7 @@ def _decoded(
     """Returns what `read` makes of the decoded body."""
     check_amount(raw)
     fields, is_finite = parse_object(raw)
+    request.state.origin = _origin_of(request, fields)
     check_messages(fields)
     name = request.state.request_id.removeprefix("req_")
     result = read(context, Incoming(request, fields, id_prefix + name))
@@ -99,6 +108,16 @@ def _decoded(
         # The check of no typed field has refused the number, so it stands inside an object of any content.
         raise not_finite()
     return result
+
+
+def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
+    """Returns whose request it is, as far as its fields are what they should be: for the case that it is refused."""
+    salt = fields.get("cache_salt")
+    try:
+        session_id = dialect_of(request).session_id(fields, request.headers)
+    except SessionIdError:
+        session_id = None
+    return Origin(namespace_of(request, salt if isinstance(salt, str) else None), session_id)
 
 
 def _client_of(request: Request) -> str:

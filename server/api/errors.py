@@ -48,6 +48,7 @@ class Code(StrEnum):
     GENERATION_FAILED = "generation_failed"
     INTERNAL_ERROR = "internal_error"
     OUT_OF_MEMORY = "out_of_memory"
+    NO_FREE_SLOT = "no_free_slot"
     SERVER_STOPPING = "server_stopping"
     TOO_MANY_CONNECTIONS = "too_many_connections"
 
@@ -79,6 +80,7 @@ STATUS: Mapping[Code, int] = {
     Code.GENERATION_FAILED: 500,
     Code.INTERNAL_ERROR: 500,
     Code.OUT_OF_MEMORY: 503,
+    Code.NO_FREE_SLOT: 503,
     Code.SERVER_STOPPING: 503,
     Code.TOO_MANY_CONNECTIONS: 503,
 }

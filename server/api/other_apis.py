@@ -29,10 +29,15 @@ OTHER_APIS = (
     OtherApi("OpenAI's Realtime API", ("realtime",)),
     OtherApi("Azure OpenAI", ("openai/deployments",)),
     OtherApi("LM Studio's own API", ("api/v0", "api/v1")),
-    OtherApi("Ollama's own API", ("api",)),
+    OtherApi("Ollama's embeddings", ("api/embed", "api/embeddings")),
+    OtherApi(
+        "the part of Ollama's API that changes which models are there",
+        ("api/pull", "api/push", "api/create", "api/copy", "api/delete", "api/blobs"),
+    ),
+    OtherApi("Ollama's accounts and web search", ("api/me", "api/signout", "api/web_search", "api/web_fetch")),
     OtherApi("Google's Gemini API", ("v1beta",)),
-    OtherApi("llama.cpp's own API", ("completion", "infill", "props", "slots", "apply-template", "lora-adapters")),
-    OtherApi("the API of llama.cpp and vLLM for tokens", ("tokenize", "detokenize")),
+    OtherApi("llama.cpp's own completions", ("completion", "infill")),
+    OtherApi("llama.cpp's adapters and embeddings", ("lora-adapters", "embedding")),
     OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
     OtherApi("a reranking API", ("rerank", "reranking", "score")),
 )

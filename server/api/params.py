@@ -1,6 +1,6 @@
 """From what a body asks for, in no dialect's names, to the engine's request. Runs off the event loop."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,15 @@ class GenerationParams:
     """The thought is closed after so many tokens; None: when the model closes it."""
     grammar: AnswerGrammar | None = None
     """What the answer is bound to."""
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError (400) for a number that is no token; `param` is the field that holds them."""
+    for index, token in enumerate(token_ids):
+        if not 0 <= token < vocab_size:
+            place = f"{param}[{index}]"
+            message = f"{place}: {str(token)[:40]} is no token id from 0 to {vocab_size - 1}"
+            raise ApiError(Code.INVALID_VALUE, message, place)
 
 
 def build_request(

@@ -8,6 +8,7 @@ each by what a page cannot change:
   taken; others only if `--allowed-host` has them, or if a key is required, which such a page does not have.
 * *Origin*. Browsers send it with all that may change something. One that is not this server's own is refused.
 * *Content type*. A body must be JSON: without asking first (a CORS preflight), a page can send text and forms only.
+  A dialect may take other types from programs: browsers send `Origin` or `Sec-Fetch-…` with every body.
 
 Programs that are no browsers send no origin and notice nothing but the content type.
 """
@@ -20,8 +21,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.api.dialect import dialect_of
 from server.api.errors import ApiError, Code
 
 ANY = "*"
@@ -66,15 +69,19 @@ class WebAccess:
             return True
         return host is not None and _same_server(origin, host)
 
-    def refusal(self, method: str, headers: Headers) -> ApiError | None:
-        """Returns why a request is refused because of the page it comes from, or None."""
+    def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
+        """Returns why a request is refused because of the page it comes from, or None.
+
+        `takes_any_type` says that a program's body may have any content type.
+        """
         host, origin = headers.get("host"), headers.get("origin")
         if not self.takes_host(host):
             return _wrong_host(host or "")
         is_foreign = origin is None and method not in _READING and _is_cross_site(headers)
         if is_foreign or not self.takes_origin(origin, host):
             return _wrong_origin(origin or "another page")
-        if _has_body(headers) and not _is_json(headers.get("content-type", "")):
+        may_be_any = takes_any_type and not _is_from_browser(headers)
+        if _has_body(headers) and not may_be_any and not _is_json(headers.get("content-type", "")):
             return _wrong_type(headers.get("content-type", ""))
         return None
 
@@ -89,7 +96,8 @@ class WebAccessCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what may pass; raises ApiError (403, 415) for the rest."""
         if scope["type"] == "http":
-            error = self._access.refusal(scope["method"], Headers(scope=scope))
+            takes_any_type = dialect_of(Request(scope)).takes_any_content_type
+            error = self._access.refusal(scope["method"], Headers(scope=scope), takes_any_type=takes_any_type)
             if error is not None:
                 raise error
         await self._app(scope, receive, send)
@@ -130,6 +138,10 @@ def _same_server(origin: str, host: str) -> bool:
 def _is_cross_site(headers: Headers) -> bool:
     """Whether a browser says that another page asks; some requests without an origin are told from others so."""
     return headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
+
+
+def _is_from_browser(headers: Headers) -> bool:
+    return "origin" in headers or any(name.startswith("sec-fetch-") for name in headers)
 
 
 def _has_body(headers: Headers) -> bool:

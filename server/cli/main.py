@@ -1,4 +1,4 @@
-"""The command line: `mlx-serve serve`, `run`, `list`, `pull`, `doctor` and `cache`.
+"""The command line: `mlx-serve serve`, `run`, `list`, `pull`, `doctor`, `gateway-config` and `cache`.
 
 The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
 What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -28,6 +28,7 @@ from models.names import resolve
 from server.cli.interrupts import interruptible
 from server.config import GIGABYTE, ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
+from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
 
 if TYPE_CHECKING:
     from server.cli.repl.joined import Served
@@ -236,6 +237,27 @@ def doctor(
         raise ConfigError("give the address of a server or --file, not both")
     else:
         examine_file(Path(file), speed, as_json=json)
+
+
+@app.command("gateway-config")
+def print_gateway_config(
+    replica: Annotated[
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="A server; give it once for each.")
+    ] = None,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where clients come.")] = DEFAULT_LISTEN,
+    certificate: Annotated[
+        str | None, typer.Option(metavar="FILE", help="PEM file of certificate and key: clients come by HTTPS.")
+    ] = None,
+    buffer: Annotated[
+        str, typer.Option(metavar="SIZE", help="How much of a body HAProxy holds to find the session.")
+    ] = "1MiB",
+    admin_socket: Annotated[
+        str, typer.Option(metavar="PATH", help="Where HAProxy takes commands.")
+    ] = DEFAULT_ADMIN_SOCKET,
+) -> None:
+    """Print the configuration for HAProxy in front of several servers."""
+    gateway = Gateway(tuple(replica or ()), listen, admin_socket, parse_size(buffer), certificate)
+    typer.echo(gateway_config(gateway), nl=False)
 
 
 cache_app = typer.Typer(help="Manage what --cache-disk keeps of conversations.", invoke_without_command=True)

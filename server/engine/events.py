@@ -81,6 +81,8 @@ class Finished:
     """How it began; None if it was cancelled before that."""
     reasoning_tokens: int | None = None
     """Output tokens that are thought, without its markers; None where thoughts are not told apart."""
+    token_ids: tuple[int, ...] = ()
+    """The tokens of all deltas, added by who follows the answer."""
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,9 @@ class FakeRenderer:
     def encode(self, text: str) -> RenderedPrompt:
         return RenderedPrompt(self._tokens(text))
 
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        return list(map(int, self._tokens(text)))
+
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         self.replies.append((reply, tuple(reply_ids)))
 
@@ -183,6 +186,16 @@ class FakeRenderer:
     @staticmethod
     def _tokens(text: str) -> Any:
         return np.array([ord(c) % VOCAB_SIZE for c in text], dtype=np.int32)
+
+
+class FakeTexts:
+    """The texts of `FakeRenderer`'s tokens: a character each; the byte 0xE1 is a token that is none."""
+
+    def piece(self, token_id: int) -> bytes:
+        return b"\xe1" if token_id == 0xE1 else chr(token_id).encode()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return b"".join(map(self.piece, token_ids)).decode(errors="replace")
 
 
 def parse_json_call(text: str, tools: Any = None) -> Any:
@@ -198,6 +211,7 @@ def fake_model(**changes: Any) -> ServedModel:
     settings: dict[str, Any] = {
         "id": "tiny",
         "renderer": FakeRenderer(),
+        "token_texts": FakeTexts(),
         "context_tokens": 200,
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,

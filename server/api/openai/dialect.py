@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
+from server.api.bearer import bearer_key, wrong_bearer_key
 from server.api.dialect import Dialect
-from server.api.errors import ApiError, Code
-from server.api.header_text import header_text
+from server.api.errors import ApiError
 from server.api.openai.errors import error_body, error_response
 from server.api.sse import sse_comment, sse_event, sse_text
 
@@ -21,13 +21,11 @@ class OpenAiDialect(Dialect):
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """Returns the bearer token."""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return header_text(given) if scheme.lower() == "bearer" else ""
+        return bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
         """Returns the error that asks for a bearer token."""
-        message = "the key is missing or wrong; send it as 'Authorization: Bearer <key>'"
-        return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
+        return wrong_bearer_key()
 
     def error_response(self, error: ApiError) -> Response:
         """Returns an answer with an error object."""

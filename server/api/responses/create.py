@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 ID_PREFIX = "resp_"
 
 
-class InputTokensBody(TypedDict):
+class ResponseTokensBody(TypedDict):
     """The length of a prompt."""
 
     object: str
@@ -124,7 +124,7 @@ def _count(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(InputBody, incoming.fields, IN_COUNT)
     model = context.find_model(body.model)
     given = read_given(context, body, model, namespace_of(incoming.http, None), "count")
-    count: InputTokensBody = {
+    count: ResponseTokensBody = {
         "object": "response.input_tokens",
         "input_tokens": len(given.conversation.render().tokens),
     }

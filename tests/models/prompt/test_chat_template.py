@@ -313,3 +313,24 @@ def test_a_reply_changes_no_other_conversation() -> None:
     for text in ("see <think>the</think>", "</think>the"):
         other = renderer.render([user(text)])
         assert other.tokens.tolist() == tokenizer.encode(other.text, add_special_tokens=False)
+
+
+def test_a_text_of_any_length_is_tokenized_with_and_without_its_frame() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", tokenizer.convert_tokens_to_ids("</s>"))]
+    )
+    renderer, text = ChatRenderer(tokenizer, max_tokens=5), "<|im_start|>user\nWhat is the weather in Paris?"
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    assert renderer.tokenize(text) == plain and len(plain) > 5
+    assert renderer.tokenize(text, add_special=True) == [tokenizer.convert_tokens_to_ids("</s>"), *plain]
+
+
+def test_names_of_special_tokens_can_be_tokenized_as_text(tokenizer: Any) -> None:
+    renderer = ChatRenderer(tokenizer)
+    [marker] = renderer.tokenize("<|im_start|>")
+    if isinstance(tokenizer, SlowTokenizer):
+        return
+    spelled = renderer.tokenize("<|im_start|>", parse_special=False)
+    assert marker not in spelled and tokenizer.decode(spelled) == "<|im_start|>"
+    assert renderer.tokenize("<|im_start|>") == [marker]

@@ -418,9 +418,9 @@ def test_a_nonce_at_the_head_reaches_the_engine_as_a_constant_unless_told_otherw
         content = [{"type": "text", "text": line}] if as_part else line
         ask(client, messages=[{"role": "developer", "content": content}, *HI])
 
-    settled = TestClient(create_app(engine, fake_model(), ServerConfig()))
+    cleaned = TestClient(create_app(engine, fake_model(), ServerConfig()))
     verbatim = TestClient(create_app(engine, fake_model(), ServerConfig(prompt_hygiene=False)))
-    for client in (settled, verbatim):
+    for client in (cleaned, verbatim):
         ask_with(client, "eb6c6")
         ask_with(client, "0aaa9")
     first, second, third, fourth = (request.tokens.tolist() for request in engine.requests)

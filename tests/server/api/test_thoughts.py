@@ -8,7 +8,6 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from models.output.reasoning_format import ReasoningFormat
-from server.api import endpoint
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_answers import CALL_TEXTS, TOOLS, ask
@@ -134,20 +133,6 @@ THINKING: dict[str, Any] = {"enable_thinking": True}
 NEW_TOKENS = 30
 """More than the message "What is my name?" with its frame, and far less than the thought or the answer before it."""
 ASKED = user("Count from 1 to 20.")
-
-
-@pytest.fixture
-def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Grows by one with each turn that was evaluated ahead."""
-    done: list[None] = []
-    evaluate_ahead = endpoint._evaluate_ahead
-
-    async def watch(*args: Any) -> None:
-        await evaluate_ahead(*args)
-        done.append(None)
-
-    monkeypatch.setattr(endpoint, "_evaluate_ahead", watch)
-    return done
 
 
 def first_turn(demo: Live, session: str, **fields: Any) -> Any:

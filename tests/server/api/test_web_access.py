@@ -129,6 +129,30 @@ def test_a_body_that_a_form_can_send_is_refused(path: str, content_type: str | N
     assert (answer.status_code, code_of(answer)) == (415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize(
+    "content_type", ["application/x-www-form-urlencoded", "text/plain", "application/json", None]
+)
+def test_a_program_may_send_ollama_any_type_and_a_page_only_json(content_type: str | None) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}'
+    kind = {} if content_type is None else {"content-type": content_type}
+    assert client_of().post("/api/chat", content=body, headers=kind).status_code == 200
+    browsers: list[dict[str, str]] = [
+        {"origin": "http://127.0.0.1:8080"},
+        {"origin": PAGE},
+        {"sec-fetch-site": "same-origin"},
+        {"sec-fetch-site": "none"},
+        {"sec-fetch-mode": "no-cors"},
+        {"sec-fetch-dest": "empty"},
+    ]
+    for sent in browsers:
+        answer = client_of(cors=(PAGE,)).post("/api/chat", content=body, headers={**kind, **sent})
+        assert answer.status_code == (200 if content_type == "application/json" else 415), sent
+    foreign = client_of().post("/api/chat", content=body, headers={**kind, "origin": "https://evil.example"})
+    rebound = client_of("evil.example").post("/api/chat", content=body, headers=kind)
+    assert (foreign.status_code, rebound.status_code) == (403, 403)
+    assert set(foreign.json()) == {"error"}
+
+
 def test_a_body_in_parts_needs_the_type_too() -> None:
     answer = client_of().post(CHAT, content=iter([b"{}"]), headers={"content-type": "text/plain"})
     assert answer.status_code == 415

@@ -12,13 +12,9 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -35,73 +31,12 @@ from server.config import ServerConfig
 from server.errors import StartError
 from server.memory_budget import Machine, choose_pool_bytes
 from server.service import _bound_pool, model_id, open_service, read_sampling
+from tests.support.server_process import COMMAND, Process
 from tests.support.tiny_models import write
 
 JSON = {"Content-Type": "application/json"}
 GB = 10**9
-COMMAND = [sys.executable, "-c", "from server.cli.main import main; main()", "serve"]
 DEADLINE_SECONDS = 120.0
-
-
-class Process:
-    """A server process, its output so far, and the address that it reported."""
-
-    def __init__(
-        self,
-        *arguments: str,
-        limits: Mapping[int, int] = MappingProxyType({}),
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        def limit() -> None:
-            for name, value in limits.items():
-                resource.setrlimit(name, (value, value))
-
-        self._runtime = tempfile.TemporaryDirectory()
-        self._process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            # What other servers on this machine have claimed is not for a test to see.
-            env={**os.environ, "XDG_RUNTIME_DIR": self._runtime.name, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            preexec_fn=limit,
-        )
-        self.output = ""
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    @property
-    def port(self) -> int:
-        self.wait_for("Try it:")
-        match = re.search(r"http://[^:]*:(\d+)/v1", self.output)
-        assert match is not None
-        return int(match[1])
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while text not in self.output:
-            assert time.monotonic() < deadline, self.output
-            assert self._reader.is_alive(), self.output
-            time.sleep(0.02)
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def wait(self) -> int:
-        status = self._process.wait(DEADLINE_SECONDS)
-        self._reader.join(DEADLINE_SECONDS)
-        return status
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.wait(DEADLINE_SECONDS)
-        self._runtime.cleanup()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.output += line
 
 
 @pytest.fixture(scope="module")

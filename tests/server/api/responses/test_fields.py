@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from server.api.field_rules import Rules, Treatment
 from server.api.responses.body_types import InputBody, ResponsesBody
-from server.api.responses.create import InputTokensBody
+from server.api.responses.create import ResponseTokensBody
 from server.api.responses.fields import IN_COUNT, IN_INPUT, IN_RESPONSES
 from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
 from server.api.responses.response_body import (
@@ -57,7 +57,7 @@ def test_every_field_of_a_body_is_documented_and_exists() -> None:
     assert set(rows(FIELDS)) == set(ResponsesBody.model_fields)
     counted = FIELDS.partition("`POST /v1/responses/input_tokens` takes")[2]
     assert set(re.findall(r"`([a-z_]+)`", counted.partition(", and the others")[0])) == set(InputBody.model_fields)
-    assert all(f"`{name}`" in counted for name in get_type_hints(InputTokensBody))
+    assert all(f"`{name}`" in counted for name in get_type_hints(ResponseTokensBody))
 
 
 def test_every_refused_field_and_every_one_without_effect_is_documented() -> None:

@@ -1,0 +1,181 @@
+"""Fields that Ollama's generation endpoints share, and what they ask for in the engine's terms.
+
+All are optional but the model, and null means the same as absent.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from models.inference.sampling_params import SamplingParams, check
+from models.output.tool_formats.harmony import HarmonyFormat
+from server.api.context import ApiContext, ServedModel
+from server.api.errors import ApiError, Code
+from server.api.field_rules import refuse_fields, refuse_windows
+from server.api.ollama.fields import IN_OPTIONS
+from server.api.params import GenerationParams
+from server.api.structured_output import ANY_OBJECT, AnswerGrammar, json_grammar
+from server.api.thinking import ThinkingWish
+from server.api.typed_body import BodyModel
+
+logger = logging.getLogger(__name__)
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_NAMED_OPTIONS = 500
+"""Characters of unknown options that the log names."""
+OPTIONS_PLACE = "options."
+
+HIGHEST_EFFORT = "max"
+EFFORTS = ("high", "medium", "low", HIGHEST_EFFORT)
+HIGHEST_OF_HARMONY = "high"
+
+
+def _whole(value: Any) -> Any:
+    """Some languages have one type of number only and write 16 as 16.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _format(value: Any) -> Any:
+    if value in (None, ""):
+        return None
+    if value == "json":
+        return dict(ANY_OBJECT)
+    if isinstance(value, dict):
+        return value
+    raise PydanticCustomError("format", 'Input should be "json" or a JSON schema, an object')
+
+
+def _think(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or value in EFFORTS:
+        return value
+    raise PydanticCustomError("think", 'Input should be true, false, "high", "medium", "low" or "max"')
+
+
+_Whole = Annotated[int, BeforeValidator(_whole)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+_StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+
+
+class Options(BodyModel):
+    """`options`: how the answer is sampled and where it ends."""
+
+    num_predict: _Whole | None = None
+    """0 and below are no limit."""
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_k: _Whole | None = None
+    """0 and below keep all tokens."""
+    top_p: _Share | None = None
+    min_p: _Share | None = None
+    seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)] | None = None
+    """Below 0 is none."""
+    stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+
+
+class OllamaBody(BodyModel):
+    """Fields of a request for text, whatever the prompt looks like."""
+
+    model: str | None = None
+    stream: bool | None = None
+    """An answer is streamed unless this is false."""
+    format: Annotated[dict[str, Any] | None, BeforeValidator(_format)] = None
+    """The JSON schema that the answer is bound to; "json" for any object."""
+    think: Annotated[bool | str | None, BeforeValidator(_think)] = None
+    options: Options | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer comes in pieces."""
+        return self.stream is not False
+
+    def answer_grammar(self) -> AnswerGrammar | None:
+        """Returns what the answer is bound to."""
+        return None if self.format is None else AnswerGrammar("format", json_grammar(self.format))
+
+
+def find_model(context: ApiContext, name: str | None) -> ServedModel:
+    """Returns the model of that name; raises ApiError (400, 404) in words that Ollama's clients look for."""
+    if not name:
+        raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
+    try:
+        return context.find_model(name)
+    except ApiError as error:
+        message = f"model {name[:200]!r} not found: only {', '.join(context.models)} is served here"
+        raise ApiError(error.code, message, "model") from error
+
+
+def thinks(model: ServedModel) -> bool:
+    """Whether the model's thoughts are told apart from its answers."""
+    return model.reasoning_format is not None or isinstance(model.tool_syntax, HarmonyFormat)
+
+
+def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
+    """Returns what the template is told of thinking; raises ApiError (400) for a model that has no thoughts."""
+    if body.think and not thinks(model):
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"think: {model.id!r} does not support thinking", "think")
+    if not isinstance(body.think, str):
+        return ThinkingWish(is_enabled=body.think).template_arguments()
+    is_beyond = body.think == HIGHEST_EFFORT and isinstance(model.tool_syntax, HarmonyFormat)
+    effort = HIGHEST_OF_HARMONY if is_beyond else body.think
+    return ThinkingWish(is_enabled=True, effort=effort).template_arguments()
+
+
+def read_params(body: OllamaBody, fields: Mapping[str, Any], model: ServedModel) -> GenerationParams:
+    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter.
+
+    `fields` are the body's as they were sent.
+    """
+    options = body.options or Options()
+    sent: Mapping[str, Any] = fields.get("options") or {}
+    refuse_fields(sent, IN_OPTIONS, OPTIONS_PLACE)
+    _warn_of_unknown(sent)
+    sampling = _sampling(options, sent, model)
+    check(sampling, model.vocab_size)
+    if sampling.is_penalised:
+        refuse_windows(sent, IN_OPTIONS, OPTIONS_PLACE)
+    limit = options.num_predict
+    return GenerationParams(
+        sampling,
+        limit if limit is not None and limit > 0 else None,
+        stop=tuple(text for text in options.stop or () if text),
+        grammar=body.answer_grammar(),
+    )
+
+
+def _warn_of_unknown(options: Mapping[str, Any]) -> None:
+    unknown = sorted(options.keys() - IN_OPTIONS.keys())
+    if unknown:
+        logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
+
+
+def _sampling(options: Options, sent: Mapping[str, Any], model: ServedModel) -> SamplingParams:
+    """Returns the model's sampling defaults with what the options say about them."""
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+    given: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.repeat_penalty is not None:
+        given["repetition_penalty"] = options.repeat_penalty
+    if given.get("seed", 0) < 0:
+        given["seed"] = None
+    if "top_k" in given and not 0 < given["top_k"] < model.vocab_size:
+        given["top_k"] = 0
+    if given.get("top_p") == 0:
+        # No mass at all is the likeliest token alone.
+        given |= {"top_p": 1.0, "top_k": 1}
+    if sent.get("repeat_last_n") == 0:
+        given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return replace(model.sampling, **given)
+
+
+def offered_tools(tools: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Sequence[Mapping[str, Any]]:
+    """Returns the tools as the client wrote them; raises ApiError (400) for a model whose template takes none."""
+    if tools and not model.renderer.reads_tools:
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: {model.id!r} does not support tools", "tools")
+    return list(tools or ())

@@ -1,0 +1,60 @@
+"""What becomes of every field of Ollama's generation endpoints, of its options, and of a message.
+
+The tables are checked against the types of the bodies and against docs/ollama.md by the tests. A field that Ollama
+does not know is ignored, as Ollama ignores it; for an unknown option it warns in its log, and so does this server.
+"""
+
+from server.api.field_rules import Rule, Rules, Treatment, honoured, no_effect, refused
+
+IN_BOTH: Rules = {
+    **honoured("model stream format think options"),
+    **no_effect("the model stays loaded", "keep_alive"),
+    **no_effect("a prompt that is too long is answered with an error, never cut", "truncate shift"),
+    **no_effect("models here write text", "width height steps"),
+    **refused("answers hold text, without data on single tokens", logprobs=(False,), top_logprobs=(0,)),
+    **refused("a prompt is only shown with an answer to it", _debug_render_only=(False,)),
+}
+"""Fields of both generation endpoints."""
+
+IN_CHAT: Rules = {**IN_BOTH, **honoured("messages tools")}
+"""Fields of `POST /api/chat`."""
+
+IN_GENERATE: Rules = {
+    **IN_BOTH,
+    **honoured("prompt system raw context"),
+    **refused("no model here takes images, only text", images=([],)),
+    **refused("no model here fills in what stands before a text", suffix=("",)),
+    **refused("prompts are made by the model's own template; send a whole prompt with raw", template=("",)),
+}
+"""Fields of `POST /api/generate`."""
+
+IN_MESSAGE: Rules = {
+    **honoured("role content thinking tool_calls tool_name tool_call_id"),
+    **refused("no model here takes images, only text", images=([],)),
+}
+"""Fields of one message of a conversation."""
+
+IN_OPTIONS: Rules = {
+    **honoured(
+        "num_predict temperature top_k top_p min_p seed stop repeat_penalty presence_penalty frequency_penalty"
+    ),
+    "repeat_last_n": Rule(
+        Treatment.REFUSED,
+        "penalties look at all tokens or at none, never at the last few only",
+        (-1, 0),
+        only_with_penalties=True,
+    ),
+    **refused("the sampler has temperature, top_k, top_p, min_p and penalties only", typical_p=(1, 0)),
+    **no_effect("the context is as long as the server's, see --context", "num_ctx"),
+    **no_effect("tokens are never shifted or dropped from the context", "num_keep"),
+    **no_effect("it could only save time", "draft_num_predict"),
+    **no_effect(
+        "the model is loaded already",
+        """
+        num_batch num_gpu main_gpu num_thread use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only
+        embedding_only
+        """,
+    ),
+    **no_effect("Ollama itself no longer has it", "tfs_z mirostat mirostat_tau mirostat_eta penalize_newline"),
+}
+"""Fields of `options`."""

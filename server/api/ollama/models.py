@@ -1,0 +1,239 @@
+"""What is served, as Ollama's clients ask for it: `/api/tags`, `/api/show`, `/api/ps`, `/api/version` and `/`."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypedDict
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from server.api.context import LATEST, ApiContext, ServedModel, context_of
+from server.api.dialect import Payload
+from server.api.endpoint import inspect
+from server.api.errors import ApiError, Code
+from server.api.json_body import JsonBody
+from server.api.ollama.body import find_model, thinks
+from server.api.other_apis import explain_unknown_path
+from server.api.params import Incoming
+from server.api.typed_body import BodyModel, parse_body
+
+OLLAMA_VERSION: Final = "0.12.6"
+"""The release of Ollama whose API this is; some clients refuse to speak to an old one."""
+RUNNING: Final = "Ollama is running"
+"""What `/` answers; some clients compare it."""
+STAYS_LOADED: Final = timedelta(days=36_500)
+"""A model is never unloaded, and clients want a date when it will be."""
+
+
+class DetailsBody(TypedDict):
+    """What kind of model it is."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class TagBody(TypedDict):
+    """One model of the list."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: DetailsBody
+
+
+class TagsBody(TypedDict):
+    """All served models."""
+
+    models: list[TagBody]
+
+
+class RunningBody(TypedDict):
+    """One loaded model."""
+
+    name: str
+    model: str
+    size: int
+    digest: str
+    details: DetailsBody
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class RunningList(TypedDict):
+    """All loaded models: those that are served."""
+
+    models: list[RunningBody]
+
+
+class ShownBody(TypedDict):
+    """One model in detail."""
+
+    license: str
+    modelfile: str
+    parameters: str
+    template: str
+    details: DetailsBody
+    model_info: Mapping[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class VersionBody(TypedDict):
+    """The release of Ollama whose API this is."""
+
+    version: str
+
+
+class ShowBody(BodyModel):
+    """Body of `POST /api/show`."""
+
+    model: str | None = None
+    name: str | None = None
+    """Its older name."""
+
+
+async def root(request: Request) -> Response:
+    """Says that the server is there, as clients probe it. Whoever wants a page is told that there is none."""
+    if "text/html" in request.headers.get("accept", ""):
+        raise ApiError(Code.UNKNOWN_PATH, explain_unknown_path(request.method, request.url.path))
+    return PlainTextResponse(RUNNING)
+
+
+async def version(request: Request) -> Response:
+    """Names the release of Ollama whose API this is."""
+    body: VersionBody = {"version": OLLAMA_VERSION}
+    return JsonBody(body)
+
+
+async def tags(request: Request) -> Response:
+    """Lists the models that requests may name."""
+    body: TagsBody = {"models": [_tag(model) for model in context_of(request).models.values()]}
+    return JsonBody(body)
+
+
+async def ps(request: Request) -> Response:
+    """Lists the models that are loaded."""
+    body: RunningList = {"models": [_running(model) for model in context_of(request).models.values()]}
+    return JsonBody(body)
+
+
+async def show(request: Request) -> Response:
+    """Describes one model."""
+    return await inspect(request, describe)
+
+
+def describe(context: ApiContext, incoming: Incoming) -> Payload:
+    """Returns what one model is; raises ApiError."""
+    body = parse_body(ShowBody, dict(incoming.fields), {})
+    return _shown(find_model(context, body.model or body.name))
+
+
+def _tag(model: ServedModel) -> TagBody:
+    return {
+        "name": _tagged(model.id),
+        "model": _tagged(model.id),
+        "modified_at": _time(model.created),
+        "size": model.facts.stored_bytes,
+        "digest": _digest(model),
+        "details": _details(model),
+    }
+
+
+def _running(model: ServedModel) -> RunningBody:
+    facts = model.facts
+    return {
+        "name": _tagged(model.id),
+        "model": _tagged(model.id),
+        "size": facts.memory_bytes,
+        "digest": _digest(model),
+        "details": _details(model),
+        "expires_at": (datetime.now(UTC) + STAYS_LOADED).isoformat(),
+        "size_vram": facts.memory_bytes if facts.is_on_gpu else 0,
+        "context_length": model.context_tokens,
+    }
+
+
+def _shown(model: ServedModel) -> ShownBody:
+    parameters = list(_parameters(model))
+    return {
+        "license": "",
+        "modelfile": "\n".join([f"FROM {model.id}", *(f"PARAMETER {name} {value}" for name, value in parameters)]),
+        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters),
+        "template": model.facts.chat_template,
+        "details": _details(model),
+        "model_info": _model_info(model),
+        "capabilities": _capabilities(model),
+        "modified_at": _time(model.created),
+    }
+
+
+def _details(model: ServedModel) -> DetailsBody:
+    facts = model.facts
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": facts.architecture,
+        "families": [facts.architecture],
+        "parameter_size": _count_text(facts.num_parameters),
+        "quantization_level": facts.weight_format,
+    }
+
+
+def _model_info(model: ServedModel) -> Mapping[str, Any]:
+    facts = model.facts
+    return {
+        "general.architecture": facts.architecture,
+        "general.basename": model.id,
+        "general.parameter_count": facts.num_parameters,
+        f"{facts.architecture}.context_length": model.context_tokens,
+        f"{facts.architecture}.embedding_length": facts.hidden_size,
+        f"{facts.architecture}.block_count": facts.num_layers,
+    }
+
+
+def _capabilities(model: ServedModel) -> list[str]:
+    """Returns what clients may ask of the model; calls that would come as text are none."""
+    found = {"completion": True, "tools": model.tool_calls == "parsed", "thinking": thinks(model)}
+    return [name for name, is_there in found.items() if is_there]
+
+
+def _parameters(model: ServedModel) -> Iterator[tuple[str, str]]:
+    """Yields the options that hold where a request says nothing."""
+    sampling = model.sampling
+    yield "num_ctx", str(model.context_tokens)
+    for name, value in (
+        ("temperature", sampling.temperature),
+        ("top_k", sampling.top_k),
+        ("top_p", sampling.top_p),
+        ("min_p", sampling.min_p),
+        ("repeat_penalty", sampling.repetition_penalty),
+    ):
+        yield name, f"{value:g}"
+
+
+def _tagged(model_id: str) -> str:
+    """Returns a name as Ollama's clients know it: every one has a tag."""
+    return model_id if ":" in model_id else model_id + LATEST
+
+
+def _digest(model: ServedModel) -> str:
+    return hashlib.sha256((model.facts.fingerprint or model.id).encode()).hexdigest()
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _count_text(count: int) -> str:
+    """Returns a number of parameters as Ollama writes it: 751.63M, 8.0B."""
+    if count >= 10**9:
+        return f"{count / 10**9:.1f}B"
+    return f"{count / 10**6:.2f}M" if count >= 10**6 else f"{count / 10**3:.2f}K"

@@ -1,0 +1,236 @@
+"""llama.cpp's endpoints: tokens, templates, slots and properties, in its shapes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from models.inference.sampling_params import SamplingParams
+from server.api.model_facts import ModelFacts
+from server.app import create_app
+from server.config import ServerConfig
+from server.engine.command import Command
+from server.engine.commands import SlotState
+from tests.server.api.test_live import Live, raw_request, serving, until, user
+from tests.support import tiny_models
+from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+class SlotEngine(FakeEngine):
+    """Has two slots, of which some are at work."""
+
+    busy: frozenset[int] = frozenset()
+
+    async def execute(self, command: Command[Any, Any]) -> Any:
+        await super().execute(command)
+        return tuple(SlotState(index, index in self.busy) for index in range(2))
+
+
+@pytest.fixture
+def engine() -> SlotEngine:
+    return SlotEngine()
+
+
+@pytest.fixture
+def client(engine: SlotEngine) -> TestClient:
+    facts = ModelFacts(chat_template="{{ messages }}", bos_token="<s>", eos_token="</s>")
+    model = fake_model(facts=facts, sampling=SamplingParams(temperature=0.7, top_k=20))
+    return TestClient(create_app(engine, model, ServerConfig(slots=2)))
+
+
+# ------------------------------------------------------------------------------------------------------------ tokens
+
+
+def test_text_becomes_tokens_and_tokens_text(client: TestClient) -> None:
+    assert client.post("/tokenize", json={"content": "Hi"}).json() == {"tokens": [72, 105]}
+    assert client.post("/detokenize", json={"tokens": [72, 105]}).json() == {"content": "Hi"}
+    assert client.post("/tokenize", json={}).json() == {"tokens": []}
+    assert client.post("/detokenize", json={}).json() == {"content": ""}
+
+
+def test_pieces_are_text_or_bytes(client: TestClient) -> None:
+    answer = client.post("/tokenize", json={"content": "Há", "with_pieces": True, "unheard_of": 1})
+    assert answer.json() == {"tokens": [{"id": 72, "piece": "H"}, {"id": 0xE1, "piece": [0xE1]}]}
+
+
+def test_half_a_character_is_no_json(client: TestClient) -> None:
+    raw = b'{"content": "\\ud83d"}'
+    answer = client.post("/tokenize", content=raw, headers={"content-type": "application/json"})
+    assert (answer.status_code, "the body is not valid JSON" in answer.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "word"),
+    [
+        ("/tokenize", {"content": 3}, "content: Input should be a valid string"),
+        ("/tokenize", {"content": "x", "add_special": "no"}, "add_special: Input should be a valid boolean"),
+        ("/detokenize", {"tokens": "Hi"}, "tokens: Input should be a valid list"),
+        ("/detokenize", {"tokens": [1, 1024]}, "tokens[1]: 1024 is no token id from 0 to 1023"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]: -1 is no token id from 0 to 1023"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens[0]"),
+        ("/apply-template", {}, "messages: Field required"),
+        (
+            "/apply-template",
+            {"messages": HI, "continue_final_message": True},
+            "continue_final_message is not supported",
+        ),
+        ("/apply-template", {"messages": [{"role": "assistant", "content": "x"}]}, "chat template refuses"),
+        ("/v1/chat/completions/input_tokens", {"messages": []}, "messages:"),
+    ],
+)
+def test_what_is_wrong_is_said_as_llama_cpp_says_it(client: TestClient, path: str, fields: Any, word: str) -> None:
+    answer = client.post(path, json=fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["type"], set(error)) == (400, "invalid_request_error", {"code", "type", "message"})
+    assert word in error["message"]
+
+
+# ---------------------------------------------------------------------------------------------------------- template
+
+
+def test_a_conversation_is_shown_as_the_prompt_that_it_becomes(client: TestClient, engine: FakeEngine) -> None:
+    body = {"messages": [{"role": "system", "content": "Be terse."}, *HI]}
+    assert client.post("/apply-template", json=body).json() == {"prompt": "<system>Be terse.<user>Hi"}
+    counted = client.post("/v1/chat/completions/input_tokens", json=body).json()
+    assert counted == client.post("/chat/completions/input_tokens", json=body).json()
+    assert counted == {"input_tokens": len("<system>Be terse.<user>Hi")}
+    assert engine.requests == []
+
+
+def test_tools_and_thinking_reach_the_template() -> None:
+    renderer = FakeRenderer()
+    client = TestClient(create_app(FakeEngine(), fake_model(renderer=renderer), ServerConfig()))
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    client.post("/apply-template", json={"messages": HI, "tools": tools, "enable_thinking": False})
+    assert renderer.calls[0]["tools"] == tools
+    assert renderer.calls[0]["template_kwargs"] == {"enable_thinking": False}
+
+
+# ------------------------------------------------------------------------------------------------- slots, properties
+
+
+def test_slots_say_whether_they_are_at_work(client: TestClient, engine: SlotEngine) -> None:
+    engine.busy = frozenset({1})
+    assert client.get("/slots?fail_on_no_slot=1").json() == [
+        {"id": 0, "n_ctx": 200, "speculative": False, "is_processing": False},
+        {"id": 1, "n_ctx": 200, "speculative": False, "is_processing": True},
+    ]
+    engine.busy = frozenset({0, 1})
+    assert client.get("/slots").status_code == 200
+    full = client.get("/slots?fail_on_no_slot=1")
+    assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+    assert full.json() == {"error": {"code": 503, "message": "no slot is free", "type": "unavailable_error"}}
+
+
+def test_properties_say_what_holds_by_default(client: TestClient) -> None:
+    shown = client.get("/props").json()
+    assert shown["default_generation_settings"]["n_ctx"] == 200
+    assert shown["default_generation_settings"]["params"] == {
+        "n_predict": -1, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": [],
+    }  # fmt: skip
+    assert (shown["total_slots"], shown["model_alias"], shown["chat_template"]) == (2, "tiny", "{{ messages }}")
+    assert (shown["bos_token"], shown["eos_token"]) == ("<s>", "</s>")
+    assert shown["modalities"] == {"vision": False, "audio": False}
+
+
+def test_a_slot_that_a_request_asks_for_is_a_hint(client: TestClient) -> None:
+    assert client.post("/v1/chat/completions", json={"messages": HI, "id_slot": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/tokenize", 405, "invalid_request_error"),
+        ("POST", "/props", 405, "invalid_request_error"),
+        ("POST", "/slots/0?action=save", 404, "not_found_error"),
+        ("POST", "/completion", 404, "not_found_error"),
+        ("POST", "/infill", 404, "not_found_error"),
+        ("GET", "/lora-adapters", 404, "not_found_error"),
+        ("GET", "/props?model=other", 404, "not_found_error"),
+    ],
+)
+def test_what_is_missing_says_so_in_its_shape(
+    client: TestClient, method: str, path: str, status: int, kind: str
+) -> None:
+    error = client.request(method, path).json()["error"]
+    assert (error["code"], error["type"]) == (status, kind)
+
+
+def test_everything_asks_for_the_key() -> None:
+    client = TestClient(create_app(SlotEngine(), fake_model(), ServerConfig(api_key="sesame")))
+    for method, path in (("GET", "/props"), ("GET", "/slots"), ("POST", "/tokenize"), ("POST", "/apply-template")):
+        error = client.request(method, path).json()["error"]
+        assert (error["code"], error["type"]) == (401, "authentication_error")
+        authorised = client.request(method, path, headers={"authorization": "Bearer sesame"})
+        assert authorised.status_code != 401
+
+
+# -------------------------------------------------------------------------------------------------------------- live
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tiny_models.write("llama", tmp_path_factory.mktemp("llama") / "tiny")
+    with serving(folder, slots=2) as server:
+        yield server
+
+
+TEXTS = ["", "Hello there", " two  spaces\n\n", "<|im_start|>user\nHi 🙂 日本語<|im_end|>", "x" * 5000]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_real_tokenizer_is_asked(live: Live, text: str) -> None:
+    tokens = live.post("/tokenize", content=text).json()["tokens"]
+    assert tokens == tiny_models.tokenizer().encode(text, add_special_tokens=False)
+    assert live.post("/detokenize", tokens=tokens).json() == {"content": text}
+    pieces = live.post("/tokenize", content=text, with_pieces=True).json()["tokens"]
+    assert [piece["id"] for piece in pieces] == tokens
+    assert b"".join(as_bytes(piece["piece"]) for piece in pieces).decode() == text
+
+
+def as_bytes(piece: str | list[int]) -> bytes:
+    return piece.encode() if isinstance(piece, str) else bytes(piece)
+
+
+def test_names_of_special_tokens_may_be_text(live: Live) -> None:
+    marker = tiny_models.tokenizer().eos_token
+    assert len(live.post("/tokenize", content=marker).json()["tokens"]) == 1
+    plain = live.post("/tokenize", content=marker, parse_special=False).json()["tokens"]
+    assert len(plain) > 1 and live.post("/detokenize", tokens=plain).json() == {"content": marker}
+    # It did not change how anything else is read.
+    assert len(live.post("/tokenize", content=marker).json()["tokens"]) == 1
+
+
+def test_the_prompt_is_the_one_that_is_evaluated(live: Live) -> None:
+    fields = {"messages": [user("Hello")], "enable_thinking": False}
+    prompt = live.post("/apply-template", **fields).json()["prompt"]
+    tokens = live.post("/tokenize", content=prompt).json()["tokens"]
+    asked = live.post("/v1/chat/completions", max_tokens=1, **fields).json()
+    counted = live.post("/v1/chat/completions/input_tokens", **fields).json()
+    assert counted["input_tokens"] == asked["usage"]["prompt_tokens"] == len(tokens)
+
+
+def test_a_running_request_is_seen_and_nothing_of_its_words(live: Live) -> None:
+    assert [slot["is_processing"] for slot in live.http.get("/slots").json()] == [False, False]
+    connection = raw_request(live, stream=True, max_tokens=3000, messages=[user("A very secret word")])
+    until(lambda: any(slot["is_processing"] for slot in live.http.get("/slots").json()))
+    assert live.http.get("/slots?fail_on_no_slot=1").status_code == 200
+    other = {"authorization": "Bearer another key"}
+    assert "secret" not in live.http.get("/slots", headers=other).text + live.http.get("/props", headers=other).text
+    connection.close()
+    live.wait_until_idle()
+    until(lambda: not any(slot["is_processing"] for slot in live.http.get("/slots").json()))
+
+
+def test_properties_of_a_real_model(live: Live) -> None:
+    shown = live.http.get("/props").json()
+    assert shown["chat_template"] == tiny_models.CHAT_TEMPLATE
+    assert shown["eos_token"] == tiny_models.tokenizer().eos_token
+    assert shown["default_generation_settings"]["n_ctx"] == tiny_models.CONTEXT
+    assert shown["total_slots"] == 2 and str(httpx.URL(live.address)) not in str(shown)

@@ -1,0 +1,36 @@
+"""docs/llama_cpp.md names every field of llama.cpp's endpoints."""
+
+from typing import Any, get_type_hints
+
+import pytest
+
+from server.api.errors import STATUS
+from server.api.llama_cpp.dialect import ERROR_TYPES, LlamaCppError
+from server.api.llama_cpp.state import DefaultParams, GenerationSettings, Modalities, PropsBody, SlotBody
+from server.api.llama_cpp.template import InputTokensBody, TemplateText
+from server.api.llama_cpp.tokens import ContentBody, DetokenizeBody, TokenizeBody, TokenPiece, TokensBody
+from tests.server.api.test_docs import ROOT, rows, table
+
+PAGE = (ROOT / "docs" / "llama_cpp.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [
+        ("field of `/tokenize`", TokenizeBody.model_fields),
+        ("field of `/detokenize`", DetokenizeBody.model_fields),
+        ("field of a slot", get_type_hints(SlotBody)),
+        ("field of `/props`", get_type_hints(PropsBody)),
+    ],
+)
+def test_every_field_has_a_line(head: str, names: Any) -> None:
+    assert set(rows("\n".join(sorted(table(PAGE, head))))) == set(names)
+
+
+def test_every_other_field_and_type_of_error_is_named() -> None:
+    kinds = (TokensBody, TokenPiece, ContentBody, TemplateText, InputTokensBody, DefaultParams, GenerationSettings)
+    names = {name for kind in (*kinds, Modalities) for name in get_type_hints(kind)}
+    assert all(f"`{name}`" in PAGE for name in names)
+    assert all(f'"{name}"' in PAGE for name in get_type_hints(LlamaCppError))
+    types = {*ERROR_TYPES.values(), "server_error", "invalid_request_error"}
+    assert all(f"`{name}`" in PAGE for name in types) and ERROR_TYPES.keys() <= set(STATUS.values())

@@ -1,0 +1,89 @@
+"""docs/ollama.md names every field, option and path of Ollama's dialect, and what becomes of it."""
+
+import re
+from typing import Any, get_type_hints
+
+import pytest
+
+from server.api.field_rules import Rules, Treatment
+from server.api.ollama.body import OllamaBody, Options
+from server.api.ollama.chat import (
+    CallResult,
+    FunctionResult,
+    OllamaChatAnswer,
+    OllamaChatBody,
+    OllamaMessage,
+    SaidMessage,
+)
+from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
+from server.api.ollama.generate import OllamaGenerateAnswer, OllamaGenerateBody
+from server.api.ollama.models import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
+from server.api.other_apis import OTHER_APIS, find_other_api
+from tests.server.api.test_docs import ROOT, reasons, rows, table
+
+PAGE = (ROOT / "docs" / "ollama.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    assert found, f"docs/ollama.md has no section {title!r}"
+    return found.group(1)
+
+
+BOTH, CHAT, GENERATE = (
+    section(title) for title in ("Fields of both endpoints", "`POST /api/chat`", "`POST /api/generate`")
+)
+
+
+def added(rules: Rules) -> Rules:
+    return {name: rule for name, rule in rules.items() if name not in IN_BOTH}
+
+
+def test_every_field_of_a_body_is_documented_and_exists() -> None:
+    own = set(OllamaBody.model_fields)
+    of_chat, of_messages = CHAT.split("A message holds:")
+    assert set(rows(BOTH)) == own
+    assert set(rows(of_chat)) == set(OllamaChatBody.model_fields) - own
+    assert set(rows(of_messages)) == set(OllamaMessage.model_fields)
+    assert set(rows(GENERATE)) == set(OllamaGenerateBody.model_fields) - own
+    assert set(rows(section("Options"))) == set(Options.model_fields)
+
+
+def test_every_refused_field_is_documented() -> None:
+    of_messages = CHAT.split("A message holds:")[1]
+    assert table(BOTH, "refused, because") == reasons(IN_BOTH, Treatment.REFUSED)
+    assert reasons(added(IN_CHAT), Treatment.REFUSED) == set()
+    assert table(of_messages, "refused, because") == reasons(IN_MESSAGE, Treatment.REFUSED)
+    assert table(GENERATE, "refused, because") == reasons(added(IN_GENERATE), Treatment.REFUSED)
+    assert table(section("Options"), "refused, because") == reasons(IN_OPTIONS, Treatment.REFUSED)
+
+
+def test_every_field_without_effect_is_documented() -> None:
+    assert table(BOTH, "without effect, because") == reasons(IN_BOTH, Treatment.NO_EFFECT)
+    assert table(section("Options"), "without effect, because") == reasons(IN_OPTIONS, Treatment.NO_EFFECT)
+    for rules in (added(IN_CHAT), added(IN_GENERATE), IN_MESSAGE):
+        assert reasons(rules, Treatment.NO_EFFECT) == set()
+
+
+def test_every_field_of_an_answer_is_documented() -> None:
+    answer = section("The answer")
+    documented = {name for kind in (OllamaChatAnswer, OllamaGenerateAnswer) for name in get_type_hints(kind)}
+    assert set(rows(answer)) == documented
+    assert all(
+        f"`{name}`" in answer for kind in (SaidMessage, CallResult, FunctionResult) for name in get_type_hints(kind)
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [("field of `models` in `/api/tags`", TagBody), ("field of `models` in `/api/ps`", RunningBody),
+     ("field of `/api/show`", ShownBody)],
+)  # fmt: skip
+def test_every_field_of_a_model_is_documented(head: str, kind: Any) -> None:
+    assert set(rows("\n".join(sorted(table(section("Models"), head))))) == set(get_type_hints(kind))
+    assert all(f"`{name}`" in section("Models") for name in (*get_type_hints(DetailsBody), *ShowBody.model_fields))
+
+
+def test_what_is_missing_is_what_the_table_of_other_apis_names() -> None:
+    assert {path for api in OTHER_APIS if "Ollama" in api.name for path in api.paths} >= {"api/embed", "api/pull"}
+    assert all(find_other_api(path) for path in re.findall(r"`(/api/[a-z]+)`", section("What is missing")))

@@ -1,0 +1,233 @@
+"""Every field and option of Ollama's is honoured, refused in words, or changes nothing; unknown ones are ignored."""
+
+import json
+import logging
+from typing import Any
+
+import ollama
+import pytest
+from ollama import _types
+from starlette.testclient import TestClient
+
+from models.inference.sampling_params import SamplingParams
+from models.output.grammar import Grammar
+from server.api.field_rules import Treatment
+from server.api.ollama.body import OllamaBody, Options
+from server.api.ollama.chat import OllamaChatBody, OllamaMessage
+from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
+from server.api.ollama.generate import OllamaGenerateBody
+from server.app import create_app
+from server.config import ServerConfig
+from tests.support.fake_engine import FakeEngine, fake_model
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+TABLES = {CHAT: IN_CHAT, GENERATE: IN_GENERATE}
+HI = [{"role": "user", "content": "Hi"}]
+TEXT_ARGUMENTS = {"name": "f", "arguments": "{}"}
+ASKING = [{"an": "object that no field takes"}]
+"""A value that is neutral nowhere."""
+
+
+class NamingBinder:
+    """Compiles a grammar to its own text."""
+
+    def compile(self, grammar: Grammar) -> Any:
+        return grammar.text
+
+    def spell(self, marker: str) -> str:
+        return marker
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client(engine: FakeEngine) -> TestClient:
+    return TestClient(create_app(engine, fake_model(grammars=NamingBinder()), ServerConfig()))
+
+
+def post(client: TestClient, path: str, **fields: Any) -> Any:
+    prompt: dict[str, Any] = {"prompt": "Hi"} if path == GENERATE else {"messages": HI}
+    return client.post(path, json={"model": "tiny", "stream": False, **prompt, **fields})
+
+
+def test_what_is_honoured_is_what_the_bodies_read() -> None:
+    def read(table: Any) -> set[str]:
+        return {name for name, rule in table.items() if rule.treatment is Treatment.HONOURED}
+
+    assert read(IN_BOTH) == set(OllamaBody.model_fields)
+    assert read(IN_CHAT) == set(OllamaChatBody.model_fields)
+    assert read(IN_GENERATE) == set(OllamaGenerateBody.model_fields)
+    assert read(IN_MESSAGE) == set(OllamaMessage.model_fields)
+    assert read(IN_OPTIONS) == set(Options.model_fields)
+
+
+def test_every_field_that_the_package_can_send_is_in_the_tables() -> None:
+    assert set(_types.ChatRequest.model_fields) <= IN_CHAT.keys()
+    assert set(_types.GenerateRequest.model_fields) <= IN_GENERATE.keys()
+    assert set(ollama.Options.model_fields) <= IN_OPTIONS.keys()
+    assert set(ollama.Message.model_fields) <= IN_MESSAGE.keys()
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_every_refused_field_is_refused_and_its_neutral_values_are_taken(client: TestClient, path: str) -> None:
+    for name, rule in TABLES[path].items():
+        if rule.treatment is not Treatment.REFUSED:
+            continue
+        answer = post(client, path, **{name: ASKING})
+        assert (answer.status_code, rule.why in answer.json()["error"]) == (400, True), name
+        for value in (*rule.neutral, None):
+            assert post(client, path, **{name: value}).status_code == 200, (name, value)
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_every_refused_option_is_refused_and_its_neutral_values_are_taken(client: TestClient, path: str) -> None:
+    for name, rule in IN_OPTIONS.items():
+        if rule.treatment is not Treatment.REFUSED:
+            continue
+        answer = post(client, path, options={name: ASKING, "repeat_penalty": 1.1})
+        assert (answer.status_code, f"options.{name} is not supported: {rule.why}" in answer.json()["error"]) == (
+            400,
+            True,
+        )
+        for value in (*rule.neutral, None):
+            assert post(client, path, options={name: value, "repeat_penalty": 1.1}).status_code == 200, name
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_what_has_no_effect_and_what_is_unknown_changes_nothing(
+    client: TestClient, engine: FakeEngine, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "server")
+    without = {name: ASKING for name, rule in TABLES[path].items() if rule.treatment is Treatment.NO_EFFECT}
+    options = {name: ASKING for name, rule in IN_OPTIONS.items() if rule.treatment is Treatment.NO_EFFECT}
+    assert post(client, path).status_code == 200
+    assert post(client, path, **without, unheard_of=1, options={**options, "seeed": 3}).status_code == 200
+    plain, other = engine.requests
+    assert (plain.sampling, plain.max_tokens, plain.stop) == (other.sampling, other.max_tokens, other.stop)
+    assert plain.tokens.tolist() == other.tokens.tolist()
+    assert [record.getMessage() for record in caplog.records] == ["options without meaning here: ['seeed']"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, SamplingParams(temperature=0.7, top_k=5)),
+        ({"temperature": 0, "seed": 42.0}, SamplingParams(temperature=0, top_k=5, seed=42)),
+        ({"top_k": 0, "top_p": 0.5, "min_p": 0.1}, SamplingParams(0.7, 0.5, 0, 0.1)),
+        ({"top_k": -1, "seed": -1}, SamplingParams(0.7)),
+        ({"top_p": 0}, SamplingParams(0.7, top_k=1)),
+        (
+            {"repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 1, "repeat_last_n": -1},
+            SamplingParams(0.7, top_k=5, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=1),
+        ),
+        ({"repeat_penalty": 1.1, "presence_penalty": 0.5, "repeat_last_n": 0}, SamplingParams(0.7, top_k=5)),
+        ({"repeat_last_n": 64}, SamplingParams(0.7, top_k=5)),
+        ({"temperature": None, "stop": None}, SamplingParams(0.7, top_k=5)),
+    ],
+)
+def test_options_set_the_sampling(options: Any, expected: SamplingParams) -> None:
+    engine, model = FakeEngine(), fake_model(sampling=SamplingParams(temperature=0.7, top_k=5))
+    assert post(TestClient(create_app(engine, model, ServerConfig())), CHAT, options=options).status_code == 200
+    assert engine.requests[0].sampling == expected
+
+
+@pytest.mark.parametrize(("num_predict", "limit"), [(7, 7), (7.0, 7), (0, None), (-1, None), (-2, None)])
+def test_num_predict_limits_the_answer(
+    client: TestClient, engine: FakeEngine, num_predict: Any, limit: int | None
+) -> None:
+    assert post(client, CHAT, options={"num_predict": num_predict, "stop": ["\n", ""]}).status_code == 200
+    [request] = engine.requests
+    assert request.max_tokens == limit or (limit is None and request.max_tokens == 200 - len("<user>Hi"))
+    assert request.stop == ("\n",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"model": None}, "model is required"),
+        ({"model": ""}, "model is required"),
+        ({"model": 3}, "model:"),
+        ({"stream": "yes"}, "stream:"),
+        ({"format": "xml"}, 'format: Input should be "json" or a JSON schema'),
+        ({"think": "hard"}, "think: Input should be true, false"),
+        ({"think": True}, "does not support thinking"),
+        ({"options": []}, "options:"),
+        ({"options": {"temperature": "hot"}}, "options.temperature:"),
+        ({"options": {"temperature": 1e400}}, "options.temperature:"),
+        ({"options": {"seed": 2**70}}, "options.seed:"),
+        ({"options": {"stop": "x"}}, "options.stop:"),
+        ({"options": {"stop": ["x"] * 17}}, "options.stop:"),
+        ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty:"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_what_is_wrong_is_said_in_one_text(client: TestClient, path: str, fields: Any, word: str) -> None:
+    content = json.dumps({"model": "tiny", "prompt": "Hi", "messages": HI, **fields})
+    answer = client.post(path, content=content)
+    assert answer.status_code == 400, answer.text
+    assert set(answer.json()) == {"error"} and word in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "word"),
+    [
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x"}]}, "chat template refuses"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    *HI,
+                    {"role": "assistant", "tool_calls": [{"function": TEXT_ARGUMENTS}]},
+                ]
+            },
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}, "context"),
+        (GENERATE, {"raw": True, "system": "x"}, "raw mode does not support template, system, or context"),
+        (GENERATE, {"raw": True, "context": [1]}, "raw mode does not support template, system, or context"),
+        (GENERATE, {"context": [1, 1024]}, "context[1]"),
+        (GENERATE, {"context": [-1]}, "context[0]"),
+        (GENERATE, {"prompt": 3}, "prompt"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_said(client: TestClient, path: str, fields: Any, word: str) -> None:
+    answer = post(client, path, **fields)
+    assert (answer.status_code, word in answer.json()["error"]) == (400, True), answer.text
+
+
+def test_an_answer_is_bound_to_a_format(client: TestClient, engine: FakeEngine) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "additionalProperties": False}
+    for value in ("json", schema, ""):
+        assert post(client, CHAT, format=value).status_code == 200
+        assert post(client, GENERATE, format=value).status_code == 200
+    bound: list[Any] = [request.grammar.compiled if request.grammar else None for request in engine.requests]
+    assert bound == [*(json.dumps({"type": "object"}),) * 2, *(json.dumps(schema),) * 2, None, None]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "word"),
+    [
+        ("POST", "/api/embed", 404, "Ollama's embeddings"),
+        ("POST", "/api/embeddings", 404, "Ollama's embeddings"),
+        ("POST", "/api/pull", 404, "the part of Ollama's API that changes which models are there"),
+        ("DELETE", "/api/delete", 404, "the part of Ollama's API that changes which models are there"),
+        ("HEAD", "/api/blobs/sha256:00", 404, ""),
+        ("POST", "/api/web_search", 404, "Ollama's accounts and web search"),
+        ("GET", "/api/v0/models", 404, "LM Studio's own API"),
+        ("GET", "/api/chat", 405, "does not take the method GET"),
+        ("GET", "/api/unheard_of", 404, "there is no GET /api/unheard_of here"),
+    ],
+)
+def test_what_is_missing_of_ollama_says_so_in_its_shape(
+    client: TestClient, method: str, path: str, status: int, word: str
+) -> None:
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    if method != "HEAD":
+        assert set(answer.json()) == {"error"} and word in answer.json()["error"]

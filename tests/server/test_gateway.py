@@ -1,0 +1,293 @@
+"""Several servers behind the HAProxy that `gateway-config` configures: each conversation stays where its state is."""
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.config import ConfigError
+from server.gateway import Gateway, gateway_config, name_of
+from tests.support.server_process import Process
+
+HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin:/usr/local/bin:/usr/bin")
+WAIT_SECONDS = 60.0
+NUM_CONVERSATIONS, NUM_TURNS = 8, 4
+SYSTEM = {"role": "system", "content": "Answer in few words."}
+FORMS = ("in the header", "in the body", "absent")
+
+needs_haproxy = pytest.mark.skipif(HAPROXY is None, reason="haproxy is missing; apt-get install haproxy brings it")
+
+
+@pytest.mark.parametrize(
+    ("gateway", "words"),
+    [
+        (Gateway(()), "--replica must name"),
+        (Gateway(("a:1", "a:1")), "twice"),
+        (Gateway(("a",)), "HOST:PORT"),
+        (Gateway(("a:1\n    server b b:2",)), "HOST:PORT"),
+        (Gateway(("a:70000",)), "HOST:PORT"),
+        (Gateway(("a:1",), listen="8000"), "--listen"),
+        (Gateway(("a:1",), admin_socket="/tmp/a b"), "--admin-socket"),
+        (Gateway(("a:1",), certificate="/tmp/a\n"), "--certificate"),
+        (Gateway(("a:1",), buffer_bytes=10), "--buffer"),
+    ],
+)
+def test_what_haproxy_would_misunderstand_is_refused(gateway: Gateway, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        gateway_config(gateway)
+
+
+@needs_haproxy
+@pytest.mark.parametrize("replica", ["127.0.0.1:8081", "[::1]:8081", "localhost:8081"])
+def test_haproxy_takes_the_configuration(replica: str, tmp_path: Path) -> None:
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(gateway_config(Gateway((replica, "127.0.0.1:9"), admin_socket=str(tmp_path / "admin"))))
+    checked = subprocess.run([str(HAPROXY), "-c", "-f", str(file)], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr.count("WARNING")) == (0, 0), checked.stderr
+
+
+@dataclass
+class Conversation:
+    """One client's, and where its answers came from."""
+
+    name: str
+    form: str
+    messages: list[dict[str, str]] = field(default_factory=lambda: [SYSTEM])
+    served_by: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    num_cached: int = 0
+
+    def turn(self, port: int) -> None:
+        """Asks once more; fails for anything but an answer."""
+        number = len(self.served_by)
+        self.messages.append({"role": "user", "content": f"Question {number} of {self.name}: what is the capital?"})
+        fields = {"session_id": self.name} if self.form == "in the body" else {}
+        headers = {"X-Session-Id": self.name} if self.form == "in the header" else {}
+        body = {"messages": self.messages, "max_tokens": 12, "ignore_eos": True, **fields}
+        answer = post(port, body, headers)
+        self.served_by.append(answer.server)
+        usage = answer.body["usage"]
+        self.num_tokens += usage["prompt_tokens"]
+        self.num_cached += usage["prompt_tokens_details"]["cached_tokens"]
+        self.messages.append(answer.body["choices"][0]["message"])
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A whole answer."""
+
+    server: str
+    body: dict[str, Any]
+
+
+def post(port: int, body: dict[str, Any], headers: dict[str, str], path: str = "/v1/chat/completions") -> Answered:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)) as connection:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        text = answer.read()
+        assert answer.status == 200, (answer.status, text)
+        return Answered(answer.headers["X-Served-By"], json.loads(text))
+
+
+def converse(port: int, name: str, form: str) -> list[Conversation]:
+    """Has all conversations go on at once, turn by turn."""
+    conversations = [Conversation(f"{name} {number}", form) for number in range(NUM_CONVERSATIONS)]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(NUM_TURNS):
+            list(threads.map(lambda conversation: conversation.turn(port), conversations))
+    return conversations
+
+
+def cached_share(conversations: Sequence[Conversation]) -> float:
+    return sum(each.num_cached for each in conversations) / sum(each.num_tokens for each in conversations)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Cluster:
+    """Replicas of the built-in model by name, and HAProxy in front of the first two."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self._socket = free_port(), str(folder / "admin.sock")
+        self.ports = {name: free_port() for name in ("first", "second", "third")}
+        self._replicas: dict[str, Process] = {}
+        for name in ("first", "second"):
+            self.start(name)
+        file = folder / "haproxy.cfg"
+        addresses = [self.address("first"), self.address("second")]
+        file.write_text(gateway_config(Gateway(addresses, f"127.0.0.1:{self.port}", self._socket)))
+        self._proxy = subprocess.Popen([str(HAPROXY), "-db", "-f", str(file)], stderr=subprocess.DEVNULL)
+
+    def address(self, name: str) -> str:
+        return f"127.0.0.1:{self.ports[name]}"
+
+    def start(self, name: str) -> None:
+        """Starts a server, or starts it again at the same address."""
+        self._replicas[name] = Process("demo", "--port", str(self.ports[name]), "--name", name)
+
+    def wait_for(self, name: str, state: str = "UP") -> None:
+        """Returns once HAProxy sees a server so."""
+        wait_until(lambda: self._state_of(name_of(self.address(name))) == state)
+
+    def stop(self, name: str) -> None:
+        """Stops a server as its service manager would."""
+        process = self._replicas.pop(name)
+        process.signal(15)
+        assert process.wait() == 0
+
+    def kill(self, name: str) -> None:
+        """Ends a server as a power cut would."""
+        self._replicas.pop(name).close()
+
+    def command(self, *lines: str) -> str:
+        """Sends commands to HAProxy and returns what it says."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._socket)
+            connection.sendall(("; ".join(lines) + "\n").encode())
+            return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
+    def close(self) -> None:
+        for replica in self._replicas.values():
+            replica.close()
+        self._proxy.kill()
+        self._proxy.wait()
+
+    def _state_of(self, server: str) -> str | None:
+        with contextlib.suppress(OSError):
+            rows = [line.split(",") for line in self.command("show stat").splitlines()]
+            return next((row[17] for row in rows if row[:2] == ["replicas", server]), None)
+        return None
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("gateway"))
+    try:
+        for name in ("first", "second"):
+            cluster.wait_for(name)
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@needs_haproxy
+def test_no_conversation_is_split_and_as_much_is_cached_as_by_one_server(cluster: Cluster) -> None:
+    share_of_one = cached_share(converse(cluster.ports["first"], "alone", "in the header"))
+    assert share_of_one > 0.5
+    for form in FORMS:
+        conversations = converse(cluster.port, form, form)
+        assert all(len(set(each.served_by)) == 1 for each in conversations), [c.served_by for c in conversations]
+        assert {each.served_by[0] for each in conversations} == {"first", "second"}
+        assert cached_share(conversations) > share_of_one - 0.03
+
+
+@needs_haproxy
+def test_keys_part_what_has_the_same_name(cluster: Cluster) -> None:
+    def served_by(key: str) -> str:
+        body = {"messages": [SYSTEM, {"role": "user", "content": "One text for all."}], "max_tokens": 1}
+        return post(cluster.port, body, {"Authorization": f"Bearer {key}"}).server
+
+    served = {key: {served_by(key) for _ in range(3)} for key in "abcdef"}
+    assert all(len(names) == 1 for names in served.values())
+    assert len(set.union(*served.values())) == 2
+
+
+@needs_haproxy
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_key": "k"},
+        {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "s"})}},
+        {"metadata": {"chat_id": "c"}},
+        {"conversation": {"id": "v"}},
+    ],
+)
+def test_each_name_of_a_session_keeps_it_in_one_place(cluster: Cluster, fields: dict[str, Any]) -> None:
+    bodies = [{"messages": [{"role": "user", "content": f"Text {n}"}], "max_tokens": 1, **fields} for n in range(4)]
+    assert len({post(cluster.port, body, {}).server for body in bodies}) == 1
+
+
+@needs_haproxy
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(cluster: Cluster, stream: bool) -> None:
+    def num_open() -> int:
+        return sum(_open_requests(cluster.ports[name]) for name in ("first", "second"))
+
+    body = {"messages": [{"role": "user", "content": "Go on."}], "ignore_eos": True, "stream": stream}
+    connection = http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=WAIT_SECONDS)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if stream:
+        connection.getresponse().read(20)
+    wait_until(lambda: num_open() == 1)
+    # Whatever else holds the socket open.
+    connection.sock.shutdown(socket.SHUT_RDWR)
+    # Left alone it runs until the context of the model is full, which takes longer than this waits.
+    wait_until(lambda: num_open() == 0)
+
+
+def _open_requests(port: int) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)) as connection:
+        connection.request("GET", "/health")
+        (engine,) = json.loads(connection.getresponse().read())["engines"].values()
+        return int(engine["open_requests"])
+
+
+@needs_haproxy
+def test_nobody_notices_that_servers_come_and_go(cluster: Cluster) -> None:
+    conversations = [Conversation(f"through it all {number}", FORMS[number % 3]) for number in range(6)]
+
+    def all_go_on() -> Counter[str]:
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(lambda conversation: conversation.turn(cluster.port), conversations))
+        return Counter(each.served_by[-1] for each in conversations)
+
+    assert set(all_go_on()) == {"first", "second"}
+    with ThreadPoolExecutor(1) as stopping:
+        stopped = stopping.submit(cluster.stop, "first")
+        while not stopped.done():
+            all_go_on()
+        stopped.result()
+    assert set(all_go_on()) == {"second"}
+
+    cluster.start("first")
+    cluster.wait_for("first")
+    assert set(all_go_on()) == {"second"}
+    assert {each.served_by[-1] for each in converse(cluster.port, "after the return", "absent")} == {
+        "first",
+        "second",
+    }
+
+    cluster.kill("second")
+    assert set(all_go_on()) == {"first"}
+
+    cluster.start("third")
+    address = cluster.address("third")
+    server = f"replicas/{address}"
+    cluster.command(f"add server {server} {address} check inter 1s")
+    cluster.command(f"enable health {server}", f"set server {server} state ready")
+    cluster.wait_for("third")
+    assert set(all_go_on()) == {"first"}
+    assert {each.served_by[-1] for each in converse(cluster.port, "with a third", "absent")} == {"first", "third"}
