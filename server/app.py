@@ -20,13 +20,14 @@ from server.api.dialect import Api, find_dialect, routes_of
 from server.api.llama_cpp.routes import LLAMA_CPP
 from server.api.ollama.routes import OLLAMA
 from server.api.openai.routes import OPENAI
+from server.api.responses.routes import RESPONSES
 from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.key_file import read_keys
 
-APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP)
+APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers where a path is no dialect's own."""
 
 _ADMIN = (
