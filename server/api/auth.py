@@ -58,8 +58,8 @@ def namespace_of_query(request: Request) -> str:
 def is_owner(request: Request, config: ServerConfig) -> bool:
     """Returns whether a request may see what all have: by an operator's key, or by hand on the server's own machine.
 
-    The latter counts only where the server asks for no key. Who sends a key or a salt asks for what is theirs. Behind
-    a proxy everybody would seem to be here.
+    The latter counts only where the server asks for no key, and not for a request that sends one all the same: that
+    asks for its own state. Nor does it count behind a proxy, where everybody seems to be on this machine.
     """
     if config.needs_key:
         key = key_of(request)

@@ -155,9 +155,9 @@ def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """Returns the dialect whose path was asked for, whatever the method.
+    """Returns the dialect that has the path, whatever the method.
 
-    For all other paths, that whose own path it is or whose own header was sent, or else the first one.
+    For any other path: the dialect that claims it as its own or whose own header was sent, else the first one.
     """
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
