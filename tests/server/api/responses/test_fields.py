@@ -1,7 +1,6 @@
 """What becomes of each field is in the tables, in docs/responses.md, and true; no field of the package is missing."""
 
 import re
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -25,19 +24,14 @@ from server.api.responses.tools import LEFT_OUT
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table
+from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model
 
-PAGE = (Path(__file__).parents[4] / "docs" / "responses.md").read_text(encoding="utf-8")
+PAGE = Page("responses.md")
+section = PAGE.section
 ASKING = [{"an": "object that no field takes"}]
 """A value that is neutral nowhere."""
 HI: dict[str, Any] = {"input": "Hi"}
-
-
-def section(title: str) -> str:
-    """The text below a heading, up to the next one."""
-    found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    assert found, f"docs/responses.md has no section {title!r}"
-    return found.group(1)
 
 
 FIELDS = section("Fields of `POST /v1/responses`")
