@@ -13,7 +13,7 @@ from server.app import create_app
 from server.config import ServerConfig
 from server.doctor.compare import checkups_of
 from server.doctor.findings import Checkup
-from server.doctor.hindsight import LinkedTurn, settled
+from server.doctor.hindsight import LinkedTurn, in_hindsight
 from server.doctor.recorded import read_requests
 from server.doctor.turns import checkup_of
 from server.engine.diagnosis import Cause
@@ -90,4 +90,4 @@ def test_an_edited_copy_without_a_name_is_told_alike(tmp_path: Path) -> None:
 
 
 def test_turns_that_nobody_linked_stay_as_they_are() -> None:
-    assert settled([LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]) == []
+    assert in_hindsight([LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]) == []
