@@ -218,13 +218,21 @@ def _prepared(name: str) -> sqlite3.Connection:
     database.execute("PRAGMA synchronous = NORMAL")
     # What is deleted is overwritten.
     database.execute("PRAGMA secure_delete = ON")
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    if version != _VERSION:
-        for table in ("responses", "chains", "conversations", "conversation_items"):
-            database.execute(f"DROP TABLE IF EXISTS {table}")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_VERSION}")
+    with database:
+        # Another server may open the file at the same moment: one makes the tables, the other waits and finds them.
+        database.execute("BEGIN IMMEDIATE")
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version != _VERSION:
+            _make_tables(database)
     return database
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    for table in ("responses", "chains", "conversations", "conversation_items"):
+        database.execute(f"DROP TABLE IF EXISTS {table}")
+    for statement in filter(str.strip, _SCHEMA.split(";")):
+        database.execute(statement)
+    database.execute(f"PRAGMA user_version = {_VERSION}")
 
 
 def _chain(database: sqlite3.Connection, namespace: str, response_id: str) -> list[StoredResponse]:
