@@ -23,7 +23,9 @@ from server.api.openai.routes import OPENAI
 from server.api.responses.routes import RESPONSES
 from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
+from server.api_keys import KeyRing
 from server.config import ServerConfig
+from server.key_file import read_keys
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers where a path is no dialect's own."""
@@ -46,23 +48,39 @@ ADMIN_ROUTES = (
 )
 
 
-def create_app(engine: EnginePort, model: ServedModel, config: ServerConfig, apis: Sequence[Api] = APIS) -> Starlette:
-    """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`."""
-    access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.api_key is not None)
+def create_app(
+    engine: EnginePort,
+    model: ServedModel,
+    config: ServerConfig,
+    apis: Sequence[Api] = APIS,
+    keys: KeyRing | None = None,
+) -> Starlette:
+    """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`.
+
+    `keys` are those of `config` where they have been read already.
+    """
+    access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
     name = config.name or socket.gethostname()
     layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name)]
     if config.cors:
         layers.insert(0, cross_origin_layer(config.cors))
     layers.append(Middleware(WebAccessCheck, access=access))
-    if config.api_key is not None:
-        layers.append(Middleware(KeyCheck, api_key=config.api_key))
+    if config.needs_key:
+        layers.append(Middleware(KeyCheck))
     app = Starlette(
         routes=[*(route for _, route in routes_of(apis)), *ADMIN_ROUTES],
         middleware=layers,
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )
-    app.state.api = ApiContext(config, {model.id: model}, {model.id: engine})
+    app.state.api = ApiContext(
+        config, {model.id: model}, {model.id: engine}, keys=read_keys(config) if keys is None else keys
+    )
     return app
+
+
+def replace_keys(app: Starlette, keys: KeyRing) -> None:
+    """Takes other keys from now on; running answers go on. Call it on the event loop."""
+    app.state.api.keys = keys
 
 
 def start_draining(app: Starlette) -> None:

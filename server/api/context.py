@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
@@ -20,8 +21,10 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.errors import ApiError, Code, stopped
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
+from server.api.rate_limits import RateLimits
 from server.api.refusals import Refusals
 from server.api.session_records import SessionRecords
+from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.diagnosis.conversations import Conversations
 from server.engine.command import Command
@@ -171,6 +174,9 @@ class ApiContext:
     models: Mapping[str, ServedModel]
     engines: Mapping[str, EnginePort]
     """One engine per model, under the same ids."""
+    keys: KeyRing = field(default_factory=KeyRing)
+    """Those that are taken; replaced while the server runs."""
+    rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
     sessions: SessionRecords = field(default_factory=SessionRecords)
     refusals: Refusals = field(default_factory=Refusals)
     conversations: Conversations = field(default_factory=Conversations)

@@ -42,7 +42,7 @@ def renewed(messages: list[Body]) -> list[Body]:
     return [message("system", messages[0]["content"][: len(STORY)]), message("user", "Tell me of the sea. " * 40)]
 
 
-VERSIONS: dict[str, Callable[[list[Body]], list[Body]]] = {"t": list, "e": edited, "E": edited, "N": renewed}
+CHANGES: dict[str, Callable[[list[Body]], list[Body]]] = {"t": list, "e": edited, "E": edited, "N": renewed}
 
 
 def checkups(tmp_path: Path, kind: str, steps: str, session_id: str | None = "s") -> list[Checkup]:
@@ -50,7 +50,7 @@ def checkups(tmp_path: Path, kind: str, steps: str, session_id: str | None = "s"
     app = create_app(FakeEngine(), fake_model(context_tokens=20_000), ServerConfig())
     client, lines, messages = TestClient(app, client=("127.0.0.1", 1)), list[Body](), opening()
     for number, step in enumerate(steps):
-        sent = VERSIONS[step](copy.deepcopy(messages))
+        sent = CHANGES[step](copy.deepcopy(messages))
         body = {"messages": sent, "session_id": session_id}
         answer = client.post("/v1/chat/completions", json=body).json()
         lines.append({"body": body, "response": answer})
