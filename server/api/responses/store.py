@@ -31,6 +31,8 @@ MAX_MEMORY_BYTES: Final = 1 << 26
 """Of all that is kept, as JSON."""
 MAX_CHAIN: Final = 10_000
 """Responses that go on from each other and are read for one prompt."""
+_MODE_ATTEMPTS: Final = 250
+_MODE_SECONDS: Final = 0.02
 _VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE responses (
@@ -214,7 +216,7 @@ def _opened(path: Path | None) -> sqlite3.Connection:
 
 def _prepared(name: str) -> sqlite3.Connection:
     database = sqlite3.connect(name, timeout=30, check_same_thread=False)
-    database.execute("PRAGMA journal_mode = WAL")
+    _write_ahead(database)
     database.execute("PRAGMA synchronous = NORMAL")
     # What is deleted is overwritten.
     database.execute("PRAGMA secure_delete = ON")
@@ -225,6 +227,19 @@ def _prepared(name: str) -> sqlite3.Connection:
         if version != _VERSION:
             _make_tables(database)
     return database
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Sets the journal's mode, for which SQLite does not wait while another server sets it."""
+    for attempt in range(_MODE_ATTEMPTS):
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            if attempt == _MODE_ATTEMPTS - 1:
+                raise
+            time.sleep(_MODE_SECONDS)
+        else:
+            return
 
 
 def _make_tables(database: sqlite3.Connection) -> None:
