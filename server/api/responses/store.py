@@ -119,7 +119,7 @@ class ResponseStore:
     def delete(self, namespace: str, response_id: str) -> "Future[bool]":
         """Forgets a response; returns whether there was one. Those that go on from it lose their beginning."""
         statement = "DELETE FROM responses WHERE namespace = ? AND id = ?"
-        return self._run(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
+        return self._forget(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
 
     def put_conversation(self, namespace: str, conversation: StoredConversation) -> "Future[None]":
         """Keeps a conversation, or new metadata of one."""
@@ -131,7 +131,7 @@ class ResponseStore:
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> "Future[bool]":
         """Forgets a conversation and its items; returns whether there was one."""
-        return self._run(lambda database: _delete_conversation(database, namespace, conversation_id))
+        return self._forget(lambda database: _delete_conversation(database, namespace, conversation_id))
 
     def items(self, namespace: str, conversation_id: str) -> "Future[list[Item]]":
         """Returns the items of a conversation in order."""
@@ -145,7 +145,13 @@ class ResponseStore:
         """Takes an item out of a conversation; returns whether it was there."""
         statement = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ? AND id = ?"
         place = (namespace, conversation_id, item_id)
-        return self._run(lambda database: database.execute(statement, place).rowcount > 0)
+        return self._forget(lambda database: database.execute(statement, place).rowcount > 0)
+
+    def _forget(self, work: Callable[[sqlite3.Connection], bool]) -> "Future[bool]":
+        """Runs a deletion, then empties the log that still holds what was deleted, unless another server reads it."""
+        forgotten = self._run(work)
+        self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+        return forgotten
 
     def _run(self, work: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
         def done() -> Result:
@@ -218,12 +224,16 @@ def _prepared(name: str) -> sqlite3.Connection:
     database.execute("PRAGMA synchronous = NORMAL")
     # What is deleted is overwritten.
     database.execute("PRAGMA secure_delete = ON")
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    if version != _VERSION:
-        for table in ("responses", "chains", "conversations", "conversation_items"):
-            database.execute(f"DROP TABLE IF EXISTS {table}")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_VERSION}")
+    # Another server may be about to make the same tables.
+    database.execute("BEGIN IMMEDIATE")
+    with database:
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version != _VERSION:
+            for table in ("responses", "chains", "conversations", "conversation_items"):
+                database.execute(f"DROP TABLE IF EXISTS {table}")
+            for statement in _SCHEMA.split(";"):
+                database.execute(statement)
+            database.execute(f"PRAGMA user_version = {_VERSION}")
     return database
 
 
