@@ -121,7 +121,7 @@ class ResponseStore:
     def delete(self, namespace: str, response_id: str) -> "Future[bool]":
         """Forgets a response; returns whether there was one. Those that go on from it lose their beginning."""
         statement = "DELETE FROM responses WHERE namespace = ? AND id = ?"
-        return self._run(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
+        return self._forget(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
 
     def put_conversation(self, namespace: str, conversation: StoredConversation) -> "Future[None]":
         """Keeps a conversation, or new metadata of one."""
@@ -133,7 +133,7 @@ class ResponseStore:
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> "Future[bool]":
         """Forgets a conversation and its items; returns whether there was one."""
-        return self._run(lambda database: _delete_conversation(database, namespace, conversation_id))
+        return self._forget(lambda database: _delete_conversation(database, namespace, conversation_id))
 
     def items(self, namespace: str, conversation_id: str) -> "Future[list[Item]]":
         """Returns the items of a conversation in order."""
@@ -147,7 +147,13 @@ class ResponseStore:
         """Takes an item out of a conversation; returns whether it was there."""
         statement = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ? AND id = ?"
         place = (namespace, conversation_id, item_id)
-        return self._run(lambda database: database.execute(statement, place).rowcount > 0)
+        return self._forget(lambda database: database.execute(statement, place).rowcount > 0)
+
+    def _forget(self, work: Callable[[sqlite3.Connection], bool]) -> "Future[bool]":
+        """Runs a deletion, then empties the log that still holds what was deleted, unless another server reads it."""
+        forgotten = self._run(work)
+        self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+        return forgotten
 
     def _run(self, work: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
         def done() -> Result:
@@ -245,7 +251,7 @@ def _write_ahead(database: sqlite3.Connection) -> None:
 def _make_tables(database: sqlite3.Connection) -> None:
     for table in ("responses", "chains", "conversations", "conversation_items"):
         database.execute(f"DROP TABLE IF EXISTS {table}")
-    for statement in filter(str.strip, _SCHEMA.split(";")):
+    for statement in _SCHEMA.split(";"):
         database.execute(statement)
     database.execute(f"PRAGMA user_version = {_VERSION}")
 
