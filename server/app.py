@@ -65,9 +65,6 @@ _ADMIN = (
 
 _SALT, _CACHE = ("cache_salt", "namespace"), ("cache_salt", "namespace", "model")
 
-ANY = Operation()
-"""Of an endpoint that says nothing of what it takes and gives."""
-
 ADMIN_OPERATIONS: Operations = {
     list_sessions: Operation(answer=SessionList, query=_SALT),
     get_session: Operation(answer=SessionDetail, query=_SALT),

@@ -1,7 +1,7 @@
 """The OpenAPI document of a server, made of its routes and of the types that check bodies and write answers. Pure.
 
 Bodies are described by pydantic, answers by the TypedDicts that they are built as. Where a field is taken in more
-shapes than its type has, and does not say in which (`json_schema_input_type`), the document says nothing of its shape.
+shapes than its type has, and does not say in which (`json_schema_input_type`), the document leaves its shape open.
 """
 
 import inspect
