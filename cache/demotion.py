@@ -31,11 +31,11 @@ class Demotion:
             return
         leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]
         leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
-        for (trie, leaf), tick in zip(leaves, self.disk.tier.ticks(len(leaves)), strict=True):
+        for (trie, leaf), used_at in zip(leaves, self.disk.tier.times_of_use(len(leaves)), strict=True):
             if leaf.parent is not None:
-                yield from self._save_path(self.disk, trie, leaf, tick)
+                yield from self._save_path(self.disk, trie, leaf, used_at)
 
-    def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, tick: int) -> Iterator[None]:
+    def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
         """Has a conversation written. The snapshot taken at its end for that stays in memory if the budget allows."""
         path = leaf.path()
         ends = [
@@ -45,7 +45,7 @@ class Demotion:
         for slot in ends:
             self._pager.keep_tip(slot)
         try:
-            yield from disk.save_path(trie.namespace, path, self._pager.copy_live, tick)
+            yield from disk.save_path(trie.namespace, path, self._pager.copy_live, used_at)
         finally:
             for node in tips:
                 is_over = self._memory.ledger.excess_bytes() > 0

@@ -90,6 +90,11 @@ class MemoryTier:
             for leaf in leaves:
                 self._evict_leaf(trie, leaf, ())
 
+    @property
+    def namespaces(self) -> list[str]:
+        """The namespaces that have a trie."""
+        return list(self._namespaces)
+
     def find_trie(self, namespace: str) -> PrefixTrie:
         """Returns the trie of a namespace, or an empty one that is not kept."""
         found = self._namespaces.get(namespace)

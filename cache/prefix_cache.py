@@ -37,7 +37,7 @@ from cache.slots import Slot
 from cache.stats import CacheStats
 from cache.tokens import TokenArray
 from cache.types import LayerCache
-from cache.view import CacheView, StateBytes, disk_views, views
+from cache.view import CacheView, NamespaceView, StateBytes, disk_views, views
 
 
 class PrefixCache:
@@ -225,6 +225,22 @@ class PrefixCache:
             num_evictions=self.memory.evictions[namespace],
             budget_bytes=self.ledger.budget_bytes,
             pinned=self.pins.labels(namespace),
+        )
+
+    def namespaces(self) -> list[NamespaceView]:
+        """Returns what each namespace holds that holds anything, the most bytes first."""
+        on_disk = self.disk.tier.namespaces() if self.disk is not None else []
+        views = (self._namespace_view(name) for name in {*self.memory.namespaces, *on_disk})
+        held = [view for view in views if view.num_nodes or view.num_disk_nodes]
+        return sorted(held, key=lambda view: (-view.state.in_memory - view.state.disk, view.namespace))
+
+    def _namespace_view(self, namespace: str) -> NamespaceView:
+        return NamespaceView(
+            namespace,
+            self.memory.find_trie(namespace).num_nodes,
+            self.memory.holdings(namespace).total.num_tokens,
+            self.disk.tier.num_edges(namespace) if self.disk is not None else 0,
+            self.bytes_of(namespace),
         )
 
     def bytes_of(self, namespace: str) -> StateBytes:

@@ -90,7 +90,7 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
     return sorted(gone)
 
 
-def worth_writing(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
+def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
     """Returns which points of a conversation should be written to disk; `points` and the result ascend by offset.
 
     Points that several conversations share, and explicit ones, are all written. Of the points that each turn leaves,

@@ -88,6 +88,17 @@ class CacheView:
     """Labels of the explicit pins."""
 
 
+@dataclass(frozen=True)
+class NamespaceView:
+    """What one namespace holds, in sums."""
+
+    namespace: str
+    num_nodes: int
+    num_tokens: int
+    num_disk_nodes: int
+    state: StateBytes
+
+
 def views(trie: PrefixTrie, max_nodes: int) -> list[NodeView]:
     """Returns up to `max_nodes` edges, parents before children, the last used first among siblings."""
     index_of: dict[Node, int] = {}

@@ -13,7 +13,7 @@ ModelError
     ├── RepositoryNotFound    no such repository or revision, or it is private
     ├── RepositoryGated       its owner asks for consent first
     ├── RepositoryUnsuitable  it holds no weights that MLX can load
-    └── NoRoom                the disk is too full
+    └── DiskTooFull           the disk cannot hold the download
 """
 
 
@@ -82,7 +82,7 @@ class RepositoryUnsuitable(PullFailed):
     """The repository holds no weights that MLX can load."""
 
 
-class NoRoom(PullFailed):
+class DiskTooFull(PullFailed):
     """The disk cannot hold the download."""
 
 

@@ -30,9 +30,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
 
 from models.errors import (
+    DiskTooFull,
     HubUnreachable,
     ModelNotFound,
-    NoRoom,
     PullFailed,
     RepositoryGated,
     RepositoryNotFound,
@@ -111,7 +111,7 @@ def pull(name: str, report: Report = lambda done, total: None) -> Path:
     with _explained(repository):
         download = _plan(repository)
         _require_weights(download)
-        _require_room(download)
+        _require_space(download)
         _fetch_large_files(download, report)
         return Path(
             snapshot_download(
@@ -151,14 +151,14 @@ def _require_weights(download: _Download) -> None:
         )
 
 
-def _require_room(download: _Download) -> None:
+def _require_space(download: _Download) -> None:
     needed_bytes = sum(file.size_bytes - download.bytes_here(file) for file in download.files)
     place = cache_folder()
     while not place.exists():
         place = place.parent
     free_bytes = shutil.disk_usage(place).free
     if needed_bytes > free_bytes:
-        raise NoRoom(
+        raise DiskTooFull(
             f"{download.repository} needs {needed_bytes / 1e9:.1f} GB more, "
             f"and {place} has {free_bytes / 1e9:.1f} GB left"
         )
@@ -283,5 +283,5 @@ def _explained(repository: RepositoryName) -> Iterator[None]:
         raise HubUnreachable(f"{endpoint} cannot be reached; is there a network?") from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise NoRoom(f"The disk is full; make room and pull {repository} again") from error
+            raise DiskTooFull(f"The disk is full; make room and pull {repository} again") from error
         raise PullFailed(f"{repository} could not be stored: {error}") from error

@@ -43,13 +43,14 @@ from server.api.openai.chat_types import ChatBody
 from server.api.openai.completions import CompletionBody
 from server.api.openai.routes import OPENAI
 from server.api.openapi import DescribedPath, Document, Operation, Operations
+from server.api.responses.routes import RESPONSES
 from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.key_file import read_keys
 
-APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP)
+APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers where a path is no dialect's own."""
 
 _ADMIN = (

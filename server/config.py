@@ -73,7 +73,7 @@ class ServerConfig:
     )
     cache_disk_bytes: int | None = _setting(
         None,
-        "Room on disk for state that outlives memory and restarts; by default nothing is written.",
+        "Disk space for state that outlives memory and restarts; by default nothing is written.",
         flag="--cache-disk",
         unit="bytes",
         minimum=MEBIBYTE,

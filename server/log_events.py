@@ -91,6 +91,8 @@ class MissFigures:
     """Why a prompt was evaluated again, and where."""
 
     reason: str
+    cause: str
+    """What kind of change it was, in words."""
     message_index: int | None
     role: str | None
     token: int | None
@@ -158,7 +160,7 @@ class RequestEnded(LogEntry):
         if miss is None or (miss.reason == "cold" and not miss.lost_tokens):
             return []
         where = "" if miss.role is None else f" in message {miss.message_index} ({miss.role})"
-        why = miss.reason.replace("_", " ") + where
+        why = miss.cause + where
         if not miss.lost_tokens:
             return [EntryPart(why, Tone.QUIET)]
         cost = f"{grouped(miss.lost_tokens)} tokens evaluated again, {seconds_text(miss.lost_seconds)}"

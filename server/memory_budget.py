@@ -20,7 +20,7 @@ POOL_SHARE = 1 / 16
 """Of the budget, for buffers that were freed and that MLX keeps to use again: they are not counted in the budget."""
 SMALLEST_POOL_BYTES = 128 << 20
 LARGEST_POOL_BYTES = 1 << 30
-"""What the buffers of one step take, with room to spare: a smaller pool would have each step allocate them anew."""
+"""What the buffers of one step take, with a reserve: a smaller pool would have each step allocate them anew."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 

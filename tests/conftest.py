@@ -21,6 +21,13 @@ settings.register_profile("mlx-serve", deadline=None, suppress_health_check=[Hea
 settings.load_profile("mlx-serve")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds what makes the tests more thorough than usual."""
+    parser.addoption(
+        "--all-faults", action="store_true", help="diagnose every fault on every model, with and without session ids"
+    )
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Spreads a run of everything over the cores; a part runs in this process, with its output and its debugger."""
     is_part = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.getoption("keyword")

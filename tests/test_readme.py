@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from models.names import SHORT_NAMES
 from server.app import create_app
-from server.cli.main import app
+from server.cli.main import app, execute
 from server.config import ServerConfig
 from server.service import open_service
 from tests.support.live_server import running
@@ -22,7 +24,7 @@ def blocks(language: str) -> list[str]:
     return [text for found, text in fenced if found == language]
 
 
-def test_the_example_asks_every_question_and_reuses_what_it_said() -> None:
+def test_the_example_asks_every_question_and_reuses_what_it_said(capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = blocks("python")
     config = ServerConfig()
     service = open_service(config)
@@ -31,6 +33,7 @@ def test_the_example_asks_every_question_and_reuses_what_it_said() -> None:
         with running(create_app(service.engine, service.model, config)) as url:
             code = program.replace("http://127.0.0.1:8080", url)
             ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            assert execute(["doctor", url]) == 0
     finally:
         service.engine.stop()
     assert ended.returncode == 0, ended.stderr
@@ -43,6 +46,9 @@ def test_the_example_asks_every_question_and_reuses_what_it_said() -> None:
     assert "Ada" in lines[4] and "Paris" in lines[7]
     counts = [tuple(map(int, match.groups())) for match in map(REUSE.fullmatch, lines) if match is not None]
     assert len(counts) == 3 and all(reused + evaluated == prompt for reused, prompt, evaluated in counts)
+    # The example sends a key, which is no hindrance to who owns the server.
+    told = capsys.readouterr().out.splitlines()[0]
+    assert told in blocks("")[0] and "mlx-serve doctor\n" in blocks("")[0]
     assert counts[0][0] == 0 and all(reused > counts[0][1] for reused, _, _ in counts[1:])
 
 

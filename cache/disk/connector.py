@@ -150,14 +150,14 @@ class DiskConnector:
             self._save_snapshot(disk_path, node)
 
     def save_path(
-        self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], tick: int
+        self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int
     ) -> Iterator[None]:
         """Has what disk lacks of a path written, one piece with each step.
 
-        `live_rows` copies the rows of a node that are live in a slot; `tick`, one of the tier's, is the time of use.
+        `live_rows` copies the rows of a node that are live in a slot; `used_at` is one of the tier's `times_of_use`.
         """
         disk_path = self._disk_path(namespace, path)
-        self.tier.touch(disk_path.place, disk_path.stop, tick)
+        self.tier.touch(disk_path.place, disk_path.stop, used_at)
         wanted = self._wanted_snapshots(disk_path)
         stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else disk_path.stop
         if self._layout.needs_snapshots and not wanted:
@@ -165,10 +165,10 @@ class DiskConnector:
         gaps = list(self.tier.covered(disk_path.place, 0, stop).missing())
         for node in path:
             if node.stop <= stop and any(first < node.stop and node.start < last for first, last in gaps):
-                self._save_span(disk_path, node, live_rows, tick)
+                self._save_span(disk_path, node, live_rows, used_at)
                 yield
         for node in wanted:
-            self._save_snapshot(disk_path, node, tick)
+            self._save_snapshot(disk_path, node, used_at)
             yield
 
     def _disk_path(self, namespace: str, path: list[Node]) -> "_DiskPath":
@@ -188,7 +188,7 @@ class DiskConnector:
         on_disk = [snapshot.offset for snapshot in self.tier.snapshots(disk_path.place)]
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
         min_gain = int(GAIN_SHARE * size / self.bytes_per_token) if self.bytes_per_token else 0
-        return [nodes[offset] for offset in restore_points.worth_writing(points, on_disk, min_gain=min_gain)]
+        return [nodes[offset] for offset in restore_points.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:
         """Returns whether a node has a snapshot with all that its layers need, not only window rows for others."""
@@ -200,19 +200,19 @@ class DiskConnector:
         disk_path: "_DiskPath",
         node: Node,
         live_rows: Callable[[Node], Segment] | None = None,
-        tick: int | None = None,
+        used_at: int | None = None,
     ) -> None:
         if node.is_volatile:
             return
         if not any(self.tier.covered(disk_path.place, node.start, node.stop).missing()):
-            self.tier.touch(disk_path.place, node.stop, tick)
+            self.tier.touch(disk_path.place, node.stop, used_at)
             return
         segment = cast(Segment, node.span) if node.span is not None else live_rows(node) if live_rows else None
         if segment is not None:
             tokens = disk_path.tokens[: node.stop]
-            self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, tick=tick)
+            self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, used_at=used_at)
 
-    def _save_snapshot(self, disk_path: "_DiskPath", node: Node, tick: int | None = None) -> None:
+    def _save_snapshot(self, disk_path: "_DiskPath", node: Node, used_at: int | None = None) -> None:
         """Has the snapshot on a node of a path written, with all window rows that it needs."""
         snapshot = cast(Snapshot, node.snapshot)
         window = snapshot.window
@@ -223,7 +223,7 @@ class DiskConnector:
             window = reduce(Segment.join, [*rows, window]).tail(first)
         tokens = disk_path.tokens[: node.stop]
         self.tier.write_snapshot(
-            disk_path.namespace, tokens, window, snapshot.points, near=disk_path.place, tick=tick
+            disk_path.namespace, tokens, window, snapshot.points, near=disk_path.place, used_at=used_at
         )
 
     def check(self, namespace: str, node: Node) -> None:

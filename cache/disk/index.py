@@ -152,7 +152,7 @@ class DiskIndex:
     def touch(self, last_used: Mapping[str, int]) -> None:
         """Records when files were last used."""
         with self._database as database:
-            changes = [(tick, name) for name, tick in last_used.items()]
+            changes = [(used_at, name) for name, used_at in last_used.items()]
             database.executemany("UPDATE files SET last_used = ? WHERE name = ?", changes)
 
     def scrub(self) -> None:

@@ -31,7 +31,7 @@ class DiskSpace:
         self._tree = tree
         self._queue = queue
         self._namespace_bytes: defaultdict[str, int] = defaultdict(int)
-        self._tick = 0
+        self._now = 0
         """The last reading of the clock of use, which counts uses."""
         self._touched: set[StoredFile] = set()
         """Files whose last use the index does not know yet."""
@@ -46,8 +46,8 @@ class DiskSpace:
         """Counts the files that were in the folder when it was opened; evicts some if the budget is smaller now."""
         for file in files:
             self.add(file)
-        self._tick = max((file.last_used for file in files), default=0) + 1
-        self.evict_for(0, self._tick)
+        self._now = max((file.last_used for file in files), default=0) + 1
+        self.evict_for(0, self._now)
 
     def add(self, file: StoredFile) -> None:
         """Counts a file that was added to the tree."""
@@ -72,8 +72,8 @@ class DiskSpace:
             self._tree.prune(gone)
             self._queue.delete(gone)
 
-    def evict_for(self, num_bytes: int, tick: int) -> bool:
-        """Deletes files so that `num_bytes` more fit; those last used at `tick` or later stay.
+    def evict_for(self, num_bytes: int, newest: int) -> bool:
+        """Deletes files so that `num_bytes` more fit; those last used at `newest` or later stay.
 
         Returns False, and deletes nothing, if that is not enough.
         """
@@ -81,7 +81,7 @@ class DiskSpace:
         if excess <= 0:
             return True
         spare = int(self.budget_bytes * (1 - _LOW_WATERMARK))
-        victims = self._tree.victims(excess, spare, tick)
+        victims = self._tree.victims(excess, spare, newest)
         if sum(file.num_bytes for file in victims) < excess:
             return False
         self.drop(victims)
@@ -95,22 +95,22 @@ class DiskSpace:
 
     # ---------------------------------------------------------------------------------------------------- recency
 
-    def ticks(self, count: int) -> list[int]:
+    def times_of_use(self, count: int) -> list[int]:
         """Returns `count` new readings of the clock of use, the latest first."""
-        self._tick += count
-        return list(range(self._tick, self._tick - count, -1))
+        self._now += count
+        return list(range(self._now, self._now - count, -1))
 
-    def touch(self, place: DiskPlace, stop: int, tick: int | None = None) -> int:
-        """Records a use, at `tick` or now, of the files needed to restore at `stop` on the way to a place.
+    def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
+        """Records a use, at `used_at` or now, of the files needed to restore at `stop` on the way to a place.
 
-        Returns the tick. A file that was used later keeps its later time.
+        Returns the time of use. A file that was used later keeps its later time.
         """
-        tick = tick if tick is not None else self.ticks(1)[0]
+        used_at = used_at if used_at is not None else self.times_of_use(1)[0]
         for file in self._tree.on_path(place, stop):
-            if file.last_used < tick:
-                file.last_used = tick
+            if file.last_used < used_at:
+                file.last_used = used_at
                 self._touched.add(file)
-        return tick
+        return used_at
 
     def save_recency(self) -> None:
         """Has the index record the uses since the last call."""

@@ -153,6 +153,14 @@ class DiskTier:
         self._notice_written()
         return list_edges(self._tree, namespace, max_edges)
 
+    def namespaces(self) -> list[str]:
+        """Returns the namespaces of which something is on disk."""
+        return self._tree.namespaces()
+
+    def num_edges(self, namespace: str) -> int:
+        """Returns how many edges of a namespace are on disk."""
+        return self._tree.num_edges(namespace)
+
     def bytes_of(self, namespace: str) -> int:
         """Returns the bytes of a namespace's files, those that wait to be written included."""
         return self._space.bytes_of(namespace)
@@ -187,25 +195,25 @@ class DiskTier:
         segment: Segment,
         *,
         near: DiskPlace = START,
-        tick: int | None = None,
+        used_at: int | None = None,
     ) -> FileSpan | None:
         """Has a segment written that stops at `len(tokens)`; `tokens` are all tokens from the sequence's start.
 
         Returns at once a span that can be loaded once it `is_written`; None if the segment cannot be taken now,
         because too much waits, the day's or the whole budget is used up, or the disk fails. Tokens whose state is on
         disk already are not written again. Borrows the segment's arrays. `near` is a place on the way to the tokens'
-        end, which saves comparing. `tick` is the time of use, one of `ticks`, by default now; nothing that was used
-        later is evicted for it.
+        end, which saves comparing. `used_at` is one of `times_of_use`, by default now; nothing that was used later is
+        evicted for it.
         """
         self._notice_written()
         place = self._tree.locate(namespace, tokens, near)
-        tick = self.touch(place, len(tokens), tick)
+        used_at = self.touch(place, len(tokens), used_at)
         held = self._tree.covered(place, segment.start, len(tokens))
         gaps = list(held.missing())
         if not gaps:
             return held
         image = self._make_image(segment, None)
-        new = [StoredFile(self._reader, namespace, *gap, _file_bytes(image, *gap), last_used=tick) for gap in gaps]
+        new = [StoredFile(self._reader, namespace, *gap, _file_bytes(image, *gap), last_used=used_at) for gap in gaps]
         return reduce(FileSpan.filled, new, held) if self._write(tokens, image, new, place) else None
 
     def write_snapshot(
@@ -216,7 +224,7 @@ class DiskTier:
         points: PointState | None,
         *,
         near: DiskPlace = START,
-        tick: int | None = None,
+        used_at: int | None = None,
     ) -> FileSnapshot | None:
         """Has a snapshot written that is valid right after `tokens`, where the window's rows end.
 
@@ -225,7 +233,7 @@ class DiskTier:
         """
         self._notice_written()
         place = self._tree.locate(namespace, tokens, near)
-        tick = self.touch(place, len(tokens), tick)
+        used_at = self.touch(place, len(tokens), used_at)
         start, stop = window.start if window is not None else len(tokens), len(tokens)
         held = self._tree.snapshot(place, stop)
         if held is not None and held.start <= start and (points is None or held.has_points):
@@ -235,7 +243,7 @@ class DiskTier:
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
             return None
-        new = StoredFile(self._reader, namespace, start, stop, _file_bytes(image, start, stop), last_used=tick)
+        new = StoredFile(self._reader, namespace, start, stop, _file_bytes(image, start, stop), last_used=used_at)
         new.is_snapshot, new.has_points = True, points is not None
         if not self._write(tokens, image, [new], place):
             return None
@@ -272,16 +280,16 @@ class DiskTier:
 
     # ----------------------------------------------------------------------------------------- recency, deletion
 
-    def touch(self, place: DiskPlace, stop: int, tick: int | None = None) -> int:
-        """Records a use, at `tick` or now, of the files needed to restore at `stop` on the way to a place.
+    def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
+        """Records a use, at `used_at` or now, of the files needed to restore at `stop` on the way to a place.
 
-        Returns the tick.
+        Returns the time of use.
         """
-        return self._space.touch(place, stop, tick)
+        return self._space.touch(place, stop, used_at)
 
-    def ticks(self, count: int) -> list[int]:
+    def times_of_use(self, count: int) -> list[int]:
         """Returns `count` new readings of the clock of use, the latest first."""
-        return self._space.ticks(count)
+        return self._space.times_of_use(count)
 
     def clear(self, namespace: str | None = None) -> None:
         """Deletes everything, or everything of one namespace, and overwrites its tokens in the index's files."""

@@ -147,7 +147,7 @@ class Answer:
         started, request = self._figures.started, self._exchange.request
         if started is None or self._reported is not None:
             return
-        turn, number = self._figures.turn(request, self._exchange.model.id, started), None
+        turn, number = self._figures.turn(request, self._exchange.model.id, started, self._account.previous_id), None
         if self._on_turn is not None and self._account.name is not None:
             number = self._on_turn(self._account.name, turn)
         self._reported = turn, number

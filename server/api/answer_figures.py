@@ -58,7 +58,9 @@ class AnswerFigures:
             case Failed():
                 self.outcome, self.error = f"failed ({type(event.error).__name__})", event.error
 
-    def turn(self, request: GenerationRequest, model_id: str, started: Started) -> TurnRecord:
+    def turn(
+        self, request: GenerationRequest, model_id: str, started: Started, previous_id: str | None = None
+    ) -> TurnRecord:
         """Returns the turn that the request was, as far as it has come."""
         reuse = started.reuse
         return TurnRecord(
@@ -74,6 +76,7 @@ class AnswerFigures:
             tier=started.tier,
             kept=reuse.kept,
             lost_tokens=min(reuse.lost_tokens, self.num_evaluated),
+            previous_id=previous_id,
             misses=reuse.misses or _one(reuse.miss),
         )
 

@@ -102,4 +102,6 @@ def _miss_of(turn: TurnRecord) -> MissFigures | None:
     if miss is None:
         return None
     seconds = round(turn.lost_seconds, 3)
-    return MissFigures(miss.reason.value, miss.message_index, miss.role, miss.token, turn.lost_tokens, seconds)
+    return MissFigures(
+        miss.reason.value, miss.cause.value, miss.message_index, miss.role, miss.token, turn.lost_tokens, seconds
+    )

@@ -12,6 +12,8 @@ from server.api_keys import ApiKey, namespace_of_key
 from server.config import ServerConfig
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
+OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
+"""Headers that proxies and browsers add: somebody else is asking."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
@@ -64,7 +66,7 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
         return key is not None and key.is_operator
     if dialect_of(request).api_key(request.headers):
         return False
-    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "origin"))
+    is_forwarded = any(name in request.headers for name in OF_OTHERS)
     return not is_forwarded and request.client is not None and request.client.host in LOOPBACK
 
 

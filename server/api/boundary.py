@@ -1,6 +1,7 @@
 """The outermost ASGI layer: names each request, finds its dialect, and answers every exception in that dialect."""
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Mapping
 
@@ -9,13 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.auth import key_name_of
+from server.api.auth import key_name_of, namespace_of
+from server.api.context import context_of
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code, explain
 from server.api.other_apis import explain_unknown_path
-from server.log_events import MAX_REASON_LENGTH, RequestRefused, cut
+from server.api.refusals import Origin, Refusal
+from server.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
 logger = logging.getLogger(__name__)
+
+_OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORIGIN_NOT_ALLOWED})
 
 
 class ErrorBoundary:
@@ -48,6 +53,7 @@ class ErrorBoundary:
         except Exception as error:  # the border of the process: nothing may pass it
             answer = explain(error, request_id)
             _log_refusal(scope, request_id, answer)
+            _keep_refusal(scope, request_id, answer)
             if tracked.has_started:
                 raise
             await dialect.error_response(answer)(scope, receive, tracked)
@@ -63,6 +69,26 @@ def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
         request_id, scope["method"], scope["path"], error.status, error.code.value, reason, key_name_of(scope)
     )
     logger.log(level, refused)
+
+
+def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
+    """Keeps what was refused of those who may ask at all, for them to be told of by `mlx-serve doctor`."""
+    if scope["method"] != "POST" or error.code in _OF_STRANGERS:
+        return
+    request = Request(scope)
+    origin = getattr(request.state, "origin", None) or Origin(namespace_of(request, None))
+    context_of(request).refusals.record(
+        Refusal(
+            origin,
+            request_id,
+            time.time(),
+            cut(scope["path"], MAX_PATH_LENGTH),
+            error.status,
+            error.code.value,
+            error.param and cut(error.param, MAX_PATH_LENGTH),
+            cut(error.message, MAX_REASON_LENGTH),
+        )
+    )
 
 
 class _TrackedSend:

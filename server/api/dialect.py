@@ -9,6 +9,7 @@ the same for all.
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers
@@ -38,10 +39,10 @@ class Dialect(ABC):
     """What all endpoints of one family of clients have in common. Without state."""
 
     stream_media_type = "text/event-stream"
-    own_header: str | None = None
-    """A header, in lower case, that only its clients send. An unknown path is its own for requests that have it."""
     takes_any_content_type = False
     """Whether programs that are no browsers may send JSON under any content type, as `curl -d` does by itself."""
+    own_header: str | None = None
+    """A header, in lower case, that only its clients send. An unknown path is its own for requests that have it."""
 
     @abstractmethod
     def api_key(self, headers: Mapping[str, str]) -> str:
@@ -161,15 +162,15 @@ def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
     """Returns the dialect whose path was asked for, whatever the method.
 
-    For all other paths, that whose own header was sent, or whose path it is below, or else the first one.
+    For all other paths, that whose own path it is or whose own header was sent, or else the first one.
     """
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
     headers = Headers(scope=scope)
-    spoken = [api.dialect for api in apis if api.dialect.own_header is not None and api.dialect.own_header in headers]
-    owners = [api.dialect for api in apis if api.owns(scope["path"])]
-    return next(iter((*spoken, *owners)), apis[0].dialect)
+    asked = (api.dialect for api in apis if api.owns(scope["path"]))
+    spoken = (api.dialect for api in apis if api.dialect.own_header is not None and api.dialect.own_header in headers)
+    return next(chain(asked, spoken), apis[0].dialect)
 
 
 def dialect_of(request: Request) -> Dialect:

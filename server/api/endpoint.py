@@ -3,16 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
-from server.api.auth import key_name_of, known_key_of
+from server.api.auth import key_name_of, known_key_of, namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
 from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
@@ -23,6 +23,8 @@ from server.api.json_body import JsonBody
 from server.api.next_turn import next_turn_requests, sent_back
 from server.api.params import Incoming
 from server.api.rate_limits import Permit
+from server.api.refusals import Origin
+from server.api.session_id import SessionIdError
 from server.api.stream import AnswerStream
 from server.engine.commands import HoldTurn
 
@@ -122,6 +124,7 @@ def _decoded(
     """Returns what `read` makes of the decoded body."""
     check_amount(raw)
     fields, is_finite = parse_object(raw)
+    request.state.origin = _origin_of(request, fields)
     check_messages(fields)
     name = request.state.request_id.removeprefix("req_")
     result = read(context, Incoming(request, fields, id_prefix + name))
@@ -129,6 +132,16 @@ def _decoded(
         # The check of no typed field has refused the number, so it stands inside an object of any content.
         raise not_finite()
     return result
+
+
+def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
+    """Returns whose request it is, as far as its fields are what they should be: for the case that it is refused."""
+    salt = fields.get("cache_salt")
+    try:
+        session_id = dialect_of(request).session_id(fields, request.headers)
+    except SessionIdError:
+        session_id = None
+    return Origin(namespace_of(request, salt if isinstance(salt, str) else None), session_id)
 
 
 def _client_of(request: Request) -> str:

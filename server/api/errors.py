@@ -37,6 +37,7 @@ class Code(StrEnum):
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     MODEL_NOT_FOUND = "model_not_found"
     SESSION_NOT_FOUND = "session_not_found"
+    RESPONSE_NOT_FOUND = "response_not_found"
     UNKNOWN_PATH = "unknown_path"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     REQUEST_TIMEOUT = "request_timeout"
@@ -69,6 +70,7 @@ STATUS: Mapping[Code, int] = {
     Code.ORIGIN_NOT_ALLOWED: 403,
     Code.MODEL_NOT_FOUND: 404,
     Code.SESSION_NOT_FOUND: 404,
+    Code.RESPONSE_NOT_FOUND: 404,
     Code.UNKNOWN_PATH: 404,
     Code.METHOD_NOT_ALLOWED: 405,
     Code.REQUEST_TIMEOUT: 408,

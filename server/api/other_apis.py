@@ -17,7 +17,6 @@ class OtherApi:
 OTHER_APIS = (
     OtherApi("Anthropic's Text Completions API", ("complete",)),
     OtherApi("Anthropic's Message Batches API", ("messages/batches",)),
-    OtherApi("OpenAI's Responses API", ("responses", "conversations")),
     OtherApi("OpenAI's embeddings", ("embeddings",)),
     OtherApi("OpenAI's audio API", ("audio",)),
     OtherApi("OpenAI's images API", ("images",)),
@@ -37,7 +36,8 @@ OTHER_APIS = (
     ),
     OtherApi("Ollama's accounts and web search", ("api/me", "api/signout", "api/web_search", "api/web_fetch")),
     OtherApi("Google's Gemini API", ("v1beta",)),
-    OtherApi("llama.cpp's own API", ("completion", "infill", "lora-adapters", "embedding")),
+    OtherApi("llama.cpp's own completions", ("completion", "infill")),
+    OtherApi("llama.cpp's adapters and embeddings", ("lora-adapters", "embedding")),
     OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
     OtherApi("a reranking API", ("rerank", "reranking", "score")),
 )

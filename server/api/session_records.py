@@ -42,6 +42,8 @@ class TurnRecord:
     lost_tokens: int
     """Tokens evaluated because of the miss, as far as the previous prompt reached."""
     misses: tuple[Miss, ...] = ()
+    previous_id: str | None = None
+    """The request that it was compared with; None without one."""
 
     @property
     def miss(self) -> Miss | None:

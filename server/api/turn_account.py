@@ -26,6 +26,8 @@ class TurnAccount:
         self._exchange = exchange
         self.name: Name | None = None
         """The conversation; None until the request holds a slot, and for an unnamed request without a turn."""
+        self.previous_id: str | None = None
+        """The request that it was compared with; None without one."""
         self._is_recorded = False
 
     async def explained(self, started: Started) -> Started:
@@ -36,6 +38,7 @@ class TurnAccount:
             self.name = Name(request.namespace, request.session_id) if request.session_id is not None else None
             return started
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
+        self.previous_id = previous.request_id if previous is not None else None
         if not request.cache_prompt:
             return _with_reuse(started, declined(previous, rendered))
         match, hit = started.match_tokens, started.hit_tokens
@@ -57,7 +60,8 @@ class TurnAccount:
         if num_evaluated == len(request.tokens):
             tokens = np.concatenate([tokens, np.array(reply_ids, np.int32)])
         turn = Turn(self._exchange.asked, None if reply is None else self._reply_part(reply))
-        self._conversations.record(self.name, EvaluatedTurn(turn, tokens, len(request.tokens)))
+        evaluated = EvaluatedTurn(turn, tokens, len(request.tokens), request_id=request.request_id)
+        self._conversations.record(self.name, evaluated)
 
     def _reply_part(self, text: str) -> Part:
         messages = self._exchange.reply_messages()

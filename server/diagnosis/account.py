@@ -27,6 +27,8 @@ class EvaluatedTurn:
     num_prompt_tokens: int
     was_cleared: bool = False
     """Whether the cache was cleared since."""
+    request_id: str = ""
+    """What the request was called."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,8 +49,7 @@ class Rendered:
 def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hit: int) -> Reuse:
     """Returns why not more than `hit` tokens were restored, of `match` tokens that the cache knew."""
     if previous is None:
-        cold = Miss(MissReason.COLD, token=hit, cause=Cause.COLD) if hit == 0 else None
-        return Reuse(match, hit, miss=cold)
+        return _of_first(request, match, hit)
     lost = _Loss(previous, request, match, hit)
     misses = tuple(lost.misses())
     kept: float | None = min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0
@@ -66,6 +67,19 @@ def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
     return Reuse(0, 0, None, miss, reach, (miss,))
 
 
+def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
+    """Returns the account of a request that goes on from no turn, though others may have had its beginning."""
+    if match - hit > EDGE_TOKENS:
+        miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
+        return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
+    return Reuse(match, hit, miss=Miss(MissReason.COLD, token=hit, cause=Cause.COLD) if hit == 0 else None)
+
+
+def _state_miss(request: Rendered, hit: int, lost: int, reason: MissReason, cause: Cause) -> Miss:
+    index, role = request.outline.message_at(hit)
+    return Miss(reason, index, role, hit, cause=cause, lost_tokens=lost)
+
+
 class _Loss:
     """What one prompt lost: by what was changed, and by what the cache lacked before that."""
 
@@ -76,8 +90,7 @@ class _Loss:
         longest = len(request.tokens) - 1
         self._reach = max(0, min(len(previous.tokens), longest))
         """What could have been reused at best."""
-        is_known = previous.turn.prompt.model == request.prompt.model
-        is_known = is_known and previous.turn.prompt.namespace == request.prompt.namespace
+        is_known = request.prompt.shares_state_with(previous.turn.prompt)
         self._common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
 
     def misses(self) -> list[Miss]:
@@ -85,12 +98,12 @@ class _Loss:
         by_state = max(0, min(self._common, self._reach) - self._hit)
         by_change = max(0, self._reach - max(self._common, self._hit))
         changes = find_changes_between(self._previous.turn, self._request.prompt) if by_change else []
-        if by_change and self._is_consequence(changes):
+        if by_change and self._is_consequence(changes, by_state):
             by_state, by_change = 0, by_change + by_state
         state = [self._state_miss(by_state)] if by_state else []
         return [*state, *self._change_misses(changes, by_change)]
 
-    def _is_consequence(self, changes: Sequence[Change]) -> bool:
+    def _is_consequence(self, changes: Sequence[Change], by_state: int) -> bool:
         """Whether nothing would be missing before the change without it: state is kept for turns that go on.
 
         A template that changes a reply parts within the header of the answer, which the end of the prompt is restored
@@ -100,7 +113,9 @@ class _Loss:
             return False
         if not changes:
             return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
-        return changes[0].cause is not Cause.BRANCHED
+        # What begins like another conversation could go on from there, if that is not just where its own text begins.
+        is_other = changes[0].cause is Cause.SIDE_REQUEST and by_state > EDGE_TOKENS
+        return changes[0].cause is not Cause.BRANCHED and not is_other
 
     def _state_miss(self, lost: int) -> Miss:
         reason, cause = MissReason.EVICTED, Cause.EVICTED
@@ -108,8 +123,7 @@ class _Loss:
             reason, cause = MissReason.CLEARED, Cause.CLEARED
         elif self._match >= self._common:
             reason, cause = MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE
-        index, role = self._request.outline.message_at(self._hit)
-        return Miss(reason, index, role, self._hit, cause=cause, lost_tokens=lost)
+        return _state_miss(self._request, self._hit, lost, reason, cause)
 
     def _change_misses(self, changes: Sequence[Change], lost: int) -> list[Miss]:
         if not lost:

@@ -36,7 +36,8 @@ _ADVICE: Mapping[Cause, str] = {
     Cause.COLD: "There is nothing to mend: nothing like it was asked before.",
     Cause.EVICTED: "Give the server more memory with --cache-memory: this was known once and had to go.",
     Cause.CLEARED: "Do not clear the cache within a conversation: it was known until then.",
-    Cause.NOT_RESTORABLE: "Put `cache_control` on the last message that the turns share: they can then resume there.",
+    Cause.NOT_RESTORABLE: "Put `cache_control` on the last message, or part of one, that is the same: "
+    "requests can then resume there.",
     Cause.DECLINED: "Leave out `cache_prompt: false`: it keeps the server from reusing anything.",
 }
 _BY_PLACE: Mapping[tuple[Cause, str], str] = {

@@ -57,7 +57,7 @@ class Conversations:
         return name, previous or self._find_elsewhere(session_id, request)
 
     def record(self, name: Name, turn: EvaluatedTurn) -> None:
-        """Keeps a turn in place of the one that it goes on from, unless it is only the beginning of it."""
+        """Keeps a turn, in place of the one that it goes on from if nothing in that was changed."""
         turns = self._take(name)
         request = Rendered(turn.turn.prompt, turn.tokens, NO_OUTLINE)
         previous = self._closest(turns, request)
@@ -136,8 +136,15 @@ class Conversations:
 
 
 def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
-    """Returns how close a request is to a turn: messages in common first, then tokens."""
-    return turn.turn.num_shared(request.prompt), common_prefix_length(turn.tokens, request.tokens)
+    """Returns how close a request is to a turn: messages in common first, then tokens.
+
+    A request that goes on from a turn holds its newest message and its reply; one that lacks them may go on from what
+    was before it.
+    """
+    earlier, said = turn.turn, request.prompt.said
+    newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
+    num_missing = len(newest - said) + (earlier.is_answered and earlier.reply not in said)
+    return earlier.num_shared(request.prompt) - num_missing, common_prefix_length(turn.tokens, request.tokens)
 
 
 def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
@@ -155,17 +162,24 @@ def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
 
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
     """Whether the first messages of two conversations are versions of one: more than half of the text is the same."""
+    is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
+    if not is_later:
+        return False
     ours, theirs = (next((part.shown for part in one.parts if not part.is_system), "") for one in (earlier, later))
     head = shared_length(ours, theirs)
     tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
-    is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
-    return is_later and 2 * (head + tail) > max(len(ours), len(theirs), 40)
+    return 2 * (head + tail) > max(len(ours), len(theirs), 40)
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn takes the place of an earlier one: it goes on from it, and is not just its beginning."""
-    is_beginning = earlier.prompt.parts[: len(later.parts)] == later.parts
-    return earlier.num_shared(later) > 0 and not is_beginning
+    """Whether a turn takes the place of an earlier one: it goes on from it as it was, and is not just its beginning.
+
+    Which of two versions the conversation goes on from is seen later, so that both are kept.
+    """
+    before = earlier.prompt
+    is_same = (before.tools, before.arguments) == (later.tools, later.arguments)
+    is_same = is_same and later.parts[: len(before.parts)] == before.parts
+    return is_same and earlier.num_shared(later) > 0 and len(later.parts) > len(before.parts)
 
 
 def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:

@@ -68,6 +68,10 @@ class Prompt:
         """The messages that a conversation is known by: all but the system's."""
         return frozenset(part for part in self.parts if not part.is_system and part.shown)
 
+    def shares_state_with(self, other: "Prompt") -> bool:
+        """Whether what was evaluated of one can be reused for the other at all."""
+        return (self.model, self.namespace) == (other.model, other.namespace)
+
     @property
     def tools_text(self) -> str:
         """The tools as one text."""

@@ -47,6 +47,8 @@ _CLOCK = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _NUMBER = re.compile(r"[-+]?\d+(?:[,._]\d+)*(?:\s?%)?(?![A-Za-z\d])")
+_FIGURE = re.compile(r"\d\s?%|^\s*[\[(<{][^\])>}]*\d[^\[(<{]*[\])>}]\s*$")
+"""A percentage, or a note in brackets that holds a number."""
 _WORD = re.compile(r"[A-Za-z0-9_+/~-]+")
 _QUOTES = str.maketrans("“”„‟«»‘’‚‛–—‐‑", '"' * 6 + "'" * 4 + "-" * 4)
 _ID_PREFIX = re.compile(
@@ -98,7 +100,9 @@ def _cause_of_addition(before: str, after: str, start: int) -> Cause:
         return Cause.EDITED
     if any(_looks_random(word) for word in _WORD.findall(added)):
         return Cause.NONCE
-    return Cause.CLOCK if _CLOCK.search(added) else Cause.EDITED
+    if _CLOCK.search(added):
+        return Cause.CLOCK
+    return Cause.COUNTER if _FIGURE.search(added) else Cause.EDITED
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:

@@ -15,6 +15,7 @@ from server.diagnosis.compare import Turn
 from server.diagnosis.conversations import Conversations, Name
 from server.diagnosis.prompt import Part, Prompt
 from server.doctor.findings import Checkup, Loss, loss_of
+from server.doctor.hindsight import LinkedTurn, settled
 from server.doctor.recorded import Recorded
 from server.engine.diagnosis import Miss
 
@@ -30,10 +31,10 @@ def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = 
     for number, request in enumerate(requests):
         rendered = Rendered(request.prompt, characters_of(request.prompt), NO_OUTLINE)
         name, previous = conversations.find(request.session_id, rendered, str(number))
-        visits.setdefault(name, _Visit(tokens_per_second)).add(previous, rendered)
+        visits.setdefault(name, _Visit(tokens_per_second)).add(str(number), previous, rendered)
         turn = Turn(request.prompt, request.reply)
         tokens = characters_of(request.prompt, request.reply)
-        conversations.record(name, EvaluatedTurn(turn, tokens, len(rendered.tokens)))
+        conversations.record(name, EvaluatedTurn(turn, tokens, len(rendered.tokens), request_id=str(number)))
     return [visit.checkup(label) for label, visit in zip(_labels(visits), visits.values(), strict=True)]
 
 
@@ -58,25 +59,28 @@ class _Visit:
 
     def __init__(self, tokens_per_second: float | None) -> None:
         self._speed = tokens_per_second
-        self._losses: list[Loss] = []
+        self._turns: list[LinkedTurn] = []
         self._kept: list[float] = []
-        self._num_turns = 0
 
-    def add(self, previous: EvaluatedTurn | None, request: Rendered) -> None:
+    def add(self, request_id: str, previous: EvaluatedTurn | None, request: Rendered) -> None:
         """Compares a request with the turn that it goes on from."""
-        self._num_turns += 1
-        if previous is None:
-            return
-        hit = min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
+        losses = self._losses(previous, request, len(self._turns) + 1) if previous is not None else ()
+        previous_id = previous.request_id if previous is not None else None
+        self._turns.append(LinkedTurn(request_id, previous_id, tuple(losses)))
+
+    def _losses(self, previous: EvaluatedTurn, request: Rendered, number: int) -> list[Loss]:
+        hit = 0
+        if request.prompt.shares_state_with(previous.turn.prompt):
+            hit = min(common_prefix_length(previous.tokens, request.tokens), len(request.tokens) - 1)
         reuse = explain(previous, request, match=hit, hit=hit)
         self._kept += [reuse.kept] if reuse.kept is not None else []
-        self._losses += [loss for miss in reuse.misses if (loss := self._loss(miss)) is not None]
+        return [loss for miss in reuse.misses if (loss := self._loss(miss, number)) is not None]
 
-    def _loss(self, miss: Miss) -> Loss | None:
+    def _loss(self, miss: Miss, number: int) -> Loss | None:
         tokens = miss.lost_tokens // CHARACTERS_PER_TOKEN
         seconds = tokens / self._speed if self._speed else None
         return loss_of(
-            self._num_turns,
+            number,
             reason=miss.reason,
             cause=miss.cause,
             index=miss.message_index,
@@ -91,4 +95,4 @@ class _Visit:
     def checkup(self, label: str) -> Checkup:
         """Returns the conversation's."""
         kept = sum(self._kept) / len(self._kept) if self._kept else None
-        return Checkup(label, self._num_turns, kept, tuple(self._losses))
+        return Checkup(label, len(self._turns), kept, tuple(settled(self._turns)))

@@ -23,14 +23,14 @@ class Sessions:
         # A proxy for the web is of no use on the way to one's own machine.
         self._opener = build_opener(ProxyHandler({}))
 
-    def read(self) -> list[dict[str, Any]]:
-        """Returns every session with its turns, the last used first."""
+    def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Returns every session with its turns, and what was refused, the last first."""
         listed = self._get("/v1/sessions")
         if listed is None or not isinstance(listed.get("data"), list):
             raise self._is_another()
         # One may have been forgotten since it was listed.
         found = (self._read_one(str(session["id"]), session.get("namespace")) for session in listed["data"])
-        return [session for session in found if session is not None]
+        return [session for session in found if session is not None], list(listed.get("refused", ()))
 
     def _read_one(self, session_id: str, namespace: str | None) -> dict[str, Any] | None:
         """Returns one session. Who sends neither key nor salt may see several namespaces, so it is named."""

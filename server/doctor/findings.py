@@ -107,6 +107,18 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """Requests that a server answered with the same error."""
+
+    path: str
+    session_id: str | None
+    status: int
+    code: str
+    message: str
+    count: int
+
+
+@dataclass(frozen=True)
 class Savings:
     """What all cures together would save."""
 

@@ -78,7 +78,7 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
     _check_messages(body["messages"], place)
     model, namespace = str(body.get("model") or ""), _namespace(outer, body)
     prompt = prompt_of(body["messages"], tools, arguments, model=model, namespace=namespace)
-    # The server settles these too, so that they are no loss.
+    # The server replaces these by constants too, so that they are no loss.
     head = (replace(part, text=with_constant_header(part.text)) for part in prompt.parts[: prompt.num_head])
     return replace(prompt, parts=(*head, *prompt.parts[prompt.num_head :]))
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.text import Text
 from models.text_comparison import shared_length
 from server.doctor import turns
 from server.doctor.fetch import Sessions
-from server.doctor.findings import Checkup, Finding, Savings, findings_of, savings_of
+from server.doctor.findings import Checkup, Finding, Refused, Savings, findings_of, savings_of
 from server.doctor.recorded import read_requests
 from server.errors import DoctorError
 
@@ -29,19 +30,25 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
     """Prints what a running server's sessions lose, for a person or as JSON; raises DoctorError."""
     sessions = Sessions(url, api_key, cache_salt)
     try:
-        checkups = [turns.checkup_of(session) for session in sessions.read()]
+        read, refused = sessions.read()
+        checkups = [turns.checkup_of(session) for session in read]
+        refusals = [turns.refused_of(refusal) for refusal in refused]
     except (KeyError, TypeError, ValueError) as error:
         raise DoctorError(
             f"the sessions of {sessions.url} are told in a way that this version cannot read"
         ) from error
     if as_json:
-        _print_json(checkups)
+        _print_json(checkups, refusals)
         return
     console = _console()
-    if not checkups:
+    if checkups:
+        console.print(_report(checkups))
+    elif not refusals:
         console.print(NO_SESSIONS)
-        return
-    console.print(_report(checkups))
+    if checkups and refusals:
+        console.print()
+    if refusals:
+        console.print(_refused(refusals))
 
 
 def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
@@ -58,11 +65,12 @@ def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool =
     console.print("Tokens are estimated as characters / 4.", style="dim")
 
 
-def _print_json(checkups: Sequence[Checkup]) -> None:
-    print(json.dumps(body_of(checkups), ensure_ascii=False, indent=2))  # noqa: T201 - data for another program
+def _print_json(checkups: Sequence[Checkup], refused: Sequence[Refused] = ()) -> None:
+    body = body_of(checkups, refused)
+    print(json.dumps(body, ensure_ascii=False, indent=2))  # noqa: T201 - data for another program
 
 
-def body_of(checkups: Sequence[Checkup]) -> dict[str, Any]:
+def body_of(checkups: Sequence[Checkup], refused: Sequence[Refused] = ()) -> dict[str, Any]:
     """Returns the whole report as JSON values."""
     savings = savings_of(checkups)
     return {
@@ -74,6 +82,7 @@ def body_of(checkups: Sequence[Checkup]) -> dict[str, Any]:
             "seconds_per_turn": savings.seconds_per_turn,
             "seconds_per_day": savings.seconds_per_day,
         },
+        "refused": [asdict(one) for one in refused],
     }
 
 
@@ -118,8 +127,21 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
         yield Padding(_finding(finding), (0, 0, 1, 2), expand=False)
 
 
+def _refused(refused: Sequence[Refused]) -> RenderableType:
+    """Returns what was answered with an error: nothing was evaluated for it."""
+    num_requests = sum(one.count for one in refused)
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(justify="right", no_wrap=True)
+    rows.add_column(overflow="fold")
+    for one in refused:
+        whose = f" ({one.session_id})" if one.session_id else ""
+        rows.add_row(f"{one.count} ×", printable(f"{one.path}{whose}: {one.status} {one.message}"))
+    title = Text(f"{_plural(num_requests, 'request')} refused", "bold yellow")
+    return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
+
+
 def _finding(finding: Finding) -> RenderableType:
-    where = f" in the {finding.example.where}" if finding.example.where else ""
+    where = _in_place(finding.example.where)
     title = Text.assemble((finding.cause.value, "bold yellow"), f"{where}, in {_plural(finding.num_turns, 'turn')}")
     rows = Table.grid(padding=(0, 2))
     rows.add_column(no_wrap=True, style="dim")
@@ -129,6 +151,11 @@ def _finding(finding: Finding) -> RenderableType:
     rows.add_row("cost", _cost(finding))
     rows.add_row("mend", finding.cure)
     return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
+
+
+def _in_place(where: str) -> str:
+    """Returns a place with its preposition: `in the tools`, `in message 3 (user)`; empty for none."""
+    return f" in {'' if where.startswith('message ') else 'the '}{where}" if where else ""
 
 
 def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
@@ -141,8 +168,11 @@ def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
 
 def _excerpt(text: str, start: int) -> Text:
     word = next(found for found in re.finditer(r"\S+|\s+|\Z", text) if found.end() > start or not found[0])
-    lead = text[max(0, word.start() - LEAD_CHARACTERS) : word.start()]
-    excerpt = Text("…" if word.start() > LEAD_CHARACTERS else "", no_wrap=True, overflow="ellipsis")
+    begin = max(0, word.start() - LEAD_CHARACTERS)
+    # No half word: the next one begins behind a space, if there is one.
+    begin += text[begin : word.start()].find(" ") + 1 if begin and not text[begin - 1].isspace() else 0
+    lead = text[begin : word.start()]
+    excerpt = Text("…" if begin else "", no_wrap=True, overflow="ellipsis")
     return excerpt.append(printable(lead)).append(printable(word[0]), "bold").append(printable(text[word.end() :]))
 
 
@@ -179,6 +209,8 @@ def printable(text: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if 0 < seconds < 0.095:
+        return f"{max(seconds, 0.01):.2f} s"
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 

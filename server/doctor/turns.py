@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from server.doctor.findings import Checkup, Loss, loss_of
+from server.doctor.findings import Checkup, Loss, Refused, loss_of
+from server.doctor.hindsight import LinkedTurn, settled
 from server.engine.diagnosis import Cause, MissReason
 
 _Turn = Mapping[str, Any]
@@ -13,16 +14,32 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
     """Returns what is wrong with a session. Raises KeyError, TypeError or ValueError for what is no session."""
     turns: Sequence[_Turn] = session["turns"]
     first = int(session["num_turns"]) - len(turns) + 1
-    losses = [loss for number, turn in enumerate(turns, first) for loss in _losses(turn, number)]
+    linked = [
+        LinkedTurn(str(turn.get("id")), turn.get("previous"), tuple(_losses(turn, number)))
+        for number, turn in enumerate(turns, first)
+    ]
     kept = [turn["kept"] for turn in turns if turn["kept"] is not None]
     return Checkup(
         name=str(session["id"]),
         num_turns=int(session["num_turns"]),
         kept=sum(kept) / len(kept) if kept else None,
-        losses=tuple(losses),
+        losses=tuple(settled(linked)),
         num_seen=len(turns),
         began=float(session["created"]),
         ended=float(session["last_used"]),
+    )
+
+
+def refused_of(refusal: Mapping[str, Any]) -> Refused:
+    """Returns what was refused. Raises KeyError, TypeError or ValueError for what is no refusal."""
+    session_id = refusal["session_id"]
+    return Refused(
+        str(refusal["path"]),
+        None if session_id is None else str(session_id),
+        int(refusal["status"]),
+        str(refusal["code"]),
+        str(refusal["message"]),
+        int(refusal["count"]),
     )
 
 

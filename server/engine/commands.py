@@ -7,7 +7,7 @@ import numpy as np
 
 from cache.pins import PinName
 from cache.tokens import TokenArray
-from cache.view import CacheView, StateBytes
+from cache.view import CacheView, NamespaceView, StateBytes
 from server.engine.worker import Worker
 
 HOLD_SECONDS = 120.0
@@ -40,6 +40,15 @@ class DescribeCache:
 
 
 @dataclass(frozen=True)
+class ListNamespaces:
+    """What each namespace holds, in sums."""
+
+    def run(self, worker: Worker) -> list[NamespaceView]:
+        """Returns them, the most bytes first."""
+        return worker.prefix_cache.namespaces()
+
+
+@dataclass(frozen=True)
 class Freed:
     """What clearing a namespace dropped."""
 
@@ -56,6 +65,7 @@ class ClearCache:
 
     def run(self, worker: Worker) -> Freed:
         """Does it, and returns what was freed."""
+        worker.close_answered(self.namespace)
         tokens, before = self._held(worker)
         worker.prefix_cache.clear(self.namespace)
         tokens_left, after = self._held(worker)
@@ -92,6 +102,7 @@ class PinSession:
 
     def run(self, worker: Worker) -> int:
         """Returns how many tokens are pinned; 0 for a session of which nothing is held. Raises PinLimit."""
+        worker.close_answered(self.namespace)
         return worker.sessions.pin(self.namespace, self.session_id)
 
 

@@ -107,10 +107,12 @@ class Worker:
 
     def forget_session(self, namespace: str, session_id: str) -> None:
         """Drops a session's turns, pins and claim to a slot; the state of its tokens stays for others."""
-        key = (namespace, session_id)
-        of_session = [one for one in self._table if (one.request.namespace, one.request.session_id) == key]
-        self._table.close_finished(of_session)  # or its turn would be recorded after this
+        self.close_answered(namespace)  # or its turn would be recorded after this
         self.sessions.forget(namespace, session_id)
+
+    def close_answered(self, namespace: str) -> None:
+        """Ends the sequences whose clients have got all of their answer; they stayed for one more token only."""
+        self._table.close_finished([one for one in self._table if one.request.namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping their progress where possible."""

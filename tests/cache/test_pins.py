@@ -135,7 +135,7 @@ def test_an_explicit_pin_refuses_what_needs_its_memory_and_the_refusal_changes_n
     prefix_cache.check()
     assert known(prefix_cache, story(1)) == 100
     assert not any(slot.is_leased for slot in prefix_cache.slots)
-    cache_driver.run(prefix_cache, [*story(1), *story(2, 380)], session_id="s")  # its own end needs no other room
+    cache_driver.run(prefix_cache, [*story(1), *story(2, 380)], session_id="s")  # its own end needs no other memory
 
 
 def test_a_pinned_node_keeps_its_border() -> None:

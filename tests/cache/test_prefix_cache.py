@@ -111,7 +111,7 @@ def test_a_lease_says_where_its_tokens_came_from() -> None:
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])
-def test_a_point_at_the_prompts_end_is_captured_only_from_settled_caches(is_evaluated: bool) -> None:
+def test_a_point_at_the_prompts_end_is_captured_only_from_evaluated_caches(is_evaluated: bool) -> None:
     """While sequences decode together, a row's own caches may be a step behind or ahead of its tokens."""
     prefix_cache = make("R", num_slots=1)
     lease = begin(prefix_cache, [1, 2, 3], restore_points=[RestorePoint(3, RestorePointKind.EXPLICIT)])
@@ -143,7 +143,7 @@ def calibrated(num_tokens: float, *, num_slots: int) -> PrefixCache:
 
 
 @pytest.mark.parametrize("num_shared", [0, 200])
-def test_what_a_slot_gives_up_makes_room_too(num_shared: int) -> None:
+def test_what_a_slot_gives_up_frees_memory_too(num_shared: int) -> None:
     """The conversation that leaves the slot counts as stored from then on, and can be dropped."""
     prefix_cache = calibrated(800, num_slots=1)
     first = list(range(1, 513))
@@ -159,7 +159,7 @@ def test_what_a_slot_gives_up_makes_room_too(num_shared: int) -> None:
 
 
 def test_state_on_the_way_in_counts_once() -> None:
-    """Of two stored conversations the one that comes back needs no room besides its own."""
+    """Of two stored conversations the one that comes back needs no memory besides its own."""
     prefix_cache = calibrated(1100, num_slots=1)
     conversations = [list(range(first, first + 512)) for first in (1, 1000)]
     for tokens in conversations:
@@ -185,7 +185,7 @@ def test_a_prompt_that_fits_is_taken_however_long_its_answer_may_become() -> Non
     lease.close()
 
 
-def test_an_answer_that_outgrows_what_was_expected_takes_the_room_of_idle_state() -> None:
+def test_an_answer_that_outgrows_what_was_expected_takes_the_memory_of_idle_state() -> None:
     """Two idle conversations fill the budget; the one that is generated grows over it while it runs."""
     prefix_cache = calibrated(1500, num_slots=2)
     for start in (1000, 2000):
@@ -404,7 +404,7 @@ def test_a_large_page_out_leaves_nothing_in_the_pool_of_freed_buffers(monkeypatc
         assert cleared == expected, "the pool is emptied once the live buffers are freed, and for large ones only"
 
 
-def test_a_sequence_that_nobody_made_room_for_grows_by_a_step() -> None:
+def test_a_sequence_without_a_reservation_grows_by_a_step() -> None:
     prefix_cache = make()
     lease = begin(prefix_cache, list(range(1, 602)), expected_tokens=10)
     evaluate(lease, list(range(1, 601)))

@@ -185,7 +185,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             closed = [tokens for name, tokens in self.closed if name == found.namespace]
             lower = max((_common(prompt, tokens) for tokens in committed + closed), default=0)
             assert lease.match_tokens >= min(lower, len(prompt) - 1), "something sent was not found"
-        # What is on disk is promised even where memory then has no room for it.
+        # What is on disk is promised even where memory then cannot hold it.
         if not has_evicted and self.tier is None:
             assert lease.hit_tokens == promised, "peek promised otherwise"
             if self.layout == "T":

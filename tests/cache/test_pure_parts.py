@@ -115,7 +115,7 @@ def test_what_is_exposed_takes_its_place_in_the_order() -> None:
     assert queue.pop(NOW) is None and len(queue) == 0
 
 
-def test_what_is_worth_more_when_young_goes_first_once_age_matters_less() -> None:
+def test_what_has_more_value_when_young_goes_first_once_age_matters_less() -> None:
     few, many = candidate("few", 100, num_tokens=10), candidate("many", 400, num_tokens=30)
     assert queue_of([few, many]).pop(NOW) == many
     assert queue_of([few, many]).pop(NOW + 100) == few
@@ -125,7 +125,7 @@ def test_what_is_worth_more_when_young_goes_first_once_age_matters_less() -> Non
     uses=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 50), st.booleans()), min_size=1, max_size=60),
     pauses=st.lists(st.integers(0, 400), max_size=60),
 )
-def test_nobody_goes_who_is_worth_much_more_than_another(
+def test_nobody_goes_whose_value_is_much_higher_than_anothers(
     uses: list[tuple[int, int, bool]], pauses: list[int]
 ) -> None:
     queue, now, left = policy.Queue(), 3001, dict[int, policy.Candidate]()
@@ -313,9 +313,9 @@ def test_of_each_turn_one_point_goes_to_disk_and_shared_ones_once() -> None:
         KeptPoint(4300, RestorePointKind.TURN_END, is_branch=False),
     ]
     path = [system, branch, *turns]
-    assert restore_points.worth_writing(path, [], min_gain=1000) == [500, 700, 4100]
-    assert restore_points.worth_writing(path, [500], min_gain=200) == [700, 4100, 4300]
-    assert restore_points.worth_writing(path, [500, 700, 3301], min_gain=1000) == []
-    assert restore_points.worth_writing(path, [500, 700, 3100], min_gain=1000) == [4100]
-    assert restore_points.worth_writing(path, [500, 700, 4100], min_gain=1000) == []
-    assert restore_points.worth_writing([turns[0]], [], min_gain=1000) == [4000]
+    assert restore_points.choose_for_disk(path, [], min_gain=1000) == [500, 700, 4100]
+    assert restore_points.choose_for_disk(path, [500], min_gain=200) == [700, 4100, 4300]
+    assert restore_points.choose_for_disk(path, [500, 700, 3301], min_gain=1000) == []
+    assert restore_points.choose_for_disk(path, [500, 700, 3100], min_gain=1000) == [4100]
+    assert restore_points.choose_for_disk(path, [500, 700, 4100], min_gain=1000) == []
+    assert restore_points.choose_for_disk([turns[0]], [], min_gain=1000) == [4000]

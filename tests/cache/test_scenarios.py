@@ -31,17 +31,17 @@ PROMPT = (1, 2, 3, 4, 5)
 def make_world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a world; when the test is over, everything that was stored must be gone with `clear`.
 
-    With `room_for`, every stored segment claims to be huge, and the budget has room for so many nodes.
+    With `num_nodes`, every stored segment claims to be huge, and the budget holds so many nodes.
     """
     if isinstance(request.param.args, tuple) and request.param.func is RealWorld:
         tiny_models.build(request.param.args[0])
     mx.clear_cache()
     before, worlds = mx.get_active_memory(), list[World]()
 
-    def make(room_for: int = 0, **options: Any) -> World:
+    def make(num_nodes: int = 0, **options: Any) -> World:
         world: World = request.param(**options)
-        if room_for:
-            inflate(monkeypatch, world, room_for)
+        if num_nodes:
+            inflate(monkeypatch, world, num_nodes)
         worlds.append(world)
         return world
 
@@ -109,7 +109,7 @@ def test_3_a_conversation_goes_on(make_world: Any) -> None:
 
 
 def test_4_eviction_keeps_what_is_in_use(make_world: Any) -> None:
-    world = make_world(room_for=4, num_slots=1)
+    world = make_world(num_nodes=4, num_slots=1)
     ledger = world.prefix_cache.ledger
     for first in (10, 20, 30, 40, 50):
         explicit = () if world.restores_anywhere else (5,)
@@ -136,7 +136,7 @@ def test_5_an_explicit_restore_point(make_world: Any) -> None:
 
 
 def test_6_an_explicit_restore_point_is_not_merged(make_world: Any) -> None:
-    world = make_world(room_for=100, num_slots=1)
+    world = make_world(num_nodes=100, num_slots=1)
     world.request(PROMPT, (10,), explicit=(3,))
     world.request((1, 2, 3, 6, 7), (20,))
     world.prefix_cache.pager.page_out_idle(0, None)

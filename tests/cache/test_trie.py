@@ -404,7 +404,7 @@ class TrieMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.trie.num_nodes)
     @rule(which=st.integers(0, 50), home=st.sampled_from(["a", "b"]))
-    def settle(self, which: int, home: str) -> None:
+    def make_live(self, which: int, home: str) -> None:
         self.trie.make_live(self._pick(which), home)
 
     @precondition(lambda self: any(node.home for node in self.trie.nodes()))

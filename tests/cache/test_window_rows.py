@@ -1,7 +1,7 @@
-"""Window rows under pressure: what is about to be restored outlives whatever has to make room for it.
+"""Window rows under pressure: what is about to be restored outlives whatever is evicted for it.
 
 A prompt that parts inside an edge needs rows of the edge above as well, on which nothing else leans. Each history is
-played against many budgets, so that making room drops now this and now that.
+played against many budgets, so that eviction drops now this and now that.
 """
 
 import shutil

@@ -20,13 +20,11 @@ Apply: TypeAlias = Callable[[int, Body], list[Body]]
 NUM_TURNS = 3
 LASTING = 1
 """The turn from which on a lasting change is there."""
-SYSTEM = "You are a kind and careful helper of a small shop. Answer in one short line. " * 2
+SYSTEM = "You are a kind and careful helper of a small shop. Answer in one line."
 QUESTIONS = (
-    "What is 12 plus 30? Please tell me the sum, and nothing but the sum.",
-    "What is 7 plus 8? My shopping list has seven apples and eight pears.",
-    "What is 21 plus 4? One more question about the numbers on my list.",
-    "What is 9 plus 5? This is for the cakes that I want to bake on Sunday.",
-    "What is 40 plus 2? That is the last one of all for today, I promise.",
+    "What is 12 plus 30? Only the sum, please.",
+    "What is 7 plus 8? My list has seven apples.",
+    "What is 21 plus 4? That is the last one of all.",
 )
 CALL = {
     "id": "call_1",
@@ -34,12 +32,12 @@ CALL = {
     "function": {"name": "weigh", "arguments": '{"item": "pear", "grams": 5}'},
 }
 SEED: list[Body] = [
-    {"role": "user", "content": "Hello there, I would like to ask you about my shopping today."},
-    {"role": "assistant", "content": "<think>They want to ask about shopping. Fine.</think>\n\nHello! Ask me, then."},
-    {"role": "user", "content": "How heavy is a pear? You may weigh one of those over there."},
-    {"role": "assistant", "content": "Let me weigh one for you now.", "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "call_1", "content": "The pear weighs five grams, says the scale."},
-    {"role": "assistant", "content": "It weighs five grams, which is\nnot much — at all.\n\nIt's a “small” one."},
+    {"role": "user", "content": "Hello, a word about my shopping, please."},
+    {"role": "assistant", "content": "<think>Shopping. Fine.</think>\n\nHello! Ask me, then."},
+    {"role": "user", "content": "How heavy is a pear? You may weigh one."},
+    {"role": "assistant", "content": "Let me weigh one now.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "The pear weighs five grams."},
+    {"role": "assistant", "content": "It weighs five grams, not\nmuch — at all.\n\nIt's a “small” one."},
 ]
 """What was said before: a reply with thoughts, a call of a tool, a reply of several lines."""
 
@@ -147,6 +145,16 @@ def beside(aside: Callable[[int], list[Body]], turns: tuple[int, ...] = (1,)) ->
     return apply
 
 
+def with_a_long_head(fault: Apply) -> Apply:
+    """Returns a fault of a conversation that is long enough for its loss to be worth telling."""
+
+    def apply(turn: int, body: Body) -> list[Body]:
+        head, *rest = body["messages"]
+        return fault(turn, {**body, "messages": [{**head, "content": head["content"] * 3}, *rest]})
+
+    return apply
+
+
 def nonce(turn: int) -> str:
     """Returns a UUID, another one for each turn."""
     return str(uuid.UUID(int=(0xA5C3_91E7_44D2_8B6F << 64) * (turn + 1) % (1 << 128) + turn * 0x1234_5678_9ABC))
@@ -184,11 +192,11 @@ SCHEMA = "Weighs an item of\n  the shop on the\n  scale."
 SUMMARY: Body = {"role": "user", "content": "Summary: they said hello, and a pear was weighed: five grams."}
 TITLE = [
     {"role": "system", "content": "Write a title for a conversation. " * 12},
-    {"role": "user", "content": "They talk about fruit, shops, scales and sums. " * 6},
+    {"role": "user", "content": "They talk about fruit, shops, scales and sums. " * 3},
 ]
 OTHER = [
     {"role": "system", "content": SYSTEM},
-    {"role": "user", "content": "Tell me about the sea and its many ships, if you please. " * 20},
+    {"role": "user", "content": "Tell me about the sea and its many ships, if you please. " * 9},
 ]
 
 
@@ -216,6 +224,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("nonce in last message", in_latest(lambda t, s: f"{s} [ref {nonce(t)}]"), Cause.NONCE, "user", "first had"),
     Fault("clock in last message", in_latest(lambda t, s: f"(08:{10 + t}) {s}"), Cause.CLOCK, "user", "once"),
     Fault(
+        "percentage in last message", in_latest(lambda t, s: f"[{40 + t}% full] {s}"), Cause.COUNTER, "user", "once"
+    ),
+    Fault(
         "clock in tools",
         tools_at(lambda t: [tool("weigh", f"Weighs an item. Opened at 10:{30 + t}."), TOOLS[1]]),
         Cause.CLOCK,
@@ -228,6 +239,13 @@ FAULTS: tuple[Fault, ...] = (
         Cause.NONCE,
         "tools",
         "out of the tools",
+    ),
+    Fault(
+        "counter in tools",
+        tools_at(lambda t: [tool("weigh", f"Weighs an item. Used {t} times."), TOOLS[1]]),
+        Cause.COUNTER,
+        "tools",
+        "figures",
     ),
     Fault("tools reordered", tools_at(since(TOOLS[::-1])), Cause.REORDERED, "tools", "order"),
     Fault("tool added", tools_at(since([*TOOLS, tool("wrap", "Wraps it.")])), Cause.TOOLS, "tools", "same tools"),
@@ -326,8 +344,8 @@ FAULTS: tuple[Fault, ...] = (
         "kwargs",
         may_be_hidden=True,
     ),
-    Fault("title request", beside(lambda _: TITLE), Cause.SIDE_REQUEST, None, "titles"),
-    Fault("two clients on one id", beside(lambda _: OTHER), Cause.SIDE_REQUEST, None, "their own"),
+    Fault("title request", with_a_long_head(beside(lambda _: TITLE)), Cause.SIDE_REQUEST, None, "titles"),
+    Fault("two clients on one id", with_a_long_head(beside(lambda _: OTHER)), Cause.SIDE_REQUEST, None, "their own"),
     Fault(
         "clock and trimmed history",
         both(spliced(1, 3), edited(0, lambda t, s: f"It is 09:{16 + t}. {s}")),

@@ -1,11 +1,11 @@
 """`/v1/cache` and pins: lists the state held for the request's namespace, clears it, and protects it from eviction.
 
 Every path reads and changes the state of one namespace: that of the request's key and, where one is given as
-`?cache_salt=`, its salt; who owns the server names another with `?namespace=`. Where several models are served,
-`?model=` names one.
+`?cache_salt=`, its salt; who owns the server names another with `?namespace=`, and is told the sums of all.
+Where several models are served, `?model=` names one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypedDict
 
 from starlette.requests import Request
@@ -13,12 +13,20 @@ from starlette.responses import Response
 
 from cache.disk.write_budget import DiskWrites
 from cache.errors import PinLimit
-from cache.view import DiskNodeView, EdgeView, NodeView, StateBytes
-from server.api.auth import visible_namespace
+from cache.view import DiskNodeView, EdgeView, NamespaceView, NodeView, StateBytes
+from server.api.auth import is_owner, visible_namespace
 from server.api.context import EnginePort, ServedModel, context_of
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
-from server.engine.commands import ClearCache, DescribeCache, Described, Freed, PinSession, UnpinSession
+from server.engine.commands import (
+    ClearCache,
+    DescribeCache,
+    Described,
+    Freed,
+    ListNamespaces,
+    PinSession,
+    UnpinSession,
+)
 
 MAX_NODES = 256
 MAX_NODES_LIMIT = 2048
@@ -70,11 +78,23 @@ class DiskWritesBody(TypedDict):
     budget_bytes: int | None
 
 
+class NamespaceBody(TypedDict):
+    """What one namespace holds."""
+
+    namespace: str
+    num_nodes: int
+    num_tokens: int
+    num_disk_nodes: int
+    bytes: CacheBytesBody
+
+
 class CacheStateBody(TypedDict):
-    """What is held for one namespace."""
+    """What is held for one namespace; for who owns the server, also the sums of all."""
 
     object: str
     model: str
+    namespace: str
+    namespaces: list[NamespaceBody] | None
     budget_bytes: int
     bytes: CacheBytesBody
     disk_writes: DiskWritesBody | None
@@ -112,7 +132,9 @@ async def get_cache(request: Request) -> Response:
     model, engine = _model_and_engine(request)
     namespace = _namespace(request)
     described = await engine.execute(DescribeCache(namespace, _limit(request)))
-    return JsonBody(_state_body(model, described))
+    is_of_all = is_owner(request, context_of(request).config) and "cache_salt" not in request.query_params
+    every: list[NamespaceView] | None = await engine.execute(ListNamespaces()) if is_of_all else None
+    return JsonBody(_state_body(model, namespace, described, every))
 
 
 async def clear_cache(request: Request) -> Response:
@@ -171,12 +193,16 @@ def _limit(request: Request) -> int:
     return int(given)
 
 
-def _state_body(model: ServedModel, described: Described) -> CacheStateBody:
+def _state_body(
+    model: ServedModel, namespace: str, described: Described, every: Sequence[NamespaceView] | None
+) -> CacheStateBody:
     view = described.view
     order, disk_order = _ranks(view.nodes), _ranks(view.disk_nodes)
     return {
         "object": "cache",
         "model": model.id,
+        "namespace": namespace,
+        "namespaces": None if every is None else [_namespace_body(one) for one in every],
         "budget_bytes": view.budget_bytes,
         "bytes": _bytes_body(view.state),
         "disk_writes": _writes_body(view.disk_writes),
@@ -194,6 +220,16 @@ def _state_body(model: ServedModel, described: Described) -> CacheStateBody:
             _disk_node_body(node, disk_order[node.last_used], text)
             for node, text in zip(view.disk_nodes, described.disk_previews, strict=True)
         ],
+    }
+
+
+def _namespace_body(view: NamespaceView) -> NamespaceBody:
+    return {
+        "namespace": view.namespace,
+        "num_nodes": view.num_nodes,
+        "num_tokens": view.num_tokens,
+        "num_disk_nodes": view.num_disk_nodes,
+        "bytes": _bytes_body(view.state),
     }
 
 

@@ -14,6 +14,7 @@ from server.api.auth import listed_namespace, visible_namespace
 from server.api.context import context_of
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
+from server.api.refusals import Refusal
 from server.api.session_records import SessionRecord, TurnRecord
 from server.api.usage import MissBody, miss_body, miss_of
 from server.api_keys import KeyRing
@@ -25,6 +26,7 @@ class TurnBody(TypedDict):
     """One request of a session."""
 
     id: str
+    previous: str | None
     model: str
     ended: float
     finish: str
@@ -69,11 +71,27 @@ class SessionDetail(SessionBody):
     turns: list[TurnBody]
 
 
+class RefusalBody(TypedDict):
+    """Requests that were refused for the same reason, by the last of them."""
+
+    id: str
+    namespace: str
+    session_id: str | None
+    ended: float
+    path: str
+    status: int
+    code: str
+    param: str | None
+    message: str
+    count: int
+
+
 class SessionList(TypedDict):
-    """The sessions of one namespace, the last used first."""
+    """The sessions of one namespace, the last used first, and what was refused."""
 
     object: str
     data: list[SessionBody]
+    refused: list[RefusalBody]
 
 
 class DeletedBody(TypedDict):
@@ -89,7 +107,12 @@ async def list_sessions(request: Request) -> Response:
     context = context_of(request)
     namespace = listed_namespace(request, context.config)
     sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
-    body: SessionList = {"object": "list", "data": [_session_body(session, context.keys) for session in sessions]}
+    refused = context.refusals.all() if namespace is None else context.refusals.of(namespace)
+    body: SessionList = {
+        "object": "list",
+        "data": [_session_body(session, context.keys) for session in sessions],
+        "refused": [_refusal_body(refusal) for refusal in refused],
+    }
     return JsonBody(body)
 
 
@@ -121,6 +144,7 @@ async def delete_session(request: Request) -> Response:
             continue
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)
+    context.refusals.forget(namespace, session_id)
     body: DeletedBody = {"id": session_id, "object": "session.deleted", "deleted": True}
     return JsonBody(body)
 
@@ -130,6 +154,21 @@ def _not_found(session_id: str) -> ApiError:
         message = "the path names no session; GET /v1/sessions lists them"
         return ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
     return ApiError(Code.SESSION_NOT_FOUND, f"there is no session {session_id[:256]!r}", "session_id")
+
+
+def _refusal_body(refusal: Refusal) -> RefusalBody:
+    return {
+        "id": refusal.request_id,
+        "namespace": refusal.origin.namespace,
+        "session_id": refusal.origin.session_id,
+        "ended": refusal.ended,
+        "path": refusal.path,
+        "status": refusal.status,
+        "code": refusal.code,
+        "param": refusal.param,
+        "message": refusal.message,
+        "count": refusal.count,
+    }
 
 
 def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
@@ -158,6 +197,7 @@ def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
 def _turn_body(turn: TurnRecord) -> TurnBody:
     return {
         "id": turn.request_id,
+        "previous": turn.previous_id,
         "model": turn.model_id,
         "ended": turn.ended,
         "finish": turn.finish,

@@ -6,6 +6,7 @@ from typing import Final
 from starlette.responses import Response
 
 from server.api.anthropic.errors import error_body, error_response
+from server.api.bearer import bearer_key
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code
 from server.api.header_text import header_text
@@ -21,9 +22,7 @@ class AnthropicDialect(Dialect):
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """Returns `x-api-key`, or without one the bearer token."""
-        own = header_text(headers.get("x-api-key", ""))
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        return own or (header_text(given) if scheme.lower() == "bearer" else "")
+        return header_text(headers.get("x-api-key", "")) or bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
         """Returns the error that asks for a key."""

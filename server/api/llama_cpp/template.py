@@ -12,7 +12,7 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext
 from server.api.dialect import Payload
-from server.api.endpoint import generate
+from server.api.endpoint import inspect
 from server.api.openai.chat import read_conversation
 from server.api.openai.chat_types import ChatBody
 from server.api.openai.fields import IN_CHAT
@@ -20,7 +20,7 @@ from server.api.params import Incoming
 from server.api.typed_body import parse_body
 
 
-class TemplateAnswer(TypedDict):
+class TemplateText(TypedDict):
     """The text of a prompt."""
 
     prompt: str
@@ -34,17 +34,17 @@ class InputTokensBody(TypedDict):
 
 async def apply_template(request: Request) -> Response:
     """Answers with the prompt that a conversation becomes."""
-    return await generate(request, "template-", prompt_of)
+    return await inspect(request, prompt_of)
 
 
 async def count_input_tokens(request: Request) -> Response:
     """Answers with the number of tokens that a conversation becomes."""
-    return await generate(request, "count-", input_tokens_of)
+    return await inspect(request, input_tokens_of)
 
 
 def prompt_of(context: ApiContext, incoming: Incoming) -> Payload:
     """Returns the text of the prompt; raises ApiError and the renderer's errors."""
-    answer: TemplateAnswer = {"prompt": _rendered(context, incoming).text}
+    answer: TemplateText = {"prompt": _rendered(context, incoming).text}
     return answer
 
 

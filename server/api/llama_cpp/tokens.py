@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from server.api.context import ApiContext, TokenReader
 from server.api.dialect import Payload
-from server.api.endpoint import generate
+from server.api.endpoint import inspect
 from server.api.params import Incoming, check_token_ids
 from server.api.typed_body import BodyModel, parse_body
 
@@ -52,12 +52,12 @@ class ContentBody(TypedDict):
 
 async def tokenize(request: Request) -> Response:
     """Answers with the tokens of a text."""
-    return await generate(request, "tokens-", tokens_of)
+    return await inspect(request, tokens_of)
 
 
 async def detokenize(request: Request) -> Response:
     """Answers with the text of tokens."""
-    return await generate(request, "tokens-", content_of)
+    return await inspect(request, content_of)
 
 
 def tokens_of(context: ApiContext, incoming: Incoming) -> Payload:

@@ -36,4 +36,5 @@ def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -
         message = "context: the model's chat template shows no earlier answers; send /api/chat the messages instead"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "context")
     tokens = np.array([*context, *model.renderer.tokenize(following)], dtype=np.int32)
-    return RenderedPrompt(tokens, (RestorePoint(len(tokens), RestorePointKind.PROMPT_END),), following)
+    end = RestorePoint(len(tokens), RestorePointKind.PROMPT_END)
+    return RenderedPrompt(tokens, (end,), model.token_texts.text(context) + following)

@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from server.api.context import LATEST, ApiContext, ServedModel, context_of
 from server.api.dialect import Payload
-from server.api.endpoint import generate
+from server.api.endpoint import inspect
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
 from server.api.ollama.body import find_model, thinks
@@ -127,7 +127,7 @@ async def ps(request: Request) -> Response:
 
 async def show(request: Request) -> Response:
     """Describes one model."""
-    return await generate(request, "ollama-", describe)
+    return await inspect(request, describe)
 
 
 def describe(context: ApiContext, incoming: Incoming) -> Payload:

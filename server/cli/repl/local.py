@@ -70,8 +70,8 @@ class LocalModel:
             raise
 
     def _request(self, prompt: RenderedPrompt, conversation: int) -> GenerationRequest:
-        room = self._model.context_tokens - len(prompt.tokens)
-        if room < 1:
+        max_tokens = self._model.context_tokens - len(prompt.tokens)
+        if max_tokens < 1:
             raise ValueError(
                 f"the conversation has {len(prompt.tokens)} tokens and the context {self._model.context_tokens}; "
                 "/new starts another"
@@ -79,7 +79,7 @@ class LocalModel:
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
-            max_tokens=room,
+            max_tokens=max_tokens,
             sampling=self._model.sampling,
             session_id=f"run-{conversation}",
             restore_points=prompt.restore_points,

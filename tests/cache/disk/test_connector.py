@@ -159,7 +159,7 @@ def test_recurrent_layers_alone_are_restored_from_disk_while_memory_is_short(
     hollowed(prefix_cache, prompt)
     prefix_cache.ledger.budget_bytes = prefix_cache.ledger.charged_bytes + 100
     assert converse(prefix_cache, [*prompt, 8])[1] is Tier.DISK
-    assert prefix_cache.memory.num_evictions, "room had to be made"
+    assert prefix_cache.memory.num_evictions, "something had to be evicted"
     assert converse(prefix_cache, [*prompt, 8, 9])[1] is Tier.LIVE
 
 
@@ -278,7 +278,7 @@ def test_any_history_with_restarts_restores_what_was_evaluated(layout: str, seed
     tier.close()
 
 
-def test_where_disk_has_too_little_room_it_holds_what_was_used_last(tmp_path: Path, tiers: list[DiskTier]) -> None:
+def test_where_disk_has_too_little_space_it_holds_what_was_used_last(tmp_path: Path, tiers: list[DiskTier]) -> None:
     """What was saved first, the newest, used to be replaced by what was saved after it."""
     tiers.append(open_tier(tmp_path, budget_bytes=200_000))
     prefix_cache = make("T", tiers[-1], num_slots=3)

@@ -67,7 +67,7 @@ def test_what_a_session_left_behind_goes_before_an_older_session() -> None:
     assert [known(prefix_cache, number) for number in range(1, 7)] == [100, 0, 100, 100, 100, 100]
 
 
-def test_background_sessions_take_each_others_room_and_not_that_of_one_that_somebody_waits_for() -> None:
+def test_background_sessions_evict_each_other_and_not_one_that_somebody_waits_for() -> None:
     prefix_cache = cache_of(400)
     cache_driver.run(prefix_cache, story(1), session_id="chat")
     for number in range(2, 20):
@@ -77,7 +77,7 @@ def test_background_sessions_take_each_others_room_and_not_that_of_one_that_some
     cache_driver.run(
         prefix_cache, story(30), story(31) + story(32) + story(33), session_id="long", is_background=True
     )
-    assert known(prefix_cache, 1) == 100, "an answer that outgrew its room took that of the chat"
+    assert known(prefix_cache, 1) == 100, "an answer that outgrew its estimate evicted the chat"
     cache_driver.run(prefix_cache, story(30) + story(31) + story(32) + story(33), is_background=True)
     assert known(prefix_cache, 1) == 0, "it must not wait for ever either"
 
@@ -150,7 +150,7 @@ def chances(prefix_cache: PrefixCache) -> dict[int, Chance]:
     return {candidate.key[1].stop: Chance(candidate.chance) for candidate in found}
 
 
-def without_the_worthless(num_turns: int) -> PrefixCache:
+def after_first_eviction(num_turns: int) -> PrefixCache:
     """A cache with one stored conversation, after a round of giving up that had to free next to nothing."""
     prefix_cache = recurrent()
     talk(prefix_cache, num_turns, "1")
@@ -159,21 +159,21 @@ def without_the_worthless(num_turns: int) -> PrefixCache:
     return prefix_cache
 
 
-def test_a_conversation_is_worth_most_at_its_end_and_where_its_last_turn_went_on_from() -> None:
-    by_offset = chances(without_the_worthless(5))
+def test_a_conversation_has_most_value_at_its_end_and_where_its_last_turn_went_on_from() -> None:
+    by_offset = chances(after_first_eviction(5))
     assert by_offset == {
         1002: Chance.FIRST, 4008: Chance.LANDING, 5007: Chance.PROMPT, 5010: Chance.CURRENT
     }  # fmt: skip
 
 
-def test_what_is_worth_nothing_goes_in_the_first_round_and_nothing_else_does() -> None:
-    prefix_cache = without_the_worthless(5)
+def test_what_has_no_value_goes_in_the_first_round_and_nothing_else_does() -> None:
+    prefix_cache = after_first_eviction(5)
     assert prefix_cache.memory.num_evictions == 6
     assert known_points(prefix_cache) == [1002, 4008, 5007, 5010]
 
 
 def test_points_along_a_new_prompt_are_thinned_while_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They took the room of other conversations until the answer was over."""
+    """They took the memory of other conversations until the answer was over."""
     monkeypatch.setattr(restore_points, "INTERVAL_TOKENS", 500)
     prefix_cache = recurrent()
     wanted: list[int] = []
@@ -187,7 +187,7 @@ def test_points_along_a_new_prompt_are_thinned_while_it_is_evaluated(monkeypatch
 
 
 def test_the_beginning_that_is_left_of_a_conversation_stays_longest() -> None:
-    prefix_cache = without_the_worthless(3)
+    prefix_cache = after_first_eviction(3)
     trie = prefix_cache.memory.find_trie("")
     head = next(node for node in trie.nodes() if node.stop == 1002)
     for child in list(head.children.values()):
@@ -207,9 +207,9 @@ def test_to_give_up_one_of_many_few_are_looked_at(monkeypatch: pytest.MonkeyPatc
     looks: list[Node] = []
     look = Valuation.candidate
 
-    def counted(worth: Valuation, namespace: str, node: Node) -> Candidate:
+    def counted(valuation: Valuation, namespace: str, node: Node) -> Candidate:
         looks.append(node)
-        return look(worth, namespace, node)
+        return look(valuation, namespace, node)
 
     monkeypatch.setattr(Valuation, "candidate", counted)
     prefix_cache = cache_of(10_000)
@@ -257,7 +257,7 @@ def test_a_failure_half_way_loses_nothing_from_the_order(monkeypatch: pytest.Mon
 
 
 def test_a_leaf_whose_bytes_lie_above_it_is_looked_at_when_they_no_longer_go_with_it() -> None:
-    """It had none left once a node above became a restore point, and its worth per byte was asked for."""
+    """It had none left once a node above became a restore point, and its value per byte was asked for."""
     prefix_cache = PrefixCache(lambda: fake_model.make_caches("WR"), num_slots=1, budget_bytes=1 << 40)
     cache_driver.run(prefix_cache, range(100))
     trie = prefix_cache.memory.find_trie("")

@@ -118,9 +118,11 @@ def take(layout: Layout, caches: Sequence[LayerCache], offset: int) -> tuple[Seg
     return layout.cut_spans(caches, [(0, offset)])[0], window, points
 
 
-def restore(layout: Layout, fresh: list[LayerCache], state: tuple[Any, Any, Any], offset: int, room: int = 0) -> None:
+def restore(
+    layout: Layout, fresh: list[LayerCache], state: tuple[Any, Any, Any], offset: int, spare_tokens: int = 0
+) -> None:
     spans, window, points = state
-    layout.load_spans(fresh, [spans], keep=0, offset=offset, capacity_tokens=offset + room)
+    layout.load_spans(fresh, [spans], keep=0, offset=offset, capacity_tokens=offset + spare_tokens)
     if window is not None:
         layout.load_windows(fresh, [window], offset)
     if points is not None:
@@ -147,7 +149,7 @@ def test_restored_caches_go_on_as_if_never_interrupted(name: str, chunk_tokens: 
         assert all_visible(copies[0]) == all_visible(original), f"restored at {offset}"
         evaluate_in(copies[0], offset, LENGTH, 1)  # which must not write into the stored state
         spans = layout.cut_spans(original, [(0, offset)])[0]
-        restore(layout, copies[1], (spans, *state[1:]), offset, room=LENGTH)
+        restore(layout, copies[1], (spans, *state[1:]), offset, spare_tokens=LENGTH)
         for caches in (original, copies[1]):
             evaluate_in(caches, offset, LENGTH, 2)
         assert all_visible(copies[1]) == all_visible(original), f"went on from {offset}"
@@ -340,7 +342,7 @@ def test_paging_in_releases_what_it_has_copied() -> None:
 
 @pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("name", ["attention", "quantized"])
-def test_room_that_was_asked_for_is_there(name: str) -> None:
+def test_capacity_that_was_asked_for_is_there(name: str) -> None:
     make = CLASSES[name]
     layout, caches = Layout(make()), make()
     evaluate(caches, 0, 5)
@@ -357,7 +359,7 @@ def test_room_that_was_asked_for_is_there(name: str) -> None:
 
 @pytest.mark.usefixtures("exact_buffers")
 @pytest.mark.parametrize("make", [KVCache, lambda: QuantizedKVCache(group_size=32)])
-def test_buffers_have_the_room_asked_for_and_grow_by_a_step_behind_it(make: Callable[[], LayerCache]) -> None:
+def test_buffers_have_the_capacity_asked_for_and_grow_by_a_step_behind_it(make: Callable[[], LayerCache]) -> None:
     caches, layout = [make()], Layout([make()])
     layout.resize(caches, 1000)
     rows = set()
@@ -375,14 +377,14 @@ def test_resized_buffers_hold_the_same_rows(make: Callable[[], LayerCache]) -> N
     caches, layout = [make()], Layout([make()])
     evaluate(caches, 0, 600)
     before = [np.array(rows) for rows in _rows_of(layout, caches, 600)]
-    for capacity, room in ((2000, 2000), (1900, 2000), (700, 700), (600, 700), (100_000, 100_000), (600, 600)):
+    for capacity, allocated in ((2000, 2000), (1900, 2000), (700, 700), (600, 700), (100_000, 100_000), (600, 600)):
         layout.resize(caches, capacity)
-        assert layout.capacity(caches) == room
+        assert layout.capacity(caches) == allocated
         for now, then in zip(_rows_of(layout, caches, 600), before, strict=True):
             assert np.array_equal(np.array(now), then)
 
 
-def test_buffers_without_room_are_left_as_they_are() -> None:
+def test_buffers_without_capacity_are_left_as_they_are() -> None:
     caches, layout = [ConcatenateKVCache()], Layout([ConcatenateKVCache()])
     evaluate(caches, 0, 40)
     layout.resize(caches, 100)

@@ -377,7 +377,7 @@ def test_the_log_counts_turns_and_says_what_a_miss_cost_without_its_words(
     ask(client, session_id="chat-7")
     text = caplog.messages[1]
     assert "turn 2" in text
-    assert "system changed in message 0 (system): 5 tokens evaluated again" in text
+    assert "edited text in message 0 (system): 5 tokens evaluated again" in text
     assert "secret" not in text
 
 
@@ -419,9 +419,9 @@ def test_a_nonce_at_the_head_reaches_the_engine_as_a_constant_unless_told_otherw
         content = [{"type": "text", "text": line}] if as_part else line
         ask(client, messages=[{"role": "developer", "content": content}, *HI])
 
-    settled = TestClient(create_app(engine, fake_model(), ServerConfig()))
+    cleaned = TestClient(create_app(engine, fake_model(), ServerConfig()))
     verbatim = TestClient(create_app(engine, fake_model(), ServerConfig(prompt_hygiene=False)))
-    for client in (settled, verbatim):
+    for client in (cleaned, verbatim):
         ask_with(client, "eb6c6")
         ask_with(client, "0aaa9")
     first, second, third, fourth = (request.tokens.tolist() for request in engine.requests)

@@ -13,12 +13,13 @@ from server.api.admin.cache import (
     ClearedBody,
     DiskNodeBody,
     DiskWritesBody,
+    NamespaceBody,
     NodeBody,
     PinnedBody,
 )
 from server.api.admin.health import CacheCountsBody, EngineBody, HealthBody, RequestCountsBody
 from server.api.admin.prime import PrimedBody
-from server.api.admin.sessions import DeletedBody, SessionDetail, SessionList, TurnBody
+from server.api.admin.sessions import DeletedBody, RefusalBody, SessionDetail, SessionList, TurnBody
 from server.api.errors import STATUS, Code
 from server.api.field_rules import Rule, Rules, Treatment
 from server.api.openai.chat_types import (
@@ -36,6 +37,7 @@ from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.openai.generation_body import GenerationBody, StreamOptions
 from server.api.openai.models import ModelBody, ModelList
 from server.api.openai.usage import PromptTokensDetails, Usage
+from server.api.refusals import MAX_NAMESPACES, MAX_REFUSALS
 from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
 from server.api.session_records import MAX_SESSIONS, MAX_TURNS
 from server.api.usage import CacheBody, MissBody, TimingsBody
@@ -136,6 +138,9 @@ def test_every_field_of_models_and_health_is_documented(kind: Any) -> None:
 def test_every_field_of_sessions_is_documented() -> None:
     text = section("Sessions and their costs")
     of_session, of_turn = text.split("| field of a turn |")
+    of_turn, of_refusal = of_turn.split("| field of a refusal |")
+    assert set(rows(of_refusal)) == set(get_type_hints(RefusalBody))
+    assert f"last {MAX_REFUSALS} refusals" in text and f"{MAX_NAMESPACES}\nnamespaces" in text
     assert set(rows(of_session)) == set(get_type_hints(SessionDetail))
     assert set(rows(of_turn)) == set(get_type_hints(TurnBody))
     others = {name for body in (SessionList, DeletedBody) for name in get_type_hints(body)}
@@ -145,7 +150,17 @@ def test_every_field_of_sessions_is_documented() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [CacheStateBody, NodeBody, DiskNodeBody, CacheBytesBody, DiskWritesBody, ClearedBody, PrimedBody, PinnedBody],
+    [
+        CacheStateBody,
+        NamespaceBody,
+        NodeBody,
+        DiskNodeBody,
+        CacheBytesBody,
+        DiskWritesBody,
+        ClearedBody,
+        PrimedBody,
+        PinnedBody,
+    ],
 )
 def test_every_field_of_the_cache_is_documented(kind: Any) -> None:
     assert all(f"`{name}`" in section("The cache") for name in get_type_hints(kind))

@@ -78,6 +78,15 @@ def test_of_missing_state_the_reason_is_what_the_cache_still_knew() -> None:
         assert miss is not None and miss.reason is reason
 
 
+def test_what_was_known_but_not_restorable_is_told_of_a_first_request_too() -> None:
+    request = rendered(Prompt((Part("user", "a" * 50),)))
+    miss = explain(None, request, match=45, hit=5).miss
+    assert miss is not None and (miss.reason, miss.lost_tokens) == (MissReason.NO_RESTORE_POINT, 40)
+    assert explain(None, request, match=20, hit=5).lost_tokens == 0
+    cold = explain(None, request, match=0, hit=0).miss
+    assert cold is not None and cold.reason is MissReason.COLD
+
+
 def test_conversations_are_bounded_in_bytes() -> None:
     conversations = Conversations(max_bytes=100_000)
     for number in range(50):

@@ -79,15 +79,30 @@ def test_a_running_server_is_examined(engine: FakeEngine, address: str, capsys: 
         "  date or time in the system message, in 2 turns",
         "    before  It is 09:16. Be [kind].⏎",
         "    after   It is 09:17. Be [kind]. [31m⏎",
-        "    cost    10 tokens evaluated again: 5 and 0.0 s per turn",
+        "    cost    10 tokens evaluated again: 5 and 0.02 s per turn",
         "    mend    Put the date or time into a message of its own just before the",
         "            newest one, or round it to the day.",
         "",
         "steady: 1 turn; nothing to mend",
         "",
-        "2 sessions, 1 with something to mend: 10 tokens (0.0 s) evaluated again.",
-        "Mended, that saves 0.0 s per turn.",
+        "2 sessions, 1 with something to mend: 10 tokens (0.03 s) evaluated again.",
+        "Mended, that saves 0.01 s per turn.",
     ]
+
+
+def test_what_was_refused_is_told(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"messages": [{"role": "user", "content": [image]}], "session_id": "photos"}
+    for _ in range(2):
+        httpx.post(f"{address}/v1/chat/completions", json=body)
+    status, lines, errors = doctor(capsys, address)
+    assert (status, errors) == (0, "")
+    assert lines[0] == "2 requests refused"
+    assert lines[1].startswith("  2 ×  /v1/chat/completions (photos): 400 messages[0]")
+    assert "this model takes no images" in re.sub(r"\s+", " ", " ".join(lines))
+    _, lines, _ = doctor(capsys, address, "--json")
+    (one,) = json.loads("\n".join(lines))["refused"]
+    assert (one["session_id"], one["status"], one["count"]) == ("photos", 400, 2)
 
 
 def test_a_server_without_sessions_is_no_error(address: str, capsys: pytest.CaptureFixture[str]) -> None:

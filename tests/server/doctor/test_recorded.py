@@ -166,7 +166,7 @@ def test_what_changes_behind_another_change_is_named_and_costs_nothing_yet(tmp_p
     assert (counter.cause, counter.is_hidden, counter.tokens) == (Cause.COUNTER, True, 0)
 
 
-def test_a_known_nonce_that_the_server_settles_is_no_loss(tmp_path: Path) -> None:
+def test_a_known_nonce_that_the_server_replaces_is_no_loss(tmp_path: Path) -> None:
     line = "x-anthropic-billing-header: cc_version=2.1.5.7b4; cch={};\n"
     assert checkup(tmp_path, *chat(*(line.format(f"eb6c{n}") + RULES for n in range(3)))).losses == ()
 

@@ -156,6 +156,21 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
     assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
 
 
+def test_an_answer_that_has_just_ended_is_cleared_with_the_rest() -> None:
+    harness = Harness()
+    ask(harness, PROMPT, "s")
+    ClearCache("").run(harness.worker)
+    harness.step(2)
+    harness.prefix_cache.check()
+    assert known(harness, PROMPT) == 0
+
+
+def test_a_session_can_be_pinned_as_soon_as_its_first_answer_has_ended() -> None:
+    harness = Harness()
+    ask(harness, PROMPT, "s")
+    assert PinSession("", "s").run(harness.worker) >= len(PROMPT)
+
+
 def test_a_running_request_of_a_forgotten_session_goes_on() -> None:
     harness = Harness()
     sink = harness.submit(PROMPT, session_id="s", max_tokens=6, ignore_eos=True)

@@ -28,7 +28,7 @@ def tokens(events: list[Event]) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
 
-async def settle() -> None:
+async def posted_events_arrive() -> None:
     """Lets the loop take what was posted."""
     await asyncio.sleep(0)
 
@@ -49,12 +49,12 @@ def test_what_waits_for_a_reader_is_bounded_and_nothing_of_it_is_lost() -> None:
         generation.post([STARTED])
         for number in range(1000):
             generation.post([Delta(f"{number} ", (number,))])
-        await settle()
+        await posted_events_arrive()
         assert generation.is_behind
         reader = aiter(generation)
         first = await anext(reader)
         generation.post([Delta("1000 ", (1000,))])
-        await settle()
+        await posted_events_arrive()
         assert generation.is_behind, "one event read is not all that waits"
         generation.post([END])
         return [first] + [event async for event in reader]
@@ -72,7 +72,7 @@ def test_a_reader_who_has_caught_up_is_behind_no_longer_and_keeps_the_order() ->
         reader = aiter(generation)
         for number in range(10 * MAX_PENDING):
             generation.post([Delta(f"{number} ", (number,)), Progress(1, 10)])
-            await settle()
+            await posted_events_arrive()
             if number % 3 == 0 or number > 5 * MAX_PENDING:
                 events.append(await anext(reader))
         while generation.is_behind:

@@ -50,9 +50,9 @@ def scheduler_with(*tickets: Ticket) -> Scheduler:
     return scheduler
 
 
-def chosen(scheduler: Scheduler, room: int = CHUNK, **restorable: int) -> str | None:
+def chosen(scheduler: Scheduler, max_tokens: int = CHUNK, **restorable: int) -> str | None:
     """Returns the name of the ticket that goes next."""
-    choice = scheduler.choose_prefill(lambda one: restorable.get(one.request_id, 0), room)
+    choice = scheduler.choose_prefill(lambda one: restorable.get(one.request_id, 0), max_tokens)
     return None if choice is None else choice.request_id
 
 
@@ -71,18 +71,18 @@ def test_a_prefill_under_way_goes_on() -> None:
 
 def test_what_is_left_of_a_step_goes_to_whoever_is_next_or_to_nobody() -> None:
     scheduler = scheduler_with(ticket("a", 1, 10), ticket("b", 2, 3))
-    assert chosen(scheduler, room=9) == "a"
-    assert chosen(scheduler, room=8) is None, "somebody passed who came later"
-    assert chosen(scheduler, room=5, a=4) == "a", "what can be restored needs no room"
+    assert chosen(scheduler, max_tokens=9) == "a"
+    assert chosen(scheduler, max_tokens=8) is None, "somebody passed who came later"
+    assert chosen(scheduler, max_tokens=5, a=4) == "a", "what can be restored is not evaluated"
 
 
 def test_chunks_end_at_multiples_of_their_size_or_with_the_prompt_so_what_fits_is_known() -> None:
     scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=CHUNK + 10))
-    assert chosen(scheduler, room=6) == "a"
-    assert chosen(scheduler, room=5) is None
+    assert chosen(scheduler, max_tokens=6) == "a"
+    assert chosen(scheduler, max_tokens=5) is None
     scheduler = scheduler_with(ticket("a", 1, 100, phase=Phase.PREFILLING, offset=100 - 1 - CHUNK))
-    assert chosen(scheduler, room=CHUNK) == "a"
-    assert chosen(scheduler, room=CHUNK - 1) is None, "what is left at the end is one chunk"
+    assert chosen(scheduler, max_tokens=CHUNK) == "a"
+    assert chosen(scheduler, max_tokens=CHUNK - 1) is None, "what is left at the end is one chunk"
 
 
 def test_a_short_one_passes_a_long_one_a_bounded_number_of_times() -> None:
@@ -204,7 +204,7 @@ class TestOnePrefix:
 
     def test_the_second_waits_until_the_first_has_passed_it(self) -> None:
         assert chosen(self.pair(offset=0), b=0) == "a"
-        assert chosen(self.pair(offset=184), b=184) == "b"  # nearly all there already: not worth waiting
+        assert chosen(self.pair(offset=184), b=184) == "b"  # nearly all there already: waiting would gain little
         assert chosen(self.pair(offset=200), b=200) == "b"
 
     def test_it_does_not_wait_for_what_it_can_restore_already(self) -> None:

@@ -135,7 +135,7 @@ def test_short_prompts_and_pieces_of_one_share_a_chunk() -> None:
 @pytest.mark.parametrize(
     ("num_restored", "decoding"), [(16 * COPIED_PER_EVALUATED, [1, 2]), (7 * COPIED_PER_EVALUATED, [2, 2])]
 )
-def test_state_that_is_copied_back_takes_room_of_a_chunk(num_restored: int, decoding: list[int]) -> None:
+def test_state_that_is_copied_back_takes_tokens_of_a_chunk(num_restored: int, decoding: list[int]) -> None:
     harness = Harness(chunk_tokens=16, num_slots=2)
     prompts = [prompt_of(seed, num_restored) for seed in range(4)]
     for prompt in prompts:

@@ -130,6 +130,23 @@ def test_the_cache_is_shown_to_its_own_namespace_with_words_and_bytes(server: ht
     assert held(server, "show", cache_salt="x")["nodes"] == []
 
 
+def test_who_owns_the_server_sees_the_sums_of_all_namespaces_and_one_on_demand(server: httpx.Client) -> None:
+    for key in ("large", "small"):
+        ask(server, key, SYSTEM, *([QUESTION] if key == "small" else [QUESTION, ANSWER, MORE]))
+    state = server.get("/v1/cache").json()
+    sums = {one["namespace"]: one for one in state["namespaces"]}
+    assert state["namespace"] == "" and len(sums) >= 2
+    sizes = [sum(one["bytes"].values()) for one in state["namespaces"]]
+    assert sizes == sorted(sizes, reverse=True)
+    for key in ("large", "small"):
+        theirs = held(server, key)
+        one = server.get("/v1/cache", params={"namespace": theirs["namespace"]}).json()
+        assert theirs["namespaces"] is None and theirs["nodes"] == one["nodes"] != []
+        told = sums[theirs["namespace"]]
+        assert told == {name: theirs[name] for name in told}
+    assert held(server, "large", namespace=theirs["namespace"])["namespace"] != theirs["namespace"]
+
+
 def test_what_is_on_disk_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.1)
     folder = tiny_models.write("llama", tmp_path / "tiny")

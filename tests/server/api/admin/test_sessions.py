@@ -77,6 +77,7 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
     assert session.pop("last_used") == turn.pop("ended")
     assert turn == {
         "id": engine.requests[1].request_id,
+        "previous": engine.requests[0].request_id,
         "model": "tiny",
         "finish": "stop",
         "prompt_tokens": num_prompt,

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from models.output.grammar import CompiledGrammar, Grammar
 from models.output.reasoning_format import ReasoningFormat
-from server.api.anthropic.body_types import MAX_CACHE_POINTS
+from server.api.anthropic.body_types import MAX_CACHE_POINTS, MessagesBody
+from server.api.anthropic.conversation import read_conversation
+from server.api.anthropic.params import read_params
 from server.api.anthropic.signature import enclose, sign
 from server.app import create_app
 from server.config import ServerConfig
@@ -16,7 +19,7 @@ from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.errors import OutOfMemory
 from server.engine.events import FinishReason
 from tests.server.api.test_live import until
-from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -414,7 +417,7 @@ def test_no_tokens_only_evaluate_the_prompt() -> None:
         (None, None, {}, None),
         ({"type": "enabled", "budget_tokens": 1024}, None, {"enable_thinking": True}, 1024),
         ({"type": "enabled", "budget_tokens": 1024, "display": "summarized"}, None, {"enable_thinking": True}, 1024),
-        ({"type": "disabled"}, None, {"enable_thinking": False}, None),
+        ({"type": "disabled", "budget_tokens": 1024}, None, {"enable_thinking": False}, None),
         ({"type": "adaptive"}, None, {}, None),
         ({"type": "adaptive"}, "low", {"reasoning_effort": "low"}, None),
         ({"type": "between_tools"}, "max", {"reasoning_effort": "high"}, None),
@@ -429,6 +432,45 @@ def test_thinking_is_told_to_the_template(
     assert served.renderer.calls[0]["template_kwargs"] == arguments
     request = served.engine.requests[0]
     assert request.thinking is not None and request.thinking.max_tokens == limit
+
+
+class Speller:
+    """Knows how markers are spelled; compiles nothing."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        raise NotImplementedError
+
+    def spell(self, marker: str) -> str:
+        return json.dumps(marker)
+
+
+@pytest.mark.parametrize(
+    ("choice", "start", "names"),
+    [
+        ({"type": "any"}, r'start: call ("\n" call)*', ("f", "g")),
+        ({"type": "any", "disable_parallel_tool_use": True}, "start: call", ("f", "g")),
+        ({"type": "tool", "name": "g"}, "start: call", ("g",)),
+    ],
+)
+def test_forced_calls_bind_the_answer(choice: dict[str, Any], start: str, names: tuple[str, ...]) -> None:
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in ("f", "g")]
+    body = MessagesBody.model_validate({"messages": [HI], "max_tokens": 9, "tools": tools, "tool_choice": choice})
+    syntax = replace(JSON_TOOLS, writes_json=True)
+    model = fake_model(grammars=Speller(), tool_syntax=syntax)
+    conversation = read_conversation(body, model, ServerConfig(), "")
+    wanted = read_params(body, conversation.tools, model).grammar
+    assert wanted is not None and wanted.param == "tool_choice"
+    assert wanted.grammar.text.splitlines()[0] == start
+    assert [f'\\"name\\": \\"{name}\\"' in wanted.grammar.text for name in ("f", "g")] == [
+        name in names for name in ("f", "g")
+    ]
+
+
+@pytest.mark.parametrize("choice", [None, {"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}])
+def test_other_choices_bind_nothing(choice: dict[str, Any] | None) -> None:
+    served = Served(grammars=Speller())
+    served.ask(tools=[TOOL], tool_choice=choice)
+    assert served.engine.requests[0].grammar is None
 
 
 def test_anthropics_own_names_stand_for_the_only_model() -> None:

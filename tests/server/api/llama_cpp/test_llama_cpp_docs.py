@@ -7,7 +7,7 @@ import pytest
 from server.api.errors import STATUS
 from server.api.llama_cpp.dialect import ERROR_TYPES, LlamaCppError
 from server.api.llama_cpp.state import DefaultParams, GenerationSettings, Modalities, PropsBody, SlotBody
-from server.api.llama_cpp.template import InputTokensBody, TemplateAnswer
+from server.api.llama_cpp.template import InputTokensBody, TemplateText
 from server.api.llama_cpp.tokens import ContentBody, DetokenizeBody, TokenizeBody, TokenPiece, TokensBody
 from tests.server.api.test_docs import ROOT, rows, table
 
@@ -28,7 +28,7 @@ def test_every_field_has_a_line(head: str, names: Any) -> None:
 
 
 def test_every_other_field_and_type_of_error_is_named() -> None:
-    kinds = (TokensBody, TokenPiece, ContentBody, TemplateAnswer, InputTokensBody, DefaultParams, GenerationSettings)
+    kinds = (TokensBody, TokenPiece, ContentBody, TemplateText, InputTokensBody, DefaultParams, GenerationSettings)
     names = {name for kind in (*kinds, Modalities) for name in get_type_hints(kind)}
     assert all(f"`{name}`" in PAGE for name in names)
     assert all(f'"{name}"' in PAGE for name in get_type_hints(LlamaCppError))

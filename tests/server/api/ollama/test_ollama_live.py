@@ -92,7 +92,7 @@ def test_streamed_and_whole_answers_are_the_same(live: Live) -> None:
 
 
 def test_a_context_goes_on_in_place(live: Live) -> None:
-    client = ollama.Client(live.address)
+    client = ollama.Client(live.address, headers={"x-session-id": "a context"})
     first = client.generate(live.model, "Once upon a time", system="Tell stories.", options=GREEDY)
     assert first.context is not None
     body = {
@@ -102,9 +102,11 @@ def test_a_context_goes_on_in_place(live: Live) -> None:
         "options": GREEDY,
         "stream": False,
     }
-    second = httpx.post(f"{live.address}/api/generate", json=body, timeout=20).json()
+    named = {"x-session-id": "a context"}
+    second = httpx.post(f"{live.address}/api/generate", json=body, headers=named, timeout=20).json()
     # The last token of an answer that was cut off is not evaluated.
     assert second["cache"]["hit_tokens"] >= len(first.context) - 1
+    assert (second["cache"]["kept"], second["cache"]["miss"]) == (1, None)
     assert second["context"][: len(first.context)] == list(first.context)
     # What is behind the reply is what the template puts there, and the next question.
     asked = second["context"][len(first.context) : second["prompt_eval_count"]]

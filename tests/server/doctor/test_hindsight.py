@@ -1,0 +1,93 @@
+"""Later turns show which version of a conversation went on; over HTTP and from a recording."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from server.app import create_app
+from server.config import ServerConfig
+from server.doctor.compare import checkups_of
+from server.doctor.findings import Checkup
+from server.doctor.hindsight import LinkedTurn, settled
+from server.doctor.recorded import read_requests
+from server.doctor.turns import checkup_of
+from server.engine.diagnosis import Cause
+from tests.support.fake_engine import FakeEngine, fake_model
+
+Body = dict[str, Any]
+STORY = "A long story of a garden with many trees and a small house at its very end. "
+
+
+def message(role: str, text: str) -> Body:
+    return {"role": role, "content": text}
+
+
+def opening() -> list[Body]:
+    return [message("system", STORY * 4), message("user", STORY * 6 + "What grows there?")]
+
+
+def edited(messages: list[Body]) -> list[Body]:
+    """Another system prompt over the same messages, and a question of its own."""
+    other = [message("system", "Write a title of five words. " * 12), *messages[1:]]
+    return [*other, message("user", "A title for this conversation, please.")]
+
+
+def renewed(messages: list[Body]) -> list[Body]:
+    """A conversation that shares no message with the one before."""
+    return [message("system", messages[0]["content"][: len(STORY)]), message("user", "Tell me of the sea. " * 40)]
+
+
+CHANGES: dict[str, Callable[[list[Body]], list[Body]]] = {"t": list, "e": edited, "E": edited, "N": renewed}
+
+
+def checkups(tmp_path: Path, kind: str, steps: str, session_id: str | None = "s") -> list[Checkup]:
+    """Holds a conversation: `t` a turn, `e` an edited copy beside it, `E` one that it goes on from, `N` a new one."""
+    app = create_app(FakeEngine(), fake_model(context_tokens=20_000), ServerConfig())
+    client, lines, messages = TestClient(app, client=("127.0.0.1", 1)), list[Body](), opening()
+    for number, step in enumerate(steps):
+        sent = CHANGES[step](copy.deepcopy(messages))
+        body = {"messages": sent, "session_id": session_id}
+        answer = client.post("/v1/chat/completions", json=body).json()
+        lines.append({"body": body, "response": answer})
+        if step != "e":
+            messages = [*sent, answer["choices"][0]["message"], message("user", f"Question {number}: and then?")]
+    if kind == "live":
+        listed = client.get("/v1/sessions").json()["data"]
+        return [checkup_of(client.get(f"/v1/sessions/{one['id']}").json()) for one in listed]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    return checkups_of(read_requests(tmp_path / "r.jsonl"))
+
+
+def causes(found: list[Checkup]) -> set[Cause]:
+    """What changed. The fake engine restores nothing, so that every turn misses state too."""
+    return {loss.cause for one in found for loss in one.losses} - {Cause.EVICTED}
+
+
+@pytest.mark.parametrize("kind", ["live", "file"])
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ("ttt", set()),
+        ("tte", {Cause.EDITED}),
+        ("tet", {Cause.SIDE_REQUEST}),
+        ("ttett", {Cause.SIDE_REQUEST}),
+        ("tEt", {Cause.EDITED}),
+        ("tN", {Cause.SIDE_REQUEST}),
+        ("tNt", set()),
+    ],
+)
+def test_what_went_on_says_what_a_change_was(tmp_path: Path, kind: str, steps: str, expected: set[Cause]) -> None:
+    assert causes(checkups(tmp_path, kind, steps)) == expected
+
+
+def test_an_edited_copy_without_a_name_is_told_alike(tmp_path: Path) -> None:
+    assert causes(checkups(tmp_path, "file", "tet", None)) == {Cause.SIDE_REQUEST}
+
+
+def test_turns_that_nobody_linked_stay_as_they_are() -> None:
+    assert settled([LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]) == []
