@@ -5,7 +5,7 @@ from starlette.routing import Route
 from server.api.dialect import Api
 from server.api.llama_cpp.dialect import LlamaCppDialect, LlamaCppErrorBody
 from server.api.llama_cpp.state import PropsBody, SlotBody, props, slots
-from server.api.llama_cpp.template import InputTokensBody, TemplateAnswer, apply_template, count_input_tokens
+from server.api.llama_cpp.template import InputTokensBody, TemplateText, apply_template, count_input_tokens
 from server.api.llama_cpp.tokens import ContentBody, DetokenizeBody, TokenizeBody, TokensBody, detokenize, tokenize
 from server.api.openai.chat_types import ChatBody
 from server.api.openapi import Operation, Operations
@@ -22,7 +22,7 @@ _ROUTES = (
 _OPERATIONS: Operations = {
     tokenize: Operation(TokenizeBody, TokensBody),
     detokenize: Operation(DetokenizeBody, ContentBody),
-    apply_template: Operation(ChatBody, TemplateAnswer),
+    apply_template: Operation(ChatBody, TemplateText),
     slots: Operation(answer=list[SlotBody], query=("model", "fail_on_no_slot")),
     props: Operation(answer=PropsBody, query=("model",)),
     count_input_tokens: Operation(ChatBody, InputTokensBody),
