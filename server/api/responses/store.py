@@ -31,6 +31,8 @@ MAX_MEMORY_BYTES: Final = 1 << 26
 """Of all that is kept, as JSON."""
 MAX_CHAIN: Final = 10_000
 """Responses that go on from each other and are read for one prompt."""
+_MODE_ATTEMPTS: Final = 250
+_MODE_SECONDS: Final = 0.02
 _VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE responses (
@@ -119,7 +121,7 @@ class ResponseStore:
     def delete(self, namespace: str, response_id: str) -> "Future[bool]":
         """Forgets a response; returns whether there was one. Those that go on from it lose their beginning."""
         statement = "DELETE FROM responses WHERE namespace = ? AND id = ?"
-        return self._run(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
+        return self._forget(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
 
     def put_conversation(self, namespace: str, conversation: StoredConversation) -> "Future[None]":
         """Keeps a conversation, or new metadata of one."""
@@ -131,7 +133,7 @@ class ResponseStore:
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> "Future[bool]":
         """Forgets a conversation and its items; returns whether there was one."""
-        return self._run(lambda database: _delete_conversation(database, namespace, conversation_id))
+        return self._forget(lambda database: _delete_conversation(database, namespace, conversation_id))
 
     def items(self, namespace: str, conversation_id: str) -> "Future[list[Item]]":
         """Returns the items of a conversation in order."""
@@ -145,7 +147,13 @@ class ResponseStore:
         """Takes an item out of a conversation; returns whether it was there."""
         statement = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ? AND id = ?"
         place = (namespace, conversation_id, item_id)
-        return self._run(lambda database: database.execute(statement, place).rowcount > 0)
+        return self._forget(lambda database: database.execute(statement, place).rowcount > 0)
+
+    def _forget(self, work: Callable[[sqlite3.Connection], bool]) -> "Future[bool]":
+        """Runs a deletion, then empties the log that still holds what was deleted, unless another server reads it."""
+        forgotten = self._run(work)
+        self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+        return forgotten
 
     def _run(self, work: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
         def done() -> Result:
@@ -214,17 +222,38 @@ def _opened(path: Path | None) -> sqlite3.Connection:
 
 def _prepared(name: str) -> sqlite3.Connection:
     database = sqlite3.connect(name, timeout=30, check_same_thread=False)
-    database.execute("PRAGMA journal_mode = WAL")
+    _write_ahead(database)
     database.execute("PRAGMA synchronous = NORMAL")
     # What is deleted is overwritten.
     database.execute("PRAGMA secure_delete = ON")
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    if version != _VERSION:
-        for table in ("responses", "chains", "conversations", "conversation_items"):
-            database.execute(f"DROP TABLE IF EXISTS {table}")
-        database.executescript(_SCHEMA)
-        database.execute(f"PRAGMA user_version = {_VERSION}")
+    with database:
+        # Another server may open the file at the same moment: one makes the tables, the other waits and finds them.
+        database.execute("BEGIN IMMEDIATE")
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version != _VERSION:
+            _make_tables(database)
     return database
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Sets the journal's mode, for which SQLite does not wait while another server sets it."""
+    for attempt in range(_MODE_ATTEMPTS):
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            if attempt == _MODE_ATTEMPTS - 1:
+                raise
+            time.sleep(_MODE_SECONDS)
+        else:
+            return
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    for table in ("responses", "chains", "conversations", "conversation_items"):
+        database.execute(f"DROP TABLE IF EXISTS {table}")
+    for statement in _SCHEMA.split(";"):
+        database.execute(statement)
+    database.execute(f"PRAGMA user_version = {_VERSION}")
 
 
 def _chain(database: sqlite3.Connection, namespace: str, response_id: str) -> list[StoredResponse]:

@@ -2,7 +2,7 @@
 
 import sqlite3
 import stat
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,18 @@ def test_a_file_outlives_its_server_and_is_its_owners_only(tmp_path: Path) -> No
     assert ids(ResponseStore(path).chain("n", "a")) == ["a"]
 
 
+def test_what_is_deleted_is_in_no_file_any_more(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / FILE_NAME)
+    store.save("n", response("a", text="a secret " * 1000)).result()
+    store.delete("n", "a").result()
+    store.find("n", "a").result()
+    assert all(b"a secret" not in file.read_bytes() for file in tmp_path.iterdir())
+
+
 def test_two_servers_share_a_file(tmp_path: Path) -> None:
-    one, other = ResponseStore(tmp_path / FILE_NAME), ResponseStore(tmp_path / FILE_NAME)
+    with ThreadPoolExecutor(8) as threads:
+        opened = threads.map(lambda _: ResponseStore(tmp_path / FILE_NAME), range(8))
+    one, other, *_ = opened
     saved = [store.save("n", response(f"{index}{store is one}")) for index in range(20) for store in (one, other)]
     assert all(future.result() is None for future in saved)
     assert other.find("n", "3True").result() is not None
