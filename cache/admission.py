@@ -137,9 +137,9 @@ class Admission:
     def _free_memory(
         self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
     ) -> LookupResult | None:
-        """Frees memory for a sequence of `capacity` tokens in `slot` that begins with what was found.
+        """Frees memory for a sequence of `capacity` tokens in `slot`; None if the request must wait for other leases.
 
-        Returns what memory holds of the prompt after that; None if the request must wait for other leases.
+        That may evict part of what was found, so it returns what memory holds of the prompt afterwards.
         """
         excess = self._reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
         if excess <= 0:
@@ -167,9 +167,9 @@ class Admission:
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
     ) -> None:
-        """Pages in `[0, offset)` of the prompt from `path`; less if state was evicted while memory was freed.
+        """Pages `[0, offset)` of the prompt in from `path`; less if freeing memory has evicted part of it.
 
-        The slot's own sequence begins with `shared` tokens of the path.
+        The slot holds the first `shared` tokens of the path already.
         """
         trie = self._pager.trie(request.namespace)
         landing = self._pager.land(trie, path, offset)

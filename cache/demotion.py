@@ -23,9 +23,9 @@ class Demotion:
             self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Writes the state that is to be kept and not on disk yet, one piece with each step.
+        """Writes the state that is to be kept and not on disk yet, the last used first; one piece with each step.
 
-        What was used last is written first. The iterator is for idle time: make a new one after any other call.
+        For idle time: after any other call to the cache, make a new iterator.
         """
         if self.disk is None:
             return

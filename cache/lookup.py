@@ -12,9 +12,9 @@ from cache.trie import Node, NodeMatch, PrefixTrie
 
 
 class Lookup:
-    """A prompt and where it was last matched to, so that matching it again compares only what is new.
+    """A prompt, and where it was matched to last, so that matching it again compares only the rest.
 
-    Kept with a waiting request, which is matched many times before it runs. Worker thread only.
+    A waiting request keeps it, since it is matched many times before it runs. Worker thread only.
     """
 
     def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
@@ -35,9 +35,10 @@ class Lookup:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """The part of a prompt that the trie holds, and what of it can be restored. Valid until the cache changes.
+    """The part of a prompt that the trie holds, and what of it can be restored.
 
-    Eviction changes it: it spares `nodes_to_restore` only, so the prompt is looked up again afterwards.
+    Valid until the cache changes. Eviction changes it too: only `nodes_to_restore` are spared, so the prompt must
+    be looked up again afterwards.
     """
 
     match: NodeMatch

@@ -186,8 +186,8 @@ class MemoryTier:
     ) -> None:
         """Evicts in order until `target_bytes` is reached.
 
-        Explicit points and session ends are set aside in `guarded`, if there is such a list. All other candidates
-        that were popped are added to `tried`, evicted or not.
+        With a list `guarded`, explicit points and ends of sessions are not evicted but put into it. All other
+        candidates that were popped are added to `tried`, evicted or not.
         """
         num_extra = 0
         while (victim := self._order.pop(now)) is not None:
@@ -223,9 +223,10 @@ class MemoryTier:
             self._order.ended(trie.namespace, parent)
 
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
-        """Drops a leaf without bytes, and then its parent if that is one; returns the first node that stays.
+        """Drops a leaf without bytes, then its parent if that is now one too; returns the first node that stays.
 
-        If that node is `kept` or pinned, it is tried again when a request has ended: it is in no eviction order.
+        A node that stays because it is `kept` or pinned is tried again when a request has ended: no eviction
+        order has it.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:

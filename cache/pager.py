@@ -156,7 +156,8 @@ class Pager:
     def empty(self, slot: Slot) -> None:
         """Empties a slot; the caller has stored what was live there, or drops it next.
 
-        It gets new layer caches when it is entered: what they take may be missing now, and is that request's matter.
+        The slot gets new layer caches only when it is entered: there may be no memory for them now, and only
+        the request that enters it may fail for that.
         """
         self.move_tip(slot, self.trie(slot.namespace).root)
         slot.caches = []

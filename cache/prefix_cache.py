@@ -143,9 +143,9 @@ class PrefixCache:
         return self._promotion.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns from caches that hold a few tokens how large one is, and which layers the model really uses.
+        """Learns from caches that hold a few tokens how large a sequence is, and which layers the model really uses.
 
-        Until then no request is estimated and every layer is taken for used.
+        Before that, sizes of requests are not estimated, and every layer is taken for used.
         """
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
@@ -175,7 +175,7 @@ class PrefixCache:
     def pin(self, name: PinName, tokens: TokenArray) -> int:
         """Keeps what is stored of `tokens` from being evicted until it is unpinned; returns how many that are.
 
-        The label of the name is a session's: the pin moves on to the end of each turn that this session closes.
+        If the name's label is a session's, the pin moves on to the end of each turn that this session closes.
         Raises PinLimit if explicit pins would take more than half of the budget.
         """
         return self._pinning.pin(name, tokens)

@@ -67,8 +67,8 @@ class Reclaimer:
     def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Returns the bytes to free for a sequence of `num_tokens` in `slot`, `[0, offset)` coming from `path`.
 
-        Pages idle slots out first if that is needed: what only they held live of the path can then move into `slot`,
-        and is no longer counted twice.
+        If there are any, idle slots are paged out first. What was live only there can then be moved into
+        `slot`, and no longer counts twice.
         """
         excess = self._ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:

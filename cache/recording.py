@@ -40,10 +40,10 @@ class Recorder:
         self._pinning = pinning
 
     def commit(self, slot: Slot, *, may_split: bool = True) -> None:
-        """Records all tokens of a slot's log in the trie; spans that were stored of them are dropped: held once.
+        """Records all tokens of a slot's log in the trie, and drops the spans that were stored of them: held once.
 
-        Without `may_split`, a sequence that ends inside an edge is recorded up to where the edge starts: the next
-        chunk will go beyond its end.
+        A sequence may end inside an edge. Without `may_split` it is recorded only up to where that edge starts:
+        the next chunk will go beyond its end.
         """
         trie, recorded = self._pager.trie(slot.namespace), slot.tip.stop
         if recorded < slot.offset:
@@ -102,10 +102,10 @@ class Recorder:
         self._memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
-        """Ends a lease whose sequence goes on once there is memory again; idle, it is paged out as any other is.
+        """Ends a lease whose sequence goes on once there is memory again. Its slot is idle then, like any other.
 
-        If state can be restored at any token, the last edge is split into pieces, so that no more than needed is
-        evicted of it.
+        If state can be restored at any token, the last edge is split into pieces, so that eviction takes no
+        more of it than is needed.
         """
         self._release(slot)
         trie, piece = self._pager.trie(slot.namespace), slot.tip

@@ -50,8 +50,9 @@ class Reservations:
     def _affordable(self, slot: Slot, num_tokens: int) -> int:
         """Frees memory for `num_tokens` in `slot`; returns how many of them fit the budget after that.
 
-        The slot counts with its estimate, even where it holds more now: an allocator hands out larger buffers than it
-        is asked for, and a window's buffer is cut by the next token. Else what was estimated to fit would not.
+        The slot counts with its estimate, even where it holds more now: an allocator hands out larger buffers
+        than it is asked for, and the next token cuts a window's buffer. Counted with what it holds, a sequence
+        that was estimated to fit would not.
         """
         growth = self._sizes.bytes_for(num_tokens) - self._ledger.slot_bytes(slot.index)
         excess = self._ledger.excess_bytes(growth)

@@ -86,9 +86,10 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns the nodes of a path whose window rows fall into the window before `offset`, the last ones first.
+    """Returns the nodes of a path that hold window rows of the window before `offset`, the last ones first.
 
-    They must not be evicted before a sequence is restored there, whether or not anything else needs the rows.
+    A sequence that is to be restored there needs these rows, so they must not be evicted before, even if nothing
+    else needs them.
     """
     first, found = max(0, offset - layout.window), list[Node]()
     for node in reversed(path):

@@ -111,7 +111,7 @@ def install(options: "list[str]") -> None:
         STAMP.unlink()
     pip = [PYTHON, "-m", "pip", "--disable-pip-version-check"]
     lock = lock_file(options)
-    # Python compiles what it imports; compiling everything else takes 10 of 35 seconds and a third of the room.
+    # Python compiles what it imports; compiling everything else takes 10 of 35 seconds and a third of the disk space.
     fetch = [*pip, "install", "--no-compile"]
     run_pip([*fetch, "--require-hashes", "--requirement", lock], len(locked_packages(lock)))
     if "cuda" in options:

@@ -38,7 +38,7 @@ NUM_GENERATED = 3
 MAX_PROMPT = 160
 SYSTEM_TOKENS = 30
 MEMORY_PROMPTS, DISK_PROMPTS = 4, 24
-"""Room in memory and on disk, in prompts of the longest kind."""
+"""What memory and disk can hold, in prompts of the longest kind."""
 FLOOR_SLACK_BYTES = 1 << 20
 """What MLX may hold more at the end than at the start."""
 

@@ -3,28 +3,54 @@
 import socket
 from collections.abc import Sequence
 from functools import partial
+from importlib import metadata
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
-from server.api.admin.cache import clear_cache, get_cache, pin_session, unpin_session
-from server.api.admin.health import health, ready
-from server.api.admin.prime import prime_cache
-from server.api.admin.sessions import delete_session, get_session, list_sessions
+from server.api.admin.cache import (
+    CacheStateBody,
+    ClearedBody,
+    PinnedBody,
+    clear_cache,
+    get_cache,
+    pin_session,
+    unpin_session,
+)
+from server.api.admin.health import HealthBody, ReadyBody, health, ready
+from server.api.admin.prime import PrimedBody, prime_cache
+from server.api.admin.sessions import (
+    DeletedBody,
+    SessionDetail,
+    SessionList,
+    delete_session,
+    get_session,
+    list_sessions,
+)
 from server.api.anthropic.routes import ANTHROPIC
 from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
 from server.api.context import ApiContext, EnginePort, ServedModel
 from server.api.dialect import Api, find_dialect, routes_of
+from server.api.json_body import JsonBody
 from server.api.llama_cpp.routes import LLAMA_CPP
 from server.api.ollama.routes import OLLAMA
+from server.api.openai.chat_types import ChatBody
+from server.api.openai.completions import CompletionBody
 from server.api.openai.routes import OPENAI
+from server.api.openapi import DescribedPath, Document, Operation, Operations
+from server.api.responses.routes import RESPONSES
 from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
+from server.api_keys import KeyRing
 from server.config import ServerConfig
+from server.key_file import read_keys
 
-APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP)
+APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers where a path is no dialect's own."""
 
 _ADMIN = (
@@ -38,30 +64,84 @@ _ADMIN = (
     Route("/cache/prime", prime_cache, methods=["POST"]),
 )
 
+_SALT, _CACHE = ("cache_salt", "namespace"), ("cache_salt", "namespace", "model")
+
+ADMIN_OPERATIONS: Operations = {
+    list_sessions: Operation(answer=SessionList, query=_SALT),
+    get_session: Operation(answer=SessionDetail, query=_SALT),
+    delete_session: Operation(answer=DeletedBody, query=_SALT),
+    pin_session: Operation(answer=PinnedBody, query=_CACHE),
+    unpin_session: Operation(answer=PinnedBody, query=_CACHE),
+    get_cache: Operation(answer=CacheStateBody, query=(*_CACHE, "limit")),
+    clear_cache: Operation(answer=ClearedBody, query=_CACHE),
+    prime_cache: Operation((ChatBody, CompletionBody), PrimedBody),
+    health: Operation(answer=HealthBody),
+    ready: Operation(answer=ReadyBody),
+}
+
+
+async def openapi(request: Request) -> Response:
+    """Describes all of these paths."""
+    return JsonBody(request.app.state.openapi)
+
+
 ADMIN_ROUTES = (
     *with_and_without_v1(_ADMIN),
+    Route("/openapi.json", openapi, methods=["GET"]),
     Route("/health", health, methods=["GET"]),
     Route("/ready", ready, methods=["GET"]),
 )
 
 
-def create_app(engine: EnginePort, model: ServedModel, config: ServerConfig, apis: Sequence[Api] = APIS) -> Starlette:
-    """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`."""
-    access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.api_key is not None)
+def create_app(
+    engine: EnginePort,
+    model: ServedModel,
+    config: ServerConfig,
+    apis: Sequence[Api] = APIS,
+    keys: KeyRing | None = None,
+) -> Starlette:
+    """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`.
+
+    `keys` are those of `config` where they have been read already.
+    """
+    access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
     name = config.name or socket.gethostname()
     layers = [Middleware(ErrorBoundary, find_dialect=partial(find_dialect, apis), server_name=name)]
     if config.cors:
         layers.insert(0, cross_origin_layer(config.cors))
     layers.append(Middleware(WebAccessCheck, access=access))
-    if config.api_key is not None:
-        layers.append(Middleware(KeyCheck, api_key=config.api_key))
+    if config.needs_key:
+        layers.append(Middleware(KeyCheck))
     app = Starlette(
         routes=[*(route for _, route in routes_of(apis)), *ADMIN_ROUTES],
         middleware=layers,
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )
-    app.state.api = ApiContext(config, {model.id: model}, {model.id: engine})
+    app.state.openapi = openapi_document(apis)
+    app.state.api = ApiContext(
+        config, {model.id: model}, {model.id: engine}, keys=read_keys(config) if keys is None else keys
+    )
     return app
+
+
+def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
+    """Returns what `/openapi.json` answers with: the paths of `apis`, and the server's own."""
+    entries = [
+        DescribedPath(
+            route.path, route.methods or (), route.endpoint, operations.get(route.endpoint, Operation()), error
+        )
+        for routes, operations, error in (
+            *((api.routes, api.operations, api.error_body) for api in apis),
+            (ADMIN_ROUTES, ADMIN_OPERATIONS, apis[0].error_body),
+        )
+        for route in routes
+    ]
+    return Document(metadata.version("mlx-serve")).describe(entries)
+
+
+def replace_keys(app: Starlette, keys: KeyRing) -> None:
+    """Takes other keys from now on; running answers go on. Call it on the event loop."""
+    app.state.api.keys = keys
 
 
 def start_draining(app: Starlette) -> None:

@@ -145,6 +145,11 @@ class ServerConfig:
         "MLX_SERVE_API_KEY.",
         flag="--api-key-file",
     )
+    api_keys_file: str | None = _setting(
+        None,
+        "TOML file of several keys, each with a name and limits; SIGHUP has it read again.",
+        flag="--api-keys",
+    )
     insecure_no_key: bool = _setting(
         False,
         "Let anyone who reaches the address use the server; by default a key is needed where others can reach it.",
@@ -200,6 +205,11 @@ class ServerConfig:
         choices=("text", "json"),
     )
 
+    @property
+    def needs_key(self) -> bool:
+        """Whether clients must send a key."""
+        return self.api_key is not None or self.api_keys_file is not None
+
     def check(self) -> None:
         """Raises ConfigError for the first setting that cannot be used."""
         for setting in fields(self):
@@ -212,7 +222,7 @@ class ServerConfig:
                 raise ConfigError(
                     f"cors is {origin!r}; it must be an origin such as https://chat.example.org, or '*'"
                 )
-        if ANY_ORIGIN in self.cors and self.api_key is None:
+        if ANY_ORIGIN in self.cors and not self.needs_key:
             raise ConfigError("cors is '*', which lets every web page use this server; it must have --api-key then")
 
 

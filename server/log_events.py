@@ -91,6 +91,8 @@ class MissFigures:
     """Why a prompt was evaluated again, and where."""
 
     reason: str
+    cause: str
+    """What kind of change it was, in words."""
     message_index: int | None
     role: str | None
     token: int | None
@@ -123,11 +125,13 @@ class RequestEnded(LogEntry):
     """Share of the session's previous prompt that was reused, 0 to 1."""
     tier: str | None
     miss: MissFigures | None
+    key: str | None = None
+    """The name of the key that it was sent with, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns who asked, what was reused, how fast it came, and what broke."""
         reused = percent_text(self.cached_tokens, self.prompt_tokens)
-        parts = [EntryPart(label(self.request_id, self.session_id))]
+        parts = [EntryPart(label(self.request_id, self.session_id)), *_key_parts(self.key)]
         if self.turn is not None:
             parts.append(EntryPart(f"turn {self.turn}"))
         parts += [EntryPart(f"{grouped(self.prompt_tokens)} tokens, {reused} reused"), EntryPart(self._speed())]
@@ -156,7 +160,7 @@ class RequestEnded(LogEntry):
         if miss is None or (miss.reason == "cold" and not miss.lost_tokens):
             return []
         where = "" if miss.role is None else f" in message {miss.message_index} ({miss.role})"
-        why = miss.reason.replace("_", " ") + where
+        why = miss.cause + where
         if not miss.lost_tokens:
             return [EntryPart(why, Tone.QUIET)]
         cost = f"{grouped(miss.lost_tokens)} tokens evaluated again, {seconds_text(miss.lost_seconds)}"
@@ -176,6 +180,8 @@ class RequestRefused(LogEntry):
     status: int
     code: str
     reason: str
+    key: str | None = None
+    """The name of the key that it was sent with, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns what was asked for and why it was refused."""
@@ -183,6 +189,7 @@ class RequestRefused(LogEntry):
         asked = f"{self.method[: SHORT_ID_LENGTH * 2]} {cut(self.path, MAX_PATH_LENGTH)}"
         return [
             EntryPart(short_id(self.request_id)),
+            *_key_parts(self.key),
             EntryPart(asked),
             EntryPart(f"{self.status} {self.reason}", tone),
         ]
@@ -193,6 +200,10 @@ class RequestRefused(LogEntry):
 
 
 # ------------------------------------------------------------------------------------------------------- words
+
+
+def _key_parts(key: str | None) -> list[EntryPart]:
+    return [] if key is None else [EntryPart(f"key {printable(key)}")]
 
 
 def label(request_id: str, session_id: str | None) -> str:

@@ -1,5 +1,6 @@
 """Breaks a line of the log where a terminal ends, between its parts first. Pure."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len, set_cell_size
@@ -7,6 +8,9 @@ from rich.cells import cell_len, set_cell_size
 from server.log_events import EntryPart, Tone
 
 GAP = "  "
+
+_BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b))")
+"""A space where a line may end: not within a number, and not before its unit."""
 
 Paint = Callable[[str, Tone], str]
 """Colours a piece of text."""
@@ -42,7 +46,7 @@ def _fit(text: str, columns: int) -> list[str]:
     if cell_len(text) <= columns:
         return [text]
     lines = [""]
-    for word in text.split(" "):
+    for word in _BREAK.split(text):
         longer = f"{lines[-1]} {word}" if lines[-1] else word
         if lines[-1] and cell_len(longer) > columns:
             lines.append(word)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+PACKAGES = ("cache", "models", "server", "scripts")
 ONLY_IN_PART = {"server.memory_budget"}
 """Modules that say which part of them is pure."""
 
@@ -50,3 +52,32 @@ def test_no_two_public_classes_share_a_name() -> None:
                     places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert len(places) > 200
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def names_in(path: Path) -> set[str]:
+    """Every name that a module defines, those of a class also as `Class.name`."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, FUNCTIONS)}
+        if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+            names.add(node.name)
+        if isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_every_place_where_the_architecture_says_a_thing_is_decided_is_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    answers = text.partition("## Where is it decided?")[2].partition("\n## ")[0]
+    places = re.findall(r"`([\w/]+\.py)`(?:: `([\w.]+)`)?", answers)
+    assert len(places) > 30
+    assert [path for path, _ in places if not (ROOT / path).is_file()] == []
+    assert [f"{path}: {name}" for path, name in places if name and name not in names_in(ROOT / path)] == []
+
+
+def test_the_architecture_names_every_folder_of_modules() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    folders = {path.parent.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("__init__.py")}
+    assert len(folders) > 20
+    assert [str(folder) for folder in sorted(folders) if f"{folder}/" not in text] == []

@@ -86,7 +86,7 @@ class DiskConnector:
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
         """Returns the place on the tier where the match of a path's tokens ends.
 
-        Places are kept on the path's nodes, so that only tokens behind the last one are compared.
+        The path's nodes remember their places, so only the tokens behind the last remembered one are compared.
         """
         kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
         place = _on_disk(next(kept, START))
@@ -137,9 +137,10 @@ class DiskConnector:
         self.tier.close()
 
     def save_dropped(self, namespace: str, node: Node) -> None:
-        """Has the state of a node that memory is about to drop written: all of a leaf, only the snapshot of others.
+        """Has state written that memory is about to drop: all of a leaf, only the snapshot of any other node.
 
-        A model that needs snapshots cannot use rows behind the last one on disk, so these are not written.
+        Rows behind the last snapshot on disk are not written for a model that needs snapshots: it could not use
+        them.
         """
         disk_path = self._disk_path(namespace, node.path())
         is_wanted = self._has_whole_snapshot(node) and node in self._wanted_snapshots(disk_path)

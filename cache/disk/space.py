@@ -101,9 +101,9 @@ class DiskSpace:
         return list(range(self._now, self._now - count, -1))
 
     def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use, at `used_at` or now, of the files needed to restore at `stop` on the way to a place.
+        """Records a use of the files that are needed to restore at `stop` on the way to a place; returns its time.
 
-        Returns the time of use. A file that was used later keeps its later time.
+        The use counts at `used_at`, or now. A file that was used later keeps its later time.
         """
         used_at = used_at if used_at is not None else self.times_of_use(1)[0]
         for file in self._tree.on_path(place, stop):

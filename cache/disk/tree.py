@@ -222,10 +222,10 @@ class DiskTree:
     # ----------------------------------------------------------------------------------------------- eviction
 
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
-        """Returns files to evict, least recently used first; none on which a file depends that stays.
+        """Returns files to evict, least recently used first. A file is among them only with all that depend on it.
 
-        They free `excess_bytes`, and up to `spare_bytes` more if few files are enough for that. Files that were last
-        used at `newest` or later are not among them.
+        They free `excess_bytes`, and up to `spare_bytes` more if few files are enough for that. Files that were
+        last used at `newest` or later are not among them.
         """
         chosen: dict[StoredFile, None] = {}
         waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)
@@ -267,8 +267,8 @@ class DiskTree:
     ) -> None:
         """Adds the files of an index, from the root down; `adopt` makes the file of a row.
 
-        Keys are computed again from the tokens. A row whose tokens were changed is left out, and so are the rows that
-        depend on it.
+        Each key is computed again from the tokens, which shows whether they were changed. A row with changed
+        tokens is left out, and so are the rows that depend on it.
         """
         waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
         for row in rows:

@@ -25,8 +25,8 @@ SWEPT_PER_CHANGE = 4
 class EvictionOrder:
     """Candidates for eviction from all namespaces, in order. Worker thread only.
 
-    Must be told of every node that `changed`: its state, its children, its use. Nodes that are pinned or live in a
-    slot are in the order too; whoever pops one of them puts it back.
+    Whoever changes a node's state, children or use must say so. Nodes that are pinned or live in a slot are in the
+    order too; whoever pops one of them puts it back.
     """
 
     def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
@@ -108,9 +108,9 @@ class EvictionOrder:
             self._queue.push(namespace, candidate)
 
     def check(self, nodes: Iterable[tuple[str, Node]]) -> None:
-        """Asserts that every node that could be evicted is in the order, with a value that is not too high.
+        """Asserts that every node that could be evicted is in the order, and that no value there is too high.
 
-        Nodes that are about to be valued anew are left out. Computes every value.
+        Computes every value. Leaves out the nodes that are to be valued anew before the next eviction.
         """
         pending = self._find_stale()
         for namespace, node in nodes:

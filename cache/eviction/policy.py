@@ -102,9 +102,9 @@ MAX_JOINED = 4096
 class Queue:
     """Candidates in the order of eviction. Only what frees bytes is among them.
 
-    The order changes with time, but only between candidates of different ages. So those of about one age are kept in
-    a heap of their own, by weight, and only the first of each are compared. As they grow older, differences in age
-    come to matter less, and neighbouring heaps are joined: there are never more than some dozens.
+    Time changes the order only between candidates of different ages. So candidates of about the same age share a
+    heap, ordered by weight, and only the first of each heap is compared. As candidates grow older, differences in
+    age come to matter less, and neighbouring heaps are joined: there are never more than some dozens.
     """
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Queue:
         return heapq.heappop(heap.entries)[-1]
 
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
-        """Removes what is not current, heap by heap; yields after each how many it held and how many went.
+        """Removes outdated candidates, one heap with each step; yields how many the heap held and how many it lost.
 
         The queue may be used between two steps.
         """

@@ -93,9 +93,9 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Removes those that are not current of the next `num_candidates`, going round all of them in turn.
+        """Looks at the next `num_candidates` and removes the outdated ones; goes round all candidates in turn.
 
-        A few more may be looked at: all those that `Queue` keeps together.
+        It may look at a few more, since it takes whole heaps of a `Queue`.
         """
         has_restarted = False
         while num_candidates > 0:

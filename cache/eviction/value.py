@@ -47,9 +47,10 @@ class Valuation:
             self._current = {session: dict.fromkeys(ends) for session, ends in held if ends}
 
     def evaluated_from(self, node: Node) -> Iterator[Node]:
-        """Yields the leaves and snapshots below a restore point whose tokens would be evaluated from there.
+        """Yields the leaves and snapshots whose tokens would be evaluated again from a restore point.
 
-        They are those down to the next restore points, these included. Yields nothing for a node that is none.
+        They lie below it, down to the next restore points, these included. A node that is no restore point has
+        none.
         """
         below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
         while below:
@@ -70,8 +71,9 @@ class Valuation:
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
         """Yields the nodes above `node` whose chance may have fallen by a change there; `held` says what it was.
 
-        The chance of a restore point depends on the next two below it, and on the sessions that end below it. Nodes
-        further above are added to `seen`, so that several changes on one path look at them once.
+        They are found upwards because the chance of a restore point depends on the next two below it, and on
+        the sessions that end below it. Nodes further above are added to `seen`, so that several changes on one
+        path look at them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):

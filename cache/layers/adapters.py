@@ -39,10 +39,10 @@ class RowLeaf(Protocol):
         """Forgets rows from `offset` on; for classes that keep all rows."""
 
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns how many rows the buffers take at most while `num_tokens` are evaluated; for classes of windows.
+        """Returns how many rows a window class's buffers take at most while `num_tokens` are evaluated.
 
-        That is in calls of up to `chunk_tokens`, and of one while decoding. It may be more than the window, since a
-        call adds its rows before others go.
+        Prompts are evaluated in calls of up to `chunk_tokens`, answers in calls of one token. A call adds its
+        rows before old ones go, so this may be more than the window.
         """
 
     def capacity(self, cache: LayerCache) -> int | None:

@@ -58,7 +58,7 @@ class Layout:
         _number(self._windows)
 
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
-        """Leaves out the layers that hold no rows in `caches`, which the model has evaluated tokens with.
+        """Leaves out the layers whose caches are still empty after the model has evaluated tokens with `caches`.
 
         Some models hand out a cache for each layer although some layers share another's keys and values.
         """
@@ -97,7 +97,8 @@ class Layout:
     def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         """Returns how many rows a window layer's buffers take at most while `num_tokens` are evaluated.
 
-        That is in calls of up to `chunk_tokens`. It exceeds the window, and depends on the class of the cache.
+        Calls of up to `chunk_tokens` add their rows before old ones go, so this may be more than the window. It
+        depends on the class of the cache.
         """
         return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 

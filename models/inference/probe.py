@@ -267,9 +267,9 @@ def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
 
 
 def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Root mean square of the differences, as parts of each value, or of the median one where a value is smaller.
+    """Root mean square of the differences, each relative to the size of its value plus the median size.
 
-    In parts of each value, since a few large ones, as biased keys have, would hide the others.
+    Relative, since a few large values, as biased keys have, would hide all other differences.
     """
     size = np.abs(expected)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -177,9 +177,9 @@ def _spaces_before(text: str, position: int) -> int:
 
 
 def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """Returns the borders and all texts that can keep one of them from being found, by overlapping it.
+    """Returns the borders, and all texts that can keep a border from being found because they overlap it.
 
-    What overlaps such a text may in turn keep that one from being found, and so on.
+    What overlaps one of these texts can keep that one from being found, so it is among them too, and so on.
     """
     found, left = list(borders), set(texts) - set(borders)
     fresh = found

@@ -77,12 +77,12 @@ class Prefilled:
     tokens: NDArray[np.int32]
     layers: list[tuple[mx.array, mx.array]]
 
-    def caches(self, room_tokens: int) -> list[KVCache]:
-        """Returns caches of one's own with room for `room_tokens` more, as the engine sizes them."""
+    def caches(self, spare_tokens: int) -> list[KVCache]:
+        """Returns caches of one's own with capacity for `spare_tokens` more, as the engine sizes them."""
         caches = []
         for keys, values in self.layers:
             cache = KVCache()
-            cache.step = len(self.tokens) + room_tokens
+            cache.step = len(self.tokens) + spare_tokens
             cache.update_and_fetch(keys, values)
             caches.append(cache)
         mx.eval([cache.state for cache in caches])

@@ -136,12 +136,30 @@ class Codex(Agent):
         return ["exec", *flags, *open_flags, "--model", model, TASK]
 
 
-AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex())
+class CodexPatch(Codex):
+    """Codex with its tool for patches, whose input is a text: it offers that to models of its catalog only."""
+
+    name = "codex-patch"
+
+    def replies(self, file: Path) -> Sequence[Reply]:
+        """Edits by a patch, ends."""
+        change = f"*** Update File: {file.name}\n@@\n-{BEFORE}+{AFTER}"
+        patch = f"*** Begin Patch\n{change}*** End Patch\n"
+        return [Reply("I change it.", "apply_patch", {"input": patch}), Reply("Done.")]
+
+    def arguments(self, url: str, model: str) -> Sequence[str]:
+        """The same, with a catalog that has the model."""
+        catalog = Path(__file__).parent / "programs" / "codex_models.json"
+        command, *others = super().arguments(url, model)
+        return [command, "-c", f'model_catalog_json="{catalog}"', *others]
+
+
+AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex(), CodexPatch())
 
 
 def install(agent: Agent, folder: Path) -> Path:
     """Returns the agent's program, brought into `folder` by npm where it is not there yet."""
-    place = folder / agent.name
+    place = folder / agent.program
     program = place / "node_modules" / ".bin" / agent.program
     if not program.exists():
         place.mkdir(parents=True, exist_ok=True)

@@ -64,13 +64,16 @@ class NodePackage(Package):
 PACKAGES: Sequence[Package] = (
     PythonPackage("langchain_openai", ["langchain-openai"]),
     PythonPackage("langchain_ollama", ["langchain-ollama"]),
+    PythonPackage("langchain_anthropic", ["langchain-anthropic"]),
     PythonPackage("litellm", ["litellm", "mcp"]),
     PythonPackage("pydantic_ai", ["pydantic-ai-slim[openai]"]),
     PythonPackage("instructor", ["instructor"]),
     PythonPackage("openai_agents", ["openai-agents"]),
     NodePackage("openai_node", ["openai"]),
     NodePackage("ollama_node", ["ollama"]),
+    NodePackage("anthropic_node", ["@anthropic-ai/sdk"]),
     NodePackage("ai_sdk", ["ai", "@ai-sdk/openai-compatible", "zod"]),
+    NodePackage("ai_sdk_anthropic", ["ai", "@ai-sdk/anthropic", "zod"]),
 )
 
 

@@ -2,9 +2,9 @@
 
 A recorded conversation knows no text, only numbers of 64-token blocks that are equal where the prompts are. Each
 block becomes 64 token ids of its own, so that two prompts share exactly the tokens that the recorded ones shared.
-What a block number cannot say is settled once, here: the last, partial block of a prompt is the start of the next
+What a block number cannot say is decided once, here: the last, partial block of a prompt is the start of the next
 prompt's block wherever that prompt extends this one; the reply is what the next prompt holds in its place if there
-is room for all of it, and otherwise (a template dropped or re-rendered some of it) tokens that never come back.
+is space for all of it, and otherwise (a template dropped or re-rendered some of it) tokens that never come back.
 """
 
 import gzip

@@ -98,7 +98,7 @@ class SizedLayout(Layout):
         """Returns the bytes of one whole state."""
         return self._snapshot_bytes
 
-    def room(self, caches: Sequence[Any]) -> int | None:
+    def capacity(self, caches: Sequence[Any]) -> int | None:
         """Returns None: there are no buffers."""
         return None
 

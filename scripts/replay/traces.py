@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-bytes-per-token", type=_positive, default=20_480, metavar="N", help="attention state of a token")
     add("--snapshot-bytes", type=int, default=63 << 20, metavar="N", help="whole state; 0 for attention only")
     add("--memory-gb", type=float, default=12.0, metavar="X", help="budget in 10^9 bytes; inf for no limit")
-    add("--disk-gb", type=float, default=0.0, metavar="Y", help="room on disk; 0 for none")
+    add("--disk-gb", type=float, default=0.0, metavar="Y", help="disk budget; 0 for none")
     add("--one-shot-share", type=float, default=0.0, metavar="S", help="share of one-shot prompts among all requests")
     add("--seed", type=int, default=0, metavar="S", help="of the schedule, the one-shots and the generator")
     add("--policy", action="append", choices=POLICIES, help="what to run, may be repeated; by default all")

@@ -31,17 +31,18 @@ class Answer:
         received: float,
         on_turn: OnTurn | None = None,
         conversations: Conversations | None = None,
+        key_name: str | None = None,
     ) -> None:
         """Submits the request; raises QueueFull or EngineStopped at once. `received` is `time.monotonic()`.
 
         `on_turn` is called once for each request that got a slot, however it ended. `conversations` are those that it
-        may go on from.
+        may go on from. `key_name` is for the log.
         """
         self._exchange = exchange
         self._on_turn = on_turn
         self._account = TurnAccount(conversations if conversations is not None else Conversations(), exchange)
         self._figures = AnswerFigures()
-        self._log = AnswerLog(exchange.request, exchange.model.id, received, self._figures)
+        self._log = AnswerLog(exchange.request, exchange.model.id, received, self._figures, key_name)
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._reported: tuple[TurnRecord, int | None] | None = None

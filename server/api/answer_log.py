@@ -21,8 +21,16 @@ PROGRESS_SECONDS = 2.0
 class AnswerLog:
     """Writes the entries of one request."""
 
-    def __init__(self, request: GenerationRequest, model_id: str, received: float, figures: AnswerFigures) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        model_id: str,
+        received: float,
+        figures: AnswerFigures,
+        key_name: str | None = None,
+    ) -> None:
         """`received` is `time.monotonic()` when the request came; `figures` are kept up by the caller."""
+        self._key_name = key_name
         self._request = request
         self._model_id = model_id
         self._received = received
@@ -72,6 +80,7 @@ class AnswerLog:
             kept=turn.kept if turn else None,
             tier=turn.tier if turn else None,
             miss=_miss_of(turn) if turn else None,
+            key=self._key_name,
         )
         logger.info(entry)
 
@@ -93,4 +102,6 @@ def _miss_of(turn: TurnRecord) -> MissFigures | None:
     if miss is None:
         return None
     seconds = round(turn.lost_seconds, 3)
-    return MissFigures(miss.reason.value, miss.message_index, miss.role, miss.token, turn.lost_tokens, seconds)
+    return MissFigures(
+        miss.reason.value, miss.cause.value, miss.message_index, miss.role, miss.token, turn.lost_tokens, seconds
+    )

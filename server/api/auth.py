@@ -1,26 +1,42 @@
-"""Checks the key, where one is configured, before anything else of a request is read; and derives the namespace.
+"""Checks the key, where keys are configured, before anything else of a request is read; and derives the namespace.
 
 Each key has a namespace of its own, even where the server requires none; no other key sees anything of it.
 """
 
-import hashlib
-import hmac
-
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.api.context import context_of
 from server.api.dialect import dialect_of
+from server.api_keys import ApiKey, namespace_of_key
 from server.config import ServerConfig
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
+OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
+"""Headers that proxies and browsers add: somebody else is asking."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
-def is_authorised(request: Request, api_key: str | None) -> bool:
-    """Returns whether a request holds the key, in a time that says nothing about it."""
-    if api_key is None:
-        return True
-    return hmac.compare_digest(dialect_of(request).api_key(request.headers).encode(), api_key.encode())
+def key_of(request: Request) -> ApiKey | None:
+    """Returns which of the server's keys a request holds, or None."""
+    return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
+
+
+def known_key_of(request: Request) -> ApiKey | None:
+    """Returns the key that `KeyCheck` found, or None where none is asked for."""
+    key = request.scope["state"].get("key")
+    return key if isinstance(key, ApiKey) else None
+
+
+def key_name_of(scope: Scope) -> str | None:
+    """Returns the name of the key that `KeyCheck` found, or None where it has none."""
+    key = scope["state"].get("key")
+    return key.name or None if isinstance(key, ApiKey) else None
+
+
+def is_authorised(request: Request) -> bool:
+    """Returns whether a request holds a key of the server, or the server asks for none."""
+    return not context_of(request).config.needs_key or key_of(request) is not None
 
 
 def namespace_of(request: Request, cache_salt: str | None) -> str:
@@ -29,9 +45,9 @@ def namespace_of(request: Request, cache_salt: str | None) -> str:
     It never holds the key itself, since names may be written out.
     """
     key = dialect_of(request).api_key(request.headers)
-    digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
+    of_key = namespace_of_key(key) if key else ""
     # The slash keeps a salt from looking like the digest of a key.
-    return f"{digest}/{cache_salt}" if cache_salt else digest
+    return f"{of_key}/{cache_salt}" if cache_salt else of_key
 
 
 def namespace_of_query(request: Request) -> str:
@@ -40,13 +56,17 @@ def namespace_of_query(request: Request) -> str:
 
 
 def is_owner(request: Request, config: ServerConfig) -> bool:
-    """Returns whether a request is made on the server's own machine, by hand, where the server asks for no key.
+    """Returns whether a request may see what all have: by an operator's key, or by hand on the server's own machine.
 
-    Who sends a key or a salt asks for what is theirs. Behind a proxy everybody would seem to be here.
+    The latter counts only where the server asks for no key, and not for a request that sends one all the same: that
+    asks for its own state. Nor does it count behind a proxy, where everybody seems to be on this machine.
     """
-    if config.api_key is not None or dialect_of(request).api_key(request.headers):
+    if config.needs_key:
+        key = key_of(request)
+        return key is not None and key.is_operator
+    if dialect_of(request).api_key(request.headers):
         return False
-    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "origin"))
+    is_forwarded = any(name in request.headers for name in OF_OTHERS)
     return not is_forwarded and request.client is not None and request.client.host in LOOPBACK
 
 
@@ -56,16 +76,24 @@ def visible_namespace(request: Request, config: ServerConfig) -> str:
     return named if named is not None and is_owner(request, config) else namespace_of_query(request)
 
 
-class KeyCheck:
-    """ASGI layer that raises the dialect's error for requests without the key."""
+def listed_namespace(request: Request, config: ServerConfig) -> str | None:
+    """Returns the namespace that a list is limited to; None, which is all, for an owner who names none."""
+    if "cache_salt" in request.query_params or not is_owner(request, config):
+        return namespace_of_query(request)
+    return request.query_params.get("namespace")
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+
+class KeyCheck:
+    """ASGI layer that raises the dialect's error for requests without a key; behind it `scope["state"]` has `key`."""
+
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._api_key = api_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what may pass; raises ApiError for the rest."""
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
-        if not is_open and not is_authorised(request := Request(scope), self._api_key):
-            raise dialect_of(request).wrong_key()
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            request = Request(scope)
+            request.state.key = key_of(request)
+            if request.state.key is None:
+                raise dialect_of(request).wrong_key()
         await self._app(scope, receive, send)

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.auth import namespace_of
+from server.api.auth import key_name_of, namespace_of
 from server.api.context import context_of
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code, explain
@@ -65,7 +65,9 @@ def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
     # What a template says may quote the conversation, which is the client's alone.
     message = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
     reason = cut(message, MAX_REASON_LENGTH)
-    refused = RequestRefused(request_id, scope["method"], scope["path"], error.status, error.code.value, reason)
+    refused = RequestRefused(
+        request_id, scope["method"], scope["path"], error.status, error.code.value, reason, key_name_of(scope)
+    )
     logger.log(level, refused)
 
 

@@ -1,9 +1,11 @@
 """What the HTTP side knows about the models it serves and the engine behind each of them."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -19,8 +21,10 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.errors import ApiError, Code, stopped
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
+from server.api.rate_limits import RateLimits
 from server.api.refusals import Refusals
 from server.api.session_records import SessionRecords
+from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.diagnosis.conversations import Conversations
 from server.engine.command import Command
@@ -28,6 +32,7 @@ from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
 
+Kept = TypeVar("Kept")
 LATEST = ":latest"
 """What Ollama's clients may add to a name that has no tag, whichever API they then use."""
 
@@ -163,12 +168,15 @@ class ServedModel:
 
 @dataclass(eq=False)
 class ApiContext:
-    """All that the endpoints share. Used on the event loop only."""
+    """All that the endpoints share. Used on the event loop, but for what says otherwise."""
 
     config: ServerConfig
     models: Mapping[str, ServedModel]
     engines: Mapping[str, EnginePort]
     """One engine per model, under the same ids."""
+    keys: KeyRing = field(default_factory=KeyRing)
+    """Those that are taken; replaced while the server runs."""
+    rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
     sessions: SessionRecords = field(default_factory=SessionRecords)
     refusals: Refusals = field(default_factory=Refusals)
     conversations: Conversations = field(default_factory=Conversations)
@@ -178,6 +186,16 @@ class ApiContext:
 
     background: set["asyncio.Task[None]"] = field(default_factory=set)
     """Work that no client waits for."""
+    _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
+        """Returns what a dialect keeps between requests: what `make` returned when it was first asked. Any thread."""
+        with self._lock:
+            if make not in self._kept:
+                self._kept[make] = make(self.config)
+            found: Kept = self._kept[make]
+        return found
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs work that answers for its own errors."""

@@ -8,7 +8,7 @@ the same for all.
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ServedModel
 from server.api.conversation import Conversation
 from server.api.errors import ApiError
+from server.api.openapi import Operations
 from server.api.session_id import resolve_session_id
 from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
 from server.engine.events import Finished, Started
@@ -128,6 +129,10 @@ class Api:
 
     dialect: Dialect
     routes: Sequence[Route]
+    operations: Operations = field(default_factory=dict)
+    """What the endpoints take and give, for `/openapi.json`; one that is missing takes and gives any object."""
+    error_body: Any = None
+    """The type of an error's body."""
     own_paths: tuple[str, ...] = ()
     """Paths of this API; errors for those that are not served, and for all below them, have its shape, too."""
 
@@ -155,9 +160,9 @@ def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """Returns the dialect whose path was asked for, whatever the method.
+    """Returns the dialect that has the path, whatever the method.
 
-    For all other paths, that whose own path it is or whose own header was sent, or else the first one.
+    For any other path: the dialect that claims it as its own or whose own header was sent, else the first one.
     """
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:

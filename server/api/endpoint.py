@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
-from server.api.auth import namespace_of
+from server.api.auth import key_name_of, known_key_of, namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
 from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
@@ -22,6 +22,7 @@ from server.api.header_text import ascii_text
 from server.api.json_body import JsonBody
 from server.api.next_turn import next_turn_requests, sent_back
 from server.api.params import Incoming
+from server.api.rate_limits import Permit
 from server.api.refusals import Origin
 from server.api.session_id import SessionIdError
 from server.api.stream import AnswerStream
@@ -50,7 +51,7 @@ async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange
     raw = await read_body(request, context.config.max_body_bytes)
     if context.is_draining:
         raise stopped()
-    work = _answer(context, request, raw, received, id_prefix, open_exchange)
+    work = _admitted(context, request, raw, received, id_prefix, open_exchange)
     return await _unless_disconnected(request, work)
 
 
@@ -69,8 +70,30 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
     return await _unless_disconnected(request, described())
 
 
-async def _answer(
+async def _admitted(
     context: ApiContext, request: Request, raw: bytes, received: float, id_prefix: str, open_exchange: OpenExchange
+) -> Response:
+    """Answers within the limits of the request's key."""
+    permit = context.rate_limits.admit(known_key_of(request), request.state.answer_headers)
+    try:
+        response = await _answer(context, request, raw, received, id_prefix, open_exchange, permit)
+    except BaseException:
+        # However it failed, being cancelled included, it runs no longer.
+        permit.close(0)
+        raise
+    if not isinstance(response, AnswerStream):
+        permit.close(0)
+    return response
+
+
+async def _answer(
+    context: ApiContext,
+    request: Request,
+    raw: bytes,
+    received: float,
+    id_prefix: str,
+    open_exchange: OpenExchange,
+    permit: Permit,
 ) -> Response:
     work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
     exchange = await context.planning.run(_client_of(request), len(raw), work)
@@ -79,8 +102,9 @@ async def _answer(
     engine = context.running_engine(exchange.model)
     if exchange.request.session_id is not None:
         request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations)
-    close = partial(_close, context, answer, exchange, engine)
+    key_name = key_name_of(request.scope)
+    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations, key_name)
+    close = partial(_close, context, answer, exchange, engine, permit)
     if not exchange.is_streamed:
         return await _whole(answer, exchange, close)
     return AnswerStream(
@@ -138,9 +162,10 @@ async def _whole(answer: Answer, exchange: Exchange, close: Callable[[], None]) 
         close()
 
 
-def _close(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort) -> None:
+def _close(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort, permit: Permit) -> None:
     """Ends an answer on every way out. The state of one that asks for tools is held until they have answered."""
     answer.close()
+    permit.close(len(exchange.request.tokens) + len(answer.token_ids))
     request, conversation = exchange.request, exchange.conversation
     if answer.has_ended and conversation is not None and request.cache_prompt:
         context.in_background(_evaluate_ahead(exchange, conversation, engine, answer.token_ids))

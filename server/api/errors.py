@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from models.errors import InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
+from server.api.rate_limits import OverLimit
 from server.api.session_id import SessionIdError
 from server.engine.errors import EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
 
@@ -36,6 +37,7 @@ class Code(StrEnum):
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
     MODEL_NOT_FOUND = "model_not_found"
     SESSION_NOT_FOUND = "session_not_found"
+    RESPONSE_NOT_FOUND = "response_not_found"
     UNKNOWN_PATH = "unknown_path"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     REQUEST_TIMEOUT = "request_timeout"
@@ -44,6 +46,7 @@ class Code(StrEnum):
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     UNSUPPORTED_ENCODING = "unsupported_encoding"
     QUEUE_FULL = "queue_full"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
     GENERATION_FAILED = "generation_failed"
     INTERNAL_ERROR = "internal_error"
     OUT_OF_MEMORY = "out_of_memory"
@@ -67,6 +70,7 @@ STATUS: Mapping[Code, int] = {
     Code.ORIGIN_NOT_ALLOWED: 403,
     Code.MODEL_NOT_FOUND: 404,
     Code.SESSION_NOT_FOUND: 404,
+    Code.RESPONSE_NOT_FOUND: 404,
     Code.UNKNOWN_PATH: 404,
     Code.METHOD_NOT_ALLOWED: 405,
     Code.REQUEST_TIMEOUT: 408,
@@ -75,6 +79,7 @@ STATUS: Mapping[Code, int] = {
     Code.UNSUPPORTED_MEDIA_TYPE: 415,
     Code.UNSUPPORTED_ENCODING: 415,
     Code.QUEUE_FULL: 429,
+    Code.RATE_LIMIT_EXCEEDED: 429,
     Code.GENERATION_FAILED: 500,
     Code.INTERNAL_ERROR: 500,
     Code.OUT_OF_MEMORY: 503,
@@ -137,6 +142,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
         case QueueFull():
             return retry_later(Code.QUEUE_FULL, str(error), error.retry_after_seconds)
+        case OverLimit():
+            return retry_later(Code.RATE_LIMIT_EXCEEDED, str(error), error.retry_after_seconds)
         case EngineStopped():
             return stopped()
         case PromptTooLong():

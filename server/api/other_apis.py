@@ -17,7 +17,6 @@ class OtherApi:
 OTHER_APIS = (
     OtherApi("Anthropic's Text Completions API", ("complete",)),
     OtherApi("Anthropic's Message Batches API", ("messages/batches",)),
-    OtherApi("OpenAI's Responses API", ("responses", "conversations")),
     OtherApi("OpenAI's embeddings", ("embeddings",)),
     OtherApi("OpenAI's audio API", ("audio",)),
     OtherApi("OpenAI's images API", ("images",)),

@@ -137,7 +137,7 @@ class SessionRecords:
         return True
 
     def _drop_one(self) -> None:
-        """Drops the oldest session of the namespace with the most; of equals, the least recently used one counts.
+        """Drops the oldest session of the namespace with the most; among equals, of the one used least recently.
 
         Single requests that no client named go first, as far as they are among the oldest.
         """

@@ -23,18 +23,23 @@ class BodyModel(BaseModel):
 def parse_body(kind: type[Body], raw: dict[str, Any], rules: Rules) -> Body:
     """Returns the checked body; raises ApiError (400) that names the first field that is wrong."""
     refuse_fields(raw, rules)
-    try:
-        body = kind.model_validate(raw)
-    except ValidationError as error:
-        raise _as_api_error(error.errors(include_url=False)[0]) from error
+    body = validated(kind, raw)
     unknown = sorted((body.model_extra or {}).keys() - rules.keys())
     if unknown:
         logger.debug("fields without meaning here: %s", ", ".join(unknown)[:500])
     return body
 
 
-def _as_api_error(problem: ErrorDetails) -> ApiError:
-    param = param_name(problem["loc"])
+def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
+    """Returns what stands at a `place` of a body, checked; raises ApiError (400) that names what is wrong."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise _as_api_error(error.errors(include_url=False)[0], place) from error
+
+
+def _as_api_error(problem: ErrorDetails, place: tuple[int | str, ...]) -> ApiError:
+    param = param_name((*place, *problem["loc"]))
     return ApiError(_code_of(problem["type"]), f"{param}: {problem['msg']}", param)
 
 

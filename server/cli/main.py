@@ -317,7 +317,8 @@ def _key_from_elsewhere(values: dict[str, Any], environment: Mapping[str, str]) 
     """Returns the API key of a file or, where nothing is said on the command line, of the environment."""
     file = values.get("api_key_file")
     if file is None:
-        key = environment.get(KEY_VARIABLE, "") if "api_key" not in values else ""
+        is_told = "api_key" in values or "api_keys_file" in values
+        key = "" if is_told else environment.get(KEY_VARIABLE, "")
         return {"api_key": key} if key else {}
     if "api_key" in values:
         raise ConfigError("give --api-key or --api-key-file, not both")

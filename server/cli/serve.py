@@ -29,7 +29,8 @@ from cache.errors import DiskInUse, FolderUnusable
 from models import weights
 from models.names import resolve
 from server import claims
-from server.app import create_app, start_draining
+from server.api_keys import KeyRing
+from server.app import create_app, replace_keys, start_draining
 from server.claims import Claim, OwnClaim
 from server.cli.addresses import is_for_this_machine, urls
 from server.cli.interrupts import interruptible
@@ -38,6 +39,7 @@ from server.config import ConfigError, ServerConfig
 from server.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.engine.engine import Engine
 from server.errors import StartError
+from server.key_file import read_keys
 from server.log import configure_logging
 from server.service import Service, model_id, open_service
 
@@ -64,6 +66,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
         address, port = listener.getsockname()[:2]
         _check_exposure(config, address)
+        keys = read_keys(config)
         _check_cache_dir(config)
         max_connections = find_max_connections()
         claim, others = _claim(runtime, stack)
@@ -71,7 +74,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         service = _start(config, console, around, claim)
         try:
             on_listening = partial(show_banner, console, service, config, around)
-            return asyncio.run(_serve(service, config, listener, max_connections, on_listening))
+            return asyncio.run(_serve(service, config, keys, listener, max_connections, on_listening))
         finally:
             # It ends in a moment anyway, and a signal now would only change the exit status.
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -81,7 +84,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
 
 def _check_exposure(config: ServerConfig, address: str) -> None:
     """Raises ConfigError where other machines could use the server without a key, unless that was asked for."""
-    if config.api_key is None and not config.insecure_no_key and not is_for_this_machine(address):
+    if not config.needs_key and not config.insecure_no_key and not is_for_this_machine(address):
         raise ConfigError(
             f"other machines can reach {config.host}, and without a key anyone there could use this server: give "
             "--api-key-file FILE, or --insecure-no-key if that is meant"
@@ -183,23 +186,37 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
 async def _serve(
     service: Service,
     config: ServerConfig,
+    keys: KeyRing,
     listener: socket.socket,
     max_connections: int,
     on_listening: Callable[[], None],
 ) -> int:
-    app = create_app(service.engine, service.model, config)
+    app = create_app(service.engine, service.model, config, keys=keys)
     limits = Limits(config.client_seconds, max_connections)
     server = _Server(app, limits, on_listening)
     stopper = _Stopper(server, service.engine, app, config.drain_seconds)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopper.signalled)
+    if config.api_keys_file is not None:
+        loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
     try:
         await server.serve(sockets=[listener])
     except OSError as error:
         raise _cannot_listen(config.host, config.port, error) from error
     await stopper.finish()
     return 0
+
+
+def _reload_keys(app: Starlette, config: ServerConfig) -> None:
+    """Takes the keys of the file as it is now; keeps those it has where the file cannot be used. Event loop only."""
+    try:
+        keys = read_keys(config)
+    except ConfigError as error:
+        logger.error("the keys stay as they were: %s", error)
+        return
+    replace_keys(app, keys)
+    logger.info("keys were read again: %d", len(keys.keys))
 
 
 class _Server(uvicorn.Server):
@@ -271,5 +288,5 @@ def show_banner(console: Console, service: Service, config: ServerConfig, around
     """Prints what is served, within which limits, where, and how to ask it."""
     for label, text in facts(service, config, around):
         console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
-    example = example_call(around.urls[0], service.model.id, config.api_key is not None)
+    example = example_call(around.urls[0], service.model.id, config.needs_key)
     console.print(f"\nTry it:\n{example}\n\nCtrl-C stops the server.\n", markup=False)

@@ -47,7 +47,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
         limit = f", at most {size_text(per_day)} written a day" if per_day is not None else ""
         yield "disk", f"{size_text(config.cache_disk_bytes)} in {config.cache_dir}{limit}"
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
-    if config.insecure_no_key and config.api_key is None:
+    if config.insecure_no_key and not config.needs_key:
         yield "key", "none: anyone who reaches the address can use this server"
     yield "address", f"{around.urls[0]}/v1"
     for url in around.urls[1:]:

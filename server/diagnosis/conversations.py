@@ -162,11 +162,13 @@ def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
 
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
     """Whether the first messages of two conversations are versions of one: more than half of the text is the same."""
+    is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
+    if not is_later:
+        return False
     ours, theirs = (next((part.shown for part in one.parts if not part.is_system), "") for one in (earlier, later))
     head = shared_length(ours, theirs)
     tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
-    is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
-    return is_later and 2 * (head + tail) > max(len(ours), len(theirs), 40)
+    return 2 * (head + tail) > max(len(ours), len(theirs), 40)
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:

@@ -15,7 +15,7 @@ from server.diagnosis.compare import Turn
 from server.diagnosis.conversations import Conversations, Name
 from server.diagnosis.prompt import Part, Prompt
 from server.doctor.findings import Checkup, Loss, loss_of
-from server.doctor.hindsight import LinkedTurn, settled
+from server.doctor.hindsight import LinkedTurn, in_hindsight
 from server.doctor.recorded import Recorded
 from server.engine.diagnosis import Miss
 
@@ -95,4 +95,4 @@ class _Visit:
     def checkup(self, label: str) -> Checkup:
         """Returns the conversation's."""
         kept = sum(self._kept) / len(self._kept) if self._kept else None
-        return Checkup(label, len(self._turns), kept, tuple(settled(self._turns)))
+        return Checkup(label, len(self._turns), kept, tuple(in_hindsight(self._turns)))

@@ -36,12 +36,12 @@ class LinkedTurn:
     losses: tuple[Loss, ...]
 
 
-def settled(turns: Sequence[LinkedTurn]) -> list[Loss]:
+def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
     """Returns the losses of all turns, each called what the later turns show it to be."""
-    return [loss for index, turn in enumerate(turns) for loss in _settled(turn, turns[index + 1 :])]
+    return [loss for index, turn in enumerate(turns) for loss in _with_later(turn, turns[index + 1 :])]
 
 
-def _settled(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]:
+def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]:
     origins = {one.previous for one in later if all(loss.cause is not Cause.SIDE_REQUEST for loss in one.losses)}
     went_on, other_went_on = turn.id in origins, turn.previous is not None and turn.previous in origins
     if other_went_on and not went_on and any(loss.cause in _VERSIONS for loss in turn.losses):

@@ -141,7 +141,7 @@ def _refused(refused: Sequence[Refused]) -> RenderableType:
 
 
 def _finding(finding: Finding) -> RenderableType:
-    where = f" in the {finding.example.where}" if finding.example.where else ""
+    where = _in_place(finding.example.where)
     title = Text.assemble((finding.cause.value, "bold yellow"), f"{where}, in {_plural(finding.num_turns, 'turn')}")
     rows = Table.grid(padding=(0, 2))
     rows.add_column(no_wrap=True, style="dim")
@@ -151,6 +151,11 @@ def _finding(finding: Finding) -> RenderableType:
     rows.add_row("cost", _cost(finding))
     rows.add_row("mend", finding.cure)
     return Group(title, Padding(rows, (0, 0, 0, 2), expand=False))
+
+
+def _in_place(where: str) -> str:
+    """Returns a place with its preposition: `in the tools`, `in message 3 (user)`; empty for none."""
+    return f" in {'' if where.startswith('message ') else 'the '}{where}" if where else ""
 
 
 def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
@@ -163,8 +168,11 @@ def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
 
 def _excerpt(text: str, start: int) -> Text:
     word = next(found for found in re.finditer(r"\S+|\s+|\Z", text) if found.end() > start or not found[0])
-    lead = text[max(0, word.start() - LEAD_CHARACTERS) : word.start()]
-    excerpt = Text("…" if word.start() > LEAD_CHARACTERS else "", no_wrap=True, overflow="ellipsis")
+    begin = max(0, word.start() - LEAD_CHARACTERS)
+    # No half word: the next one begins behind a space, if there is one.
+    begin += text[begin : word.start()].find(" ") + 1 if begin and not text[begin - 1].isspace() else 0
+    lead = text[begin : word.start()]
+    excerpt = Text("…" if begin else "", no_wrap=True, overflow="ellipsis")
     return excerpt.append(printable(lead)).append(printable(word[0]), "bold").append(printable(text[word.end() :]))
 
 
@@ -201,6 +209,8 @@ def printable(text: str) -> str:
 
 
 def _seconds(seconds: float) -> str:
+    if 0 < seconds < 0.095:
+        return f"{max(seconds, 0.01):.2f} s"
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from server.doctor.findings import Checkup, Loss, Refused, loss_of
-from server.doctor.hindsight import LinkedTurn, settled
+from server.doctor.hindsight import LinkedTurn, in_hindsight
 from server.engine.diagnosis import Cause, MissReason
 
 _Turn = Mapping[str, Any]
@@ -23,7 +23,7 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
         name=str(session["id"]),
         num_turns=int(session["num_turns"]),
         kept=sum(kept) / len(kept) if kept else None,
-        losses=tuple(settled(linked)),
+        losses=tuple(in_hindsight(linked)),
         num_seen=len(turns),
         began=float(session["created"]),
         ended=float(session["last_used"]),

@@ -217,9 +217,9 @@ class Engine:
             message.handle(worker)
 
     def _next_message(self, worker: Worker) -> WorkerMessage | None:
-        """Returns the next message, None for the end; raises queue.Empty if there is none and requests wait.
+        """Returns the next message, None for the end; raises queue.Empty if none is there but requests have work.
 
-        Without requests it waits. A long wait is used for idle work.
+        Without requests it waits for one, and uses a long wait for idle work.
         """
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS

@@ -48,7 +48,7 @@ class Prefill:
         self._expected_tokens = expected_tokens
 
     def run_chunk(self, before_each: Callable[[], None]) -> None:
-        """Fills one chunk: with a part of one prompt, or with several where they, or their restore points, are short.
+        """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point.
 
         `before_each` is called before each part: it may end sequences, the chosen one too.
         """

@@ -293,9 +293,10 @@ class Scheduler:
 
 
 def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
-    """Whether a ticket's prompt holds all of an earlier one's of its session, and more, which may be its answer.
+    """Whether a ticket's prompt begins with the whole prompt of an earlier one of its session, and goes on behind it.
 
-    Nobody waits for a less urgent one, nor for state that is not shared.
+    What follows may be the earlier one's answer. Nobody waits for a less urgent request, nor for state that is not
+    shared.
     """
     num = earlier.num_prompt
     return (

@@ -106,9 +106,9 @@ class Sequence:
         return len(self.request.tokens) + self.request.max_tokens
 
     def replay(self, *, is_suspect: bool) -> None:
-        """Goes back to the queue with prompt and output to be evaluated again; loses its state, not its text.
+        """Goes back to the queue: its state is lost, its text is kept, and prompt and output are evaluated again.
 
-        One that is no suspect has only made way for others, and goes on before any newcomer begins.
+        A sequence that is no suspect has only made way for others, so it goes on before any newcomer begins.
         """
         tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.output.tokens, np.int32)])
         num_passed = self.ticket.num_passed

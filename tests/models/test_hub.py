@@ -31,7 +31,7 @@ NEEDED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer.model
 
 PULL = "from server.cli.main import main; main()"
 DEADLINE_SECONDS = 120.0
-LITTLE_ROOM = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {'free': 20_000_000}); "
+LITTLE_DISK = "import shutil; shutil.disk_usage = lambda path: type('Usage', (), {'free': 20_000_000}); "
 
 
 @dataclass
@@ -239,15 +239,15 @@ def test_gated(hub: FakeHub, person: Person) -> None:
     says_one_sentence(person.types("pull", "org/model"), "consent", "HF_TOKEN")
 
 
-def test_no_room_is_noticed_before_anything_is_fetched(hub: FakeHub, person: Person) -> None:
-    says_one_sentence(person.types("pull", "org/model", before=LITTLE_ROOM), "needs 0.0 GB", "0.0 GB left")
+def test_a_full_disk_is_noticed_before_anything_is_fetched(hub: FakeHub, person: Person) -> None:
+    says_one_sentence(person.types("pull", "org/model", before=LITTLE_DISK), "needs 0.0 GB", "0.0 GB left")
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 
-def test_what_is_here_already_needs_no_room(hub: FakeHub, person: Person) -> None:
+def test_what_is_here_already_needs_no_disk(hub: FakeHub, person: Person) -> None:
     person.types("pull", "org/model")
     (person.snapshot("org/model") / "tokenizer.json").unlink()
-    assert person.types("pull", "org/model", before=LITTLE_ROOM).status == 0
+    assert person.types("pull", "org/model", before=LITTLE_DISK).status == 0
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])

@@ -220,7 +220,7 @@ class TestProgram:
         report: dict[str, Any] = json.loads(out.read_text())
         return report
 
-    def test_with_room_for_all_only_new_text_is_evaluated(self, tmp_path: Path) -> None:
+    def test_with_memory_for_all_only_new_text_is_evaluated(self, tmp_path: Path) -> None:
         write_trace(tmp_path, "one", GROWING[:4])
         report = self.replayed(tmp_path, "--traces", str(tmp_path), "--policy", "cache", "--policy", "unlimited")
         assert report["zero_hit_extensions"] == 0
@@ -241,7 +241,7 @@ class TestProgram:
             assert all(name in figures for figures in report["compared"].values())
         assert report["hit_rate"] <= report["compared"]["unlimited"]["hit_rate"]
 
-    def test_what_memory_has_no_room_for_comes_back_from_disk(self, tmp_path: Path) -> None:
+    def test_what_does_not_fit_memory_comes_back_from_disk(self, tmp_path: Path) -> None:
         options = ("--sessions", "3", "--concurrent", "3", "--memory-gb", "0.1", "--policy", "cache")
         without = self.replayed(tmp_path, *options)
         report = self.replayed(tmp_path, *options, "--disk-gb", "4")

@@ -51,7 +51,9 @@ ENDED = RequestEnded(
     tier="live",
     miss=None,
 )
-MISSED = replace(ENDED, cached_tokens=20, miss=MissFigures("system_changed", 0, "system", 20, 12020, 3.9))
+MISSED = replace(
+    ENDED, cached_tokens=20, miss=MissFigures("system_changed", "date or time", 0, "system", 20, 12020, 3.9)
+)
 PROGRESS = PrefillProgress("chatcmpl-3f9a1c", None, 8192, 120_000, 340.0, 0)
 REFUSED = RequestRefused("req_3f9a1c000", "POST", "/v1/messages", 404, "unknown_path", "there is none")
 DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -71,16 +73,23 @@ def test_a_request_is_told_in_words() -> None:
 
 
 def test_what_broke_is_told_with_its_cost() -> None:
-    assert texts(MISSED)[-1] == "system changed in message 0 (system): 12 020 tokens evaluated again, 3.9 s"
+    assert texts(MISSED)[-1] == "date or time in message 0 (system): 12 020 tokens evaluated again, 3.9 s"
 
 
-def test_a_reason_that_is_not_known_here_is_told_in_its_own_words() -> None:
-    miss = MissFigures("reply_rewritten", 3, "assistant", 20, 10, 0.02)
-    assert texts(replace(ENDED, miss=miss))[-1].startswith("reply rewritten in message 3 (assistant): 10 tokens")
+def test_a_miss_in_a_reply_names_its_place() -> None:
+    miss = MissFigures("reply_changed", "rewritten reply", 3, "assistant", 20, 10, 0.02)
+    assert texts(replace(ENDED, miss=miss))[-1].startswith("rewritten reply in message 3 (assistant): 10 tokens")
+
+
+@pytest.mark.parametrize("width", range(20, 90))
+def test_no_line_ends_within_a_number_or_before_its_unit(width: int) -> None:
+    """Where the words after it would be read by themselves: `0.3` on one line and `s` on the next."""
+    shown = lay_out("10:22:04", MISSED.parts(), width, lambda text, tone: text)
+    assert not re.search(r"\n\s*(?:340|020|s\b|%|min\b)", shown), shown
 
 
 def test_a_first_turn_that_finds_nothing_is_no_miss() -> None:
-    assert texts(replace(ENDED, miss=MissFigures("cold", None, None, 0, 0, 0.0))) == texts(ENDED)
+    assert texts(replace(ENDED, miss=MissFigures("cold", "first request", None, None, 0, 0, 0.0))) == texts(ENDED)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,7 @@ def record(message: object, level: int = logging.INFO, created: float = 1000.0) 
 def test_a_terminal_gets_lines_of_its_width_and_yellow(screen: Screen) -> None:
     make_handler(screen.stream, "text").emit(record(MISSED))
     shown = screen.text()
-    assert "\x1b[33msystem changed" in shown
+    assert "\x1b[33mdate or time" in shown
     plain = re.sub(r"\x1b\[\d*m", "", shown)
     assert re.match(r"\d\d:\d\d:\d\d  chat-1  turn 5\n {10}12 340 tokens, under 1 % reused\n", plain)
     assert all(len(line) <= 50 for line in plain.split("\n"))

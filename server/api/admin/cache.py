@@ -1,7 +1,7 @@
 """`/v1/cache` and pins: lists the state held for the request's namespace, clears it, and protects it from eviction.
 
 Every path reads and changes the state of one namespace: that of the request's key and, where one is given as
-`?cache_salt=`, its salt. Who owns the server has any shown with `?namespace=`, and is told the sums of all.
+`?cache_salt=`, its salt; who owns the server names another with `?namespace=`, and is told the sums of all.
 Where several models are served, `?model=` names one.
 """
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cache.disk.write_budget import DiskWrites
 from cache.errors import PinLimit
 from cache.view import DiskNodeView, EdgeView, NamespaceView, NodeView, StateBytes
-from server.api.auth import is_owner, namespace_of_query, visible_namespace
+from server.api.auth import is_owner, visible_namespace
 from server.api.context import EnginePort, ServedModel, context_of
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
@@ -130,7 +130,7 @@ class PinnedBody(TypedDict):
 async def get_cache(request: Request) -> Response:
     """Describes what is held for the request's namespace; `?limit=` bounds the edges that are listed."""
     model, engine = _model_and_engine(request)
-    namespace = visible_namespace(request, context_of(request).config)
+    namespace = _namespace(request)
     described = await engine.execute(DescribeCache(namespace, _limit(request)))
     is_of_all = is_owner(request, context_of(request).config) and "cache_salt" not in request.query_params
     every: list[NamespaceView] | None = await engine.execute(ListNamespaces()) if is_of_all else None
@@ -140,7 +140,7 @@ async def get_cache(request: Request) -> Response:
 async def clear_cache(request: Request) -> Response:
     """Forgets what is held for the request's namespace, but for what running requests use."""
     model, engine = _model_and_engine(request)
-    namespace = namespace_of_query(request)
+    namespace = _namespace(request)
     freed: Freed = await engine.execute(ClearCache(namespace))
     context_of(request).conversations.note_cleared(namespace)
     body: ClearedBody = {
@@ -158,7 +158,7 @@ async def pin_session(request: Request) -> Response:
     _, engine = _model_and_engine(request)
     session_id = request.path_params["session_id"]
     try:
-        num_tokens: int = await engine.execute(PinSession(namespace_of_query(request), session_id))
+        num_tokens: int = await engine.execute(PinSession(_namespace(request), session_id))
     except PinLimit as error:
         raise ApiError(Code.PIN_LIMIT, str(error)) from error
     if not num_tokens:
@@ -171,7 +171,7 @@ async def unpin_session(request: Request) -> Response:
     """Ends a session's pin; raises ApiError (404) where there is none."""
     _, engine = _model_and_engine(request)
     session_id = request.path_params["session_id"]
-    if not await engine.execute(UnpinSession(namespace_of_query(request), session_id)):
+    if not await engine.execute(UnpinSession(_namespace(request), session_id)):
         raise ApiError(Code.SESSION_NOT_FOUND, f"no session {session_id[:256]!r} is pinned", "session_id")
     return _pinned(session_id, 0)
 
@@ -180,6 +180,10 @@ def _model_and_engine(request: Request) -> tuple[ServedModel, EnginePort]:
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
     return model, context.engines[model.id]
+
+
+def _namespace(request: Request) -> str:
+    return visible_namespace(request, context_of(request).config)
 
 
 def _limit(request: Request) -> int:

@@ -63,7 +63,7 @@ async def health(request: Request) -> Response:
     context = context_of(request)
     status = _status(context)
     body: HealthBody = {"status": status, "models": list(context.models)}
-    if is_authorised(request, context.config.api_key):
+    if is_authorised(request):
         body["engines"] = {model_id: _engine_body(engine.stats()) for model_id, engine in context.engines.items()}
     return JsonBody(body, status_code=200 if status == "ok" else 503)
 

@@ -10,13 +10,14 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.auth import is_owner, namespace_of_query, visible_namespace
+from server.api.auth import listed_namespace, visible_namespace
 from server.api.context import context_of
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
 from server.api.refusals import Refusal
 from server.api.session_records import SessionRecord, TurnRecord
 from server.api.usage import MissBody, miss_body, miss_of
+from server.api_keys import KeyRing
 from server.engine.commands import ForgetSession
 from server.engine.errors import EngineStopped
 
@@ -49,6 +50,7 @@ class SessionBody(TypedDict):
     object: str
     named: bool
     namespace: str
+    key: str | None
     model: str
     created: float
     last_used: float
@@ -102,13 +104,13 @@ class DeletedBody(TypedDict):
 
 async def list_sessions(request: Request) -> Response:
     """Lists the sessions of the request's namespace; of all namespaces for who owns the server."""
-    context, namespace = context_of(request), namespace_of_query(request)
-    is_limited = namespace or not is_owner(request, context.config)
-    sessions = context.sessions.sessions(namespace) if is_limited else context.sessions.all_sessions()
-    refused = context.refusals.of(namespace) if is_limited else context.refusals.all()
+    context = context_of(request)
+    namespace = listed_namespace(request, context.config)
+    sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
+    refused = context.refusals.all() if namespace is None else context.refusals.of(namespace)
     body: SessionList = {
         "object": "list",
-        "data": [_session_body(session) for session in sessions],
+        "data": [_session_body(session, context.keys) for session in sessions],
         "refused": [_refusal_body(refusal) for refusal in refused],
     }
     return JsonBody(body)
@@ -121,7 +123,10 @@ async def get_session(request: Request) -> Response:
     session = context.sessions.find(visible_namespace(request, context.config), session_id)
     if session is None:
         raise _not_found(session_id)
-    body: SessionDetail = {**_session_body(session), "turns": [_turn_body(turn) for turn in session.turns]}
+    body: SessionDetail = {
+        **_session_body(session, context.keys),
+        "turns": [_turn_body(turn) for turn in session.turns],
+    }
     return JsonBody(body)
 
 
@@ -166,13 +171,14 @@ def _refusal_body(refusal: Refusal) -> RefusalBody:
     }
 
 
-def _session_body(session: SessionRecord) -> SessionBody:
+def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
     last = session.turns[-1]
     return {
         "id": session.name.id,
         "object": "session",
         "named": session.name.is_named,
         "namespace": session.name.namespace,
+        "key": keys.name_of(session.name.namespace),
         "model": session.model_id,
         "created": session.created,
         "last_used": last.ended,

@@ -3,10 +3,12 @@
 from starlette.routing import Route
 
 from server.api.dialect import Api
-from server.api.llama_cpp.dialect import LlamaCppDialect
-from server.api.llama_cpp.state import props, slots
-from server.api.llama_cpp.template import apply_template, count_input_tokens
-from server.api.llama_cpp.tokens import detokenize, tokenize
+from server.api.llama_cpp.dialect import LlamaCppDialect, LlamaCppErrorBody
+from server.api.llama_cpp.state import PropsBody, SlotBody, props, slots
+from server.api.llama_cpp.template import InputTokensBody, TemplateText, apply_template, count_input_tokens
+from server.api.llama_cpp.tokens import ContentBody, DetokenizeBody, TokenizeBody, TokensBody, detokenize, tokenize
+from server.api.openai.chat_types import ChatBody
+from server.api.openapi import Operation, Operations
 from server.api.versioned import with_and_without_v1
 
 _ROUTES = (
@@ -17,6 +19,18 @@ _ROUTES = (
     Route("/props", props, methods=["GET"]),
     *with_and_without_v1([Route("/chat/completions/input_tokens", count_input_tokens, methods=["POST"])]),
 )
+_OPERATIONS: Operations = {
+    tokenize: Operation(TokenizeBody, TokensBody),
+    detokenize: Operation(DetokenizeBody, ContentBody),
+    apply_template: Operation(ChatBody, TemplateText),
+    slots: Operation(answer=list[SlotBody], query=("model", "fail_on_no_slot")),
+    props: Operation(answer=PropsBody, query=("model",)),
+    count_input_tokens: Operation(ChatBody, InputTokensBody),
+}
 LLAMA_CPP = Api(
-    LlamaCppDialect(), _ROUTES, own_paths=("/slots", "/completion", "/infill", "/lora-adapters", "/embedding")
+    LlamaCppDialect(),
+    _ROUTES,
+    _OPERATIONS,
+    LlamaCppErrorBody,
+    own_paths=("/slots", "/completion", "/infill", "/lora-adapters", "/embedding"),
 )

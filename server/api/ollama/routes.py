@@ -3,10 +3,24 @@
 from starlette.routing import Route
 
 from server.api.dialect import Api
-from server.api.ollama.chat import chat
-from server.api.ollama.dialect import OllamaDialect
-from server.api.ollama.generate import generate_text
-from server.api.ollama.models import ps, root, show, tags, version
+from server.api.ollama.chat import OllamaChatAnswer, OllamaChatBody, chat
+from server.api.ollama.dialect import ErrorText, OllamaDialect
+from server.api.ollama.generate import OllamaGenerateAnswer, OllamaGenerateBody, generate_text
+from server.api.ollama.models import (
+    RunningList,
+    ShowBody,
+    ShownBody,
+    TagsBody,
+    VersionBody,
+    ps,
+    root,
+    show,
+    tags,
+    version,
+)
+from server.api.openapi import Operation, Operations
+
+NDJSON = OllamaDialect.stream_media_type
 
 _ROUTES = (
     Route("/api/chat", chat, methods=["POST"]),
@@ -17,4 +31,13 @@ _ROUTES = (
     Route("/api/version", version, methods=["GET"]),
     Route("/", root, methods=["GET"]),
 )
-OLLAMA = Api(OllamaDialect(), _ROUTES, own_paths=("/api",))
+_OPERATIONS: Operations = {
+    chat: Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer, NDJSON),
+    generate_text: Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer, NDJSON),
+    tags: Operation(answer=TagsBody),
+    show: Operation(ShowBody, ShownBody),
+    ps: Operation(answer=RunningList),
+    version: Operation(answer=VersionBody),
+    root: Operation(answer=str, answer_type="text/plain"),
+}
+OLLAMA = Api(OllamaDialect(), _ROUTES, _OPERATIONS, ErrorText, own_paths=("/api",))

@@ -126,13 +126,14 @@ class ToolCallEntry(BodyModel):
     function: FunctionCall
 
 
+_TakesText = BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart])
+
+
 class ChatMessage(BodyModel):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], BeforeValidator(_as_parts)] | None = Field(
-        default=None, validate_default=True
-    )
+    content: Annotated[list[ContentPart], _TakesText] | None = Field(default=None, validate_default=True)
     """A text or a list of text parts; null only from the assistant, and from a tool that returned nothing."""
     name: str | None = None
     tool_calls: list[ToolCallEntry] | None = None

@@ -4,9 +4,12 @@ from starlette.routing import Route
 
 from server.api.dialect import Api
 from server.api.openai.chat import create_chat_completion
-from server.api.openai.completions import create_completion
+from server.api.openai.chat_types import ChatBody, ChatChunk, ChatCompletion
+from server.api.openai.completions import CompletionBody, TextCompletion, create_completion
 from server.api.openai.dialect import OpenAiDialect
-from server.api.openai.models import get_model, list_models
+from server.api.openai.errors import ErrorBody
+from server.api.openai.models import ModelBody, ModelList, get_model, list_models
+from server.api.openapi import Operation, Operations
 from server.api.versioned import with_and_without_v1
 
 _ROUTES = (
@@ -15,4 +18,10 @@ _ROUTES = (
     Route("/models", list_models, methods=["GET"]),
     Route("/models/{model_id:path}", get_model, methods=["GET"]),
 )
-OPENAI = Api(OpenAiDialect(), with_and_without_v1(_ROUTES))
+_OPERATIONS: Operations = {
+    create_chat_completion: Operation(ChatBody, ChatCompletion, ChatChunk),
+    create_completion: Operation(CompletionBody, TextCompletion, TextCompletion),
+    list_models: Operation(answer=ModelList),
+    get_model: Operation(answer=ModelBody),
+}
+OPENAI = Api(OpenAiDialect(), with_and_without_v1(_ROUTES), _OPERATIONS, ErrorBody)

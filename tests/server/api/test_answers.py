@@ -361,6 +361,7 @@ def test_every_finished_request_is_one_line_in_the_log(
         "kept": body["cache"]["kept"],
         "tier": "memory",
         "miss": None,
+        "key": None,
     }
     assert (unnamed.request_id, unnamed.turn) == (chunks[0]["id"], 1)
     assert (unnamed.session_id or "").startswith("unnamed-")
@@ -376,7 +377,7 @@ def test_the_log_counts_turns_and_says_what_a_miss_cost_without_its_words(
     ask(client, session_id="chat-7")
     text = caplog.messages[1]
     assert "turn 2" in text
-    assert "system changed in message 0 (system): 5 tokens evaluated again" in text
+    assert "edited text in message 0 (system): 5 tokens evaluated again" in text
     assert "secret" not in text
 
 

@@ -43,16 +43,11 @@ from server.api.session_records import MAX_SESSIONS, MAX_TURNS
 from server.api.usage import CacheBody, MissBody, TimingsBody
 from server.app import ADMIN_ROUTES, APIS
 from server.engine.diagnosis import MissReason
+from tests.support.docs import Page
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-
-
-def section(title: str) -> str:
-    """The text below a heading, up to the next one of any depth."""
-    found = re.search(rf"^##+ {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    assert found, f"docs/api.md has no section {title!r}"
-    return found.group(1)
+PAGE = Page("api.md")
+section = PAGE.section
 
 
 def rows(text: str) -> list[str]:
@@ -93,7 +88,7 @@ def test_every_endpoint_is_documented_and_exists() -> None:
     documented = {name for page in pages for name in re.findall(r"^\| `([A-Z]+ /[^`]*)` \|", page, re.MULTILINE)}
     without_v1 = {name.replace(" /v1/", " /") for name in documented} - documented
     assert documented | without_v1 == {name for name in methods if not name.startswith("HEAD")}
-    assert "without the `/v1`" in PAGE
+    assert "without the `/v1`" in PAGE.text
 
 
 def test_every_field_of_a_body_is_documented_and_exists() -> None:

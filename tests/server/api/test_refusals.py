@@ -65,7 +65,7 @@ def test_who_lacks_the_key_leaves_no_trace() -> None:
     client = TestClient(create_app(FakeEngine(), fake_model(), ServerConfig(api_key="k")))
     assert ask(client, key="other") == 401
     assert refused(client) == []
-    client.post("/api/chat", json={}, headers={"Authorization": "Bearer k"})
+    client.post("/api/nothing", json={}, headers={"Authorization": "Bearer k"})
     client.get("/favicon.ico", headers={"Authorization": "Bearer k"})
     assert [one["code"] for one in refused(client)] == ["unknown_path"]
 

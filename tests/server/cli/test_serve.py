@@ -443,3 +443,34 @@ def test_a_service_bounds_the_pool_by_its_budget() -> None:
         assert mx.set_cache_limit(1 << 40) == choose_pool_bytes(budget_bytes)
     finally:
         mx.set_cache_limit(limit)
+
+
+def test_keys_of_a_file_are_read_again_on_sighup(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+
+    def write_key(name: str) -> None:
+        file.write_text(f"[[keys]]\nname = '{name}'\nkey = 'geheim-{name}'\n")
+
+    write_key("first")
+    file.chmod(0o644)
+    with serving(folder, "--api-keys", str(file)) as server:
+        assert server.wait() == 2
+        assert f"chmod 600 {file}" in server.output
+    file.chmod(0o600)
+    with serving(folder, "--api-keys", str(file), "--host", "0.0.0.0") as server:
+        assert status_with(server.port, "geheim-first") == 200
+        write_key("second")
+        server.signal(signal.SIGHUP)
+        server.wait_for("keys were read again: 1")
+        assert [status_with(server.port, f"geheim-{name}") for name in ("first", "second")] == [401, 200]
+        file.write_text("nonsense")
+        server.signal(signal.SIGHUP)
+        server.wait_for("the keys stay as they were: --api-keys")
+        assert status_with(server.port, "geheim-second") == 200
+        assert "geheim" not in server.output
+
+
+def status_with(port: int, key: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_SECONDS)) as connection:
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {key}"})
+        return connection.getresponse().status

@@ -79,14 +79,14 @@ def test_a_running_server_is_examined(engine: FakeEngine, address: str, capsys: 
         "  date or time in the system message, in 2 turns",
         "    before  It is 09:16. Be [kind].⏎",
         "    after   It is 09:17. Be [kind]. [31m⏎",
-        "    cost    10 tokens evaluated again: 5 and 0.0 s per turn",
+        "    cost    10 tokens evaluated again: 5 and 0.02 s per turn",
         "    mend    Put the date or time into a message of its own just before the",
         "            newest one, or round it to the day.",
         "",
         "steady: 1 turn; nothing to mend",
         "",
-        "2 sessions, 1 with something to mend: 10 tokens (0.0 s) evaluated again.",
-        "Mended, that saves 0.0 s per turn.",
+        "2 sessions, 1 with something to mend: 10 tokens (0.03 s) evaluated again.",
+        "Mended, that saves 0.01 s per turn.",
     ]
 
 

@@ -13,7 +13,7 @@ from server.app import create_app
 from server.config import ServerConfig
 from server.doctor.compare import checkups_of
 from server.doctor.findings import Checkup
-from server.doctor.hindsight import LinkedTurn, settled
+from server.doctor.hindsight import LinkedTurn, in_hindsight
 from server.doctor.recorded import read_requests
 from server.doctor.turns import checkup_of
 from server.engine.diagnosis import Cause
@@ -42,7 +42,7 @@ def renewed(messages: list[Body]) -> list[Body]:
     return [message("system", messages[0]["content"][: len(STORY)]), message("user", "Tell me of the sea. " * 40)]
 
 
-VERSIONS: dict[str, Callable[[list[Body]], list[Body]]] = {"t": list, "e": edited, "E": edited, "N": renewed}
+CHANGES: dict[str, Callable[[list[Body]], list[Body]]] = {"t": list, "e": edited, "E": edited, "N": renewed}
 
 
 def checkups(tmp_path: Path, kind: str, steps: str, session_id: str | None = "s") -> list[Checkup]:
@@ -50,7 +50,7 @@ def checkups(tmp_path: Path, kind: str, steps: str, session_id: str | None = "s"
     app = create_app(FakeEngine(), fake_model(context_tokens=20_000), ServerConfig())
     client, lines, messages = TestClient(app, client=("127.0.0.1", 1)), list[Body](), opening()
     for number, step in enumerate(steps):
-        sent = VERSIONS[step](copy.deepcopy(messages))
+        sent = CHANGES[step](copy.deepcopy(messages))
         body = {"messages": sent, "session_id": session_id}
         answer = client.post("/v1/chat/completions", json=body).json()
         lines.append({"body": body, "response": answer})
@@ -90,4 +90,4 @@ def test_an_edited_copy_without_a_name_is_told_alike(tmp_path: Path) -> None:
 
 
 def test_turns_that_nobody_linked_stay_as_they_are() -> None:
-    assert settled([LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]) == []
+    assert in_hindsight([LinkedTurn("a", None, ()), LinkedTurn("b", None, ())]) == []

@@ -102,7 +102,7 @@ def test_cancel_ends_a_running_request(served: Served) -> None:
     assert last.timings.predicted_tokens < 180
 
 
-def test_a_full_queue_says_so_at_once_and_has_room_again_later(served: Served) -> None:
+def test_a_full_queue_says_so_at_once_and_takes_requests_again_later(served: Served) -> None:
     async def run() -> None:
         served.runner.gate.clear()
         running = [served.engine.submit(request(f"r{n}")) for n in range(3)]
@@ -321,7 +321,7 @@ def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Ser
         await asyncio.wait_for(served.engine.execute(Do(lambda worker: ran.append(1))), 10)
 
     asyncio.run(run())
-    assert len(ran) == 64, "63 of those that waited, and one more once there was room again"
+    assert len(ran) == 64, "63 of those that waited, and one more once the queue had a place again"
 
 
 def test_a_command_that_finds_the_engine_ended_or_ending_is_answered() -> None:

@@ -207,7 +207,7 @@ def test_deleting_a_session_ends_its_pin(server: httpx.Client) -> None:
 
 
 class FullEngine(FakeEngine):
-    """Has no room for another pin."""
+    """Refuses every further pin."""
 
     async def execute(self, command: Any) -> Any:
         raise PinLimit(pinned_bytes=9_000_000, limit_bytes=8_000_000)

@@ -99,6 +99,7 @@ def test_a_turn_is_there_with_its_cost_and_its_miss(client: TestClient, engine: 
         "object": "session",
         "named": True,
         "namespace": "",
+        "key": None,
         "model": "tiny",
         "num_turns": 2,
         "prompt_tokens": 2 * num_prompt,

@@ -1,7 +1,6 @@
 """What becomes of each field is in the tables, in docs/anthropic.md, and true; no field of the package is missing."""
 
 import re
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -20,19 +19,14 @@ from server.api.field_rules import Rule, Rules, Treatment
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table
+from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model
 
-PAGE = (Path(__file__).parents[4] / "docs" / "anthropic.md").read_text(encoding="utf-8")
+PAGE = Page("anthropic.md")
+section = PAGE.section
 ASKING = [{"an": "object that no field takes"}]
 """A value that is neutral nowhere."""
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
-
-
-def section(title: str) -> str:
-    """The text below a heading, up to the next one of its depth or above."""
-    found = re.search(rf"^(##+) {re.escape(title)}\n(.*?)(?=^##|\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    assert found, f"docs/anthropic.md has no section {title!r}"
-    return found.group(2)
 
 
 FIELDS = section("Fields of `POST /v1/messages`")

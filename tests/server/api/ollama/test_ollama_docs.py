@@ -19,15 +19,11 @@ from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, 
 from server.api.ollama.generate import OllamaGenerateAnswer, OllamaGenerateBody
 from server.api.ollama.models import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
 from server.api.other_apis import OTHER_APIS, find_other_api
-from tests.server.api.test_docs import ROOT, reasons, rows, table
+from tests.server.api.test_docs import reasons, rows, table
+from tests.support.docs import Page
 
-PAGE = (ROOT / "docs" / "ollama.md").read_text(encoding="utf-8")
-
-
-def section(title: str) -> str:
-    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
-    assert found, f"docs/ollama.md has no section {title!r}"
-    return found.group(1)
+PAGE = Page("ollama.md")
+section = PAGE.section
 
 
 BOTH, CHAT, GENERATE = (

@@ -1,0 +1,180 @@
+"""The OpenAPI document of a server, made of its routes and of the types that check bodies and write answers. Pure.
+
+Bodies are described by pydantic, answers by the TypedDicts that they are built as. Where a field is taken in more
+shapes than its type has, and does not say in which (`json_schema_input_type`), the document leaves its shape open.
+"""
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+Schema: TypeAlias = dict[str, Any]
+
+_REFERENCE = "#/components/schemas/"
+_PLAIN: Mapping[Any, Schema] = {
+    str: {"type": "string"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    bool: {"type": "boolean"},
+    type(None): {"type": "null"},
+    Any: {},
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What an endpoint takes and gives. None: it takes no body; an answer without a type is any object."""
+
+    body: type[BaseModel] | Sequence[type[BaseModel]] | None = None
+    answer: Any = None
+    stream: Any = None
+    """What each event or line of a stream holds; None where there are no streams."""
+    stream_type: str = "text/event-stream"
+    answer_type: str = "application/json"
+    query: tuple[str, ...] = ()
+
+
+Operations: TypeAlias = Mapping[Callable[..., Any], Operation]
+"""By the function that serves a path."""
+
+
+@dataclass(frozen=True)
+class DescribedPath:
+    """A path with its methods, what serves it, and the shape of its errors."""
+
+    path: str
+    methods: Collection[str]
+    endpoint: Callable[..., Any]
+    operation: Operation
+    error: Any = None
+
+
+class _BodySchema(GenerateJsonSchema):
+    """Describes what a body may hold before it is made into what the server reads."""
+
+    def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
+        """Returns the type that a field says it takes; anything, where it only says what it becomes."""
+        taken = schema.get("json_schema_input_schema")
+        return {} if taken is None else self.generate_inner(taken)
+
+
+class Document:
+    """Collects schemas by name while paths are described."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self._schemas: dict[str, Schema] = {}
+
+    def describe(self, entries: Iterable[DescribedPath]) -> Schema:
+        """Returns the document. Of two entries for one path and method the answers of both are possible."""
+        paths: dict[str, Schema] = {}
+        for entry in entries:
+            path = paths.setdefault(re.sub(r":[a-z]+}", "}", entry.path), {})
+            for method in sorted(set(entry.methods) - {"HEAD"}):
+                described = self._operation(entry, method.lower())
+                path[method.lower()] = _either(path.get(method.lower()), described)
+        return {
+            "openapi": "3.1.0",
+            "info": {"title": "mlx-serve", "version": self._version},
+            "paths": paths,
+            "components": {"schemas": dict(sorted(self._schemas.items())), "securitySchemes": _KEYS},
+            "security": [{}, {"bearer": []}, {"header": []}],
+        }
+
+    def _operation(self, entry: DescribedPath, method: str) -> Schema:
+        operation = entry.operation
+        content = {operation.answer_type: {"schema": self.schema_of(operation.answer)}}
+        if operation.stream is not None:
+            content[operation.stream_type] = {
+                "schema": {"type": "string"},
+                "x-event": self.schema_of(operation.stream),
+            }
+        described: Schema = {
+            "operationId": re.sub(r"\W+", "_", f"{method}{entry.path}").strip("_"),
+            "summary": (inspect.getdoc(entry.endpoint) or "").partition("\n")[0],
+            "parameters": [*_path_parameters(entry.path), *map(_query_parameter, operation.query)],
+            "responses": {
+                "200": {"description": "The answer.", "content": content},
+                "default": {"description": "An error.", "content": _json(self.schema_of(entry.error))},
+            },
+        }
+        if operation.body is not None:
+            described["requestBody"] = {"required": True, "content": _json(self._body(operation.body))}
+        return described
+
+    def _body(self, kinds: type[BaseModel] | Sequence[type[BaseModel]]) -> Schema:
+        if isinstance(kinds, Sequence):
+            return {"anyOf": [self._body(kind) for kind in kinds]}
+        schema = kinds.model_json_schema(ref_template=_REFERENCE + "{model}", schema_generator=_BodySchema)
+        self._schemas |= schema.pop("$defs", {})
+        self._schemas[kinds.__name__] = schema
+        return {"$ref": _REFERENCE + kinds.__name__}
+
+    def schema_of(self, kind: Any) -> Schema:
+        """Returns the schema of an answer's type; any object for None."""
+        if kind is None:
+            return {"type": "object"}
+        if kind in _PLAIN:
+            return dict(_PLAIN[kind])
+        if is_typeddict(kind):
+            return self._typed_dict(kind)
+        origin, arguments = get_origin(kind), get_args(kind)
+        if origin in (Union, types.UnionType):
+            return {"anyOf": [self.schema_of(type(None) if each is None else each) for each in arguments]}
+        if origin is Literal:
+            return {"enum": list(arguments)}
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return {"type": "object", "additionalProperties": self.schema_of(arguments[1])}
+        if isinstance(origin, type) and issubclass(origin, Collection):
+            return {"type": "array", "items": self.schema_of(arguments[0])}
+        raise TypeError(f"{kind!r} has no schema")
+
+    def _typed_dict(self, kind: Any) -> Schema:
+        name = kind.__name__
+        if name not in self._schemas:
+            self._schemas[name] = {}
+            hints = get_type_hints(kind)
+            self._schemas[name] = {
+                "type": "object",
+                "description": (inspect.getdoc(kind) or "").partition("\n")[0],
+                "properties": {field: self.schema_of(hint) for field, hint in hints.items()},
+                "required": sorted(kind.__required_keys__),
+                "additionalProperties": False,
+            }
+        return {"$ref": _REFERENCE + name}
+
+
+_KEYS: Schema = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+def _either(first: Schema | None, second: Schema) -> Schema:
+    if first is None:
+        return second
+    for status, response in first["responses"].items():
+        for kind, media in response["content"].items():
+            other = second["responses"][status]["content"][kind]
+            media["schema"] = {"anyOf": [media["schema"], other["schema"]]}
+    return first
+
+
+def _json(schema: Schema) -> Schema:
+    return {"application/json": {"schema": schema}}
+
+
+def _path_parameters(path: str) -> list[Schema]:
+    names = re.findall(r"{(\w+)", path)
+    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+
+
+def _query_parameter(name: str) -> Schema:
+    return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}

@@ -1,0 +1,189 @@
+"""`/v1/conversations`: items that are kept under one name, with or without responses that go on from them."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.auth import namespace_of_query
+from server.api.context import ApiContext
+from server.api.dialect import Payload
+from server.api.endpoint import inspect
+from server.api.errors import ApiError, Code
+from server.api.json_body import JsonBody
+from server.api.params import Incoming
+from server.api.responses.body_types import Metadata
+from server.api.responses.fields import IN_CONVERSATION, IN_ITEMS, IN_UPDATE
+from server.api.responses.history import with_ids
+from server.api.responses.items import Item, check_items
+from server.api.responses.known_body import parse_known
+from server.api.responses.store import StoredConversation, store_of
+from server.api.responses.stored import ItemList, page_of, store_for
+from server.api.typed_body import BodyModel
+
+
+class NewConversation(BodyModel):
+    """Body of `POST /v1/conversations`."""
+
+    items: list[Any] | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(BodyModel):
+    """Body of `POST /v1/conversations/{conversation_id}`."""
+
+    metadata: Metadata | None
+
+
+class NewItems(BodyModel):
+    """Body of `POST /v1/conversations/{conversation_id}/items`."""
+
+    items: list[Any]
+
+
+class ConversationBody(TypedDict):
+    """A conversation, without its items."""
+
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: Mapping[str, str]
+
+
+class DeletedConversationBody(TypedDict):
+    """What a deletion is answered with."""
+
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+async def create_conversation(request: Request) -> Response:
+    """Begins a conversation."""
+    return await inspect(request, _create)
+
+
+async def get_conversation(request: Request) -> Response:
+    """Returns a conversation, without its items."""
+    return JsonBody(_body(await _found(request)))
+
+
+async def update_conversation(request: Request) -> Response:
+    """Replaces a conversation's metadata."""
+    return await inspect(request, _update)
+
+
+async def delete_conversation(request: Request) -> Response:
+    """Forgets a conversation and its items."""
+    name = request.path_params["conversation_id"]
+    if not await asyncio.wrap_future(store_for(request).delete_conversation(namespace_of_query(request), name)):
+        raise _unknown(name)
+    deleted: DeletedConversationBody = {"id": name, "object": "conversation.deleted", "deleted": True}
+    return JsonBody(deleted)
+
+
+async def list_items(request: Request) -> Response:
+    """Returns items of a conversation, the newest first unless asked otherwise."""
+    return JsonBody(page_of(await _items(request), request))
+
+
+async def create_items(request: Request) -> Response:
+    """Adds items to a conversation."""
+    return await inspect(request, _add_items)
+
+
+async def get_item(request: Request) -> Response:
+    """Returns one item of a conversation."""
+    wanted = request.path_params["item_id"]
+    for item in await _items(request):
+        if item["id"] == wanted:
+            return JsonBody(item)
+    raise _unknown_item(wanted)
+
+
+async def delete_item(request: Request) -> Response:
+    """Takes an item out of a conversation, which is returned."""
+    conversation, wanted = await _found(request), request.path_params["item_id"]
+    deleted = store_for(request).delete_item(namespace_of_query(request), conversation.id, wanted)
+    if not await asyncio.wrap_future(deleted):
+        raise _unknown_item(wanted)
+    return JsonBody(_body(conversation))
+
+
+def _create(context: ApiContext, incoming: Incoming) -> Payload:
+    body = parse_known(NewConversation, incoming.fields, IN_CONVERSATION)
+    name = uuid.uuid4().hex
+    items = with_ids(_whole_items(body.items or []), name)
+    conversation = StoredConversation(f"conv_{name}", int(time.time()), body.metadata or {})
+    store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
+    store.put_conversation(namespace, conversation).result()
+    store.add_items(namespace, conversation.id, items).result()
+    return _body(conversation)
+
+
+def _update(context: ApiContext, incoming: Incoming) -> Payload:
+    body = parse_known(ConversationUpdate, incoming.fields, IN_UPDATE)
+    store, namespace = context.kept(store_of), namespace_of_query(incoming.http)
+    name = incoming.http.path_params["conversation_id"]
+    found = store.find_conversation(namespace, name).result()
+    if found is None:
+        raise _unknown(name)
+    changed = StoredConversation(found.id, found.created, body.metadata or {})
+    store.put_conversation(namespace, changed).result()
+    return _body(changed)
+
+
+def _add_items(context: ApiContext, incoming: Incoming) -> Payload:
+    body = parse_known(NewItems, incoming.fields, IN_ITEMS)
+    items = with_ids(_whole_items(body.items), uuid.uuid4().hex)
+    name = incoming.http.path_params["conversation_id"]
+    added = context.kept(store_of).add_items(namespace_of_query(incoming.http), name, items)
+    if not added.result():
+        raise _unknown(name)
+    ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    page: ItemList = {"object": "list", "data": items, "first_id": ends[0], "last_id": ends[1], "has_more": False}
+    return page
+
+
+def _whole_items(items: list[Any]) -> list[Item]:
+    """Returns checked items; raises ApiError (400) for a reference, which stands for another item."""
+    checked = check_items(items, "items")
+    for index, item in enumerate(checked):
+        if item["type"] == "item_reference":
+            place = f"items[{index}].type"
+            raise ApiError(Code.INVALID_VALUE, f"{place}: a conversation holds items, not references", place)
+    return checked
+
+
+async def _found(request: Request) -> StoredConversation:
+    name = request.path_params["conversation_id"]
+    found = await asyncio.wrap_future(store_for(request).find_conversation(namespace_of_query(request), name))
+    if found is None:
+        raise _unknown(name)
+    return found
+
+
+async def _items(request: Request) -> list[Item]:
+    conversation = await _found(request)
+    return await asyncio.wrap_future(store_for(request).items(namespace_of_query(request), conversation.id))
+
+
+def _body(conversation: StoredConversation) -> ConversationBody:
+    return {
+        "id": conversation.id,
+        "object": "conversation",
+        "created_at": conversation.created,
+        "metadata": conversation.metadata,
+    }
+
+
+def _unknown(name: str) -> ApiError:
+    return ApiError(Code.RESPONSE_NOT_FOUND, f"there is no conversation {name[:200]!r}", "conversation_id")
+
+
+def _unknown_item(name: str) -> ApiError:
+    return ApiError(Code.RESPONSE_NOT_FOUND, f"there is no item {name[:200]!r} in the conversation", "item_id")

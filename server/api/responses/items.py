@@ -1,0 +1,203 @@
+"""Items, of which prompts and answers of this API consist: their types, and the messages that templates read.
+
+All that the assistant does between two messages of others is one message: its thought, its text and its calls.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from models.prompt.chat_template import Message
+from server.api.errors import ApiError, Code
+from server.api.openai.chat_types import ChatMessage, template_messages
+from server.api.responses.client_tools import input_arguments, joined_name
+from server.api.responses.thoughts import thought_of
+from server.api.typed_body import BodyModel, validated
+
+Item: TypeAlias = dict[str, Any]
+"""An item as JSON; one that was read has its `type`."""
+
+LOCAL_SHELL: Final = "local_shell"
+_TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def _text(value: Any) -> Any:
+    """Takes a text, or a list of parts that are texts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content_type", "Input should be a text or a list of parts")
+    return "".join(map(_part_text, value))
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_image", "input_file", "input_audio", "computer_screenshot"):
+        raise PydanticCustomError("no_images", "this model takes no images, sounds or files, only text")
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+    if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(text, str):
+        raise PydanticCustomError("part_type", "A part should be an input_text or output_text with its text")
+    return text
+
+
+Text = Annotated[str, BeforeValidator(_text)]
+
+
+class MessageItem(BodyModel):
+    """What somebody said."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text
+
+
+class FunctionCallItem(BodyModel):
+    """A call of a function that the model made."""
+
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class CustomCallItem(BodyModel):
+    """A call of a tool whose input is a text."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class ShellCallItem(BodyModel):
+    """A call of the local shell, as older clients have it."""
+
+    call_id: str
+    action: dict[str, Any]
+
+
+class OutputItem(BodyModel):
+    """What a call came to."""
+
+    call_id: str | None = None
+    id: str | None = None
+    output: Text
+
+
+class ReasoningItem(BodyModel):
+    """What the model thought."""
+
+    summary: Text = ""
+    content: Text | None = None
+    encrypted_content: str | None = None
+
+
+class ReferenceItem(BodyModel):
+    """An item that is stored."""
+
+    id: str
+
+
+_KINDS: Mapping[str, type[BodyModel]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": OutputItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": OutputItem,
+    "local_shell_call": ShellCallItem,
+    "local_shell_call_output": OutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ReferenceItem,
+}
+ITEM_TYPES: Final = tuple(_KINDS)
+SKIPPED_ITEM_TYPES: Final = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "tool_search_call",
+    "tool_search_output",
+    "mcp_list_tools",
+    "compaction",
+)
+"""Items of tools that another server has run, or that only it can read: they are left out of the prompt."""
+
+
+def check_items(items: Sequence[Any], param: str = "input") -> list[Item]:
+    """Returns checked items, each with its type; raises ApiError (400) that names the first that is wrong."""
+    return [_checked(item, param, index) for index, item in enumerate(items)]
+
+
+def _checked(item: Any, param: str, index: int) -> Item:
+    place = f"{param}[{index}]"
+    if not isinstance(item, dict):
+        raise ApiError(Code.INVALID_TYPE, f"{place}: Input should be an item, an object", place)
+    kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
+    if isinstance(kind, str) and kind in SKIPPED_ITEM_TYPES:
+        return item
+    if not isinstance(kind, str) or kind not in _KINDS:
+        known = ", ".join(ITEM_TYPES)
+        raise ApiError(Code.INVALID_VALUE, f"{place}.type: Input should be one of {known}", f"{place}.type")
+    validated(_KINDS[kind], item, param, index)
+    return {**item, "type": kind}
+
+
+def read_messages(items: Sequence[Item]) -> list[Message]:
+    """Returns the messages of checked items as chat templates read them; references have been replaced."""
+    return template_messages([ChatMessage.model_validate(message) for message in _chat_messages(items)])
+
+
+def _chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    previous = ""
+    for item in items:
+        kind = item["type"]
+        if kind in SKIPPED_ITEM_TYPES:
+            continue
+        said = _assistant_part(item)
+        if said is None:
+            messages.append(_other_message(item))
+        elif not messages or messages[-1]["role"] != "assistant" or (kind == previous == "message"):
+            messages.append({"role": "assistant", "content": "", **said})
+        else:
+            _extend(messages[-1], said)
+        previous = kind
+    return messages
+
+
+def _assistant_part(item: Item) -> dict[str, Any] | None:
+    """Returns what an item adds to a message of the assistant; None for one of somebody else."""
+    match item["type"]:
+        case "message" if item["role"] == "assistant":
+            return {"content": _text(item["content"])}
+        case "reasoning":
+            thought = ReasoningItem.model_validate(item)
+            return {"reasoning_content": thought_of(thought.encrypted_content, thought.content, thought.summary)}
+        case "function_call":
+            name = joined_name(item.get("namespace"), item["name"])
+            return _call(item, name, item["arguments"])
+        case "custom_tool_call":
+            name = joined_name(item.get("namespace"), item["name"])
+            return _call(item, name, json.dumps(input_arguments(item["input"]), ensure_ascii=False))
+        case "local_shell_call":
+            return _call(item, LOCAL_SHELL, json.dumps(item["action"], ensure_ascii=False))
+    return None
+
+
+def _call(item: Item, name: str, arguments: str) -> dict[str, Any]:
+    call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"tool_calls": [call]}
+
+
+def _other_message(item: Item) -> dict[str, Any]:
+    if item["type"] == "message":
+        return {"role": item["role"], "content": _text(item["content"])}
+    call_id = item.get("call_id") or item.get("id")
+    return {"role": "tool", "tool_call_id": call_id, "content": _text(item["output"])}
+
+
+def _extend(message: dict[str, Any], said: Mapping[str, Any]) -> None:
+    for name, value in said.items():
+        message[name] = message[name] + value if name in message else value

@@ -1,0 +1,257 @@
+"""The output of an answer: its items as they grow from pieces, and the stream's events that tell of them. Pure.
+
+Events lack their `sequence_number`, which whoever sends them counts. An item is announced, grows and is done before
+the next one begins.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from server.api.responses.client_tools import ClientTool, ToolSet
+from server.api.responses.custom_input import CustomInput
+from server.api.responses.thoughts import enclose
+
+Event: TypeAlias = dict[str, Any]
+ItemBody: TypeAlias = dict[str, Any]
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+@dataclass(frozen=True)
+class ThoughtStyle:
+    """How thoughts are returned."""
+
+    is_summary: bool = False
+    """As their own summary, which some clients show; else as reasoning text."""
+    is_enclosed: bool = False
+    """Whether they are repeated as encrypted content, for clients that send back nothing else."""
+
+
+class _OpenItem(ABC):
+    """An item that grows."""
+
+    def __init__(self, item_id: str, index: int) -> None:
+        self.id = item_id
+        self._index = index
+
+    @abstractmethod
+    def body(self, status: Status) -> ItemBody:
+        """Returns the item as it is now."""
+
+    def begin(self) -> list[Event]:
+        """Returns the events that announce it."""
+        return []
+
+    @abstractmethod
+    def grow(self, text: str) -> list[Event]:
+        """Takes more of its text; returns the events that tell of it."""
+
+    @abstractmethod
+    def end(self) -> list[Event]:
+        """Returns the events that tell of its parts' end."""
+
+    def event(self, kind: str, **fields: Any) -> Event:
+        """Returns an event about this item."""
+        return {"type": f"response.{kind}", "item_id": self.id, "output_index": self._index, **fields}
+
+
+class _OpenMessage(_OpenItem):
+    def __init__(self, item_id: str, index: int) -> None:
+        super().__init__(item_id, index)
+        self._texts: list[str] = []
+
+    def body(self, status: Status) -> ItemBody:
+        content = [self._part()] if self._texts else []
+        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+    def begin(self) -> list[Event]:
+        return [self.event("content_part.added", content_index=0, part=self._part())]
+
+    def grow(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return [self.event("output_text.delta", content_index=0, delta=text, logprobs=[])]
+
+    def end(self) -> list[Event]:
+        part = self._part()
+        return [
+            self.event("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+            self.event("content_part.done", content_index=0, part=part),
+        ]
+
+    def _part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": "".join(self._texts), "annotations": [], "logprobs": []}
+
+
+class _OpenThought(_OpenItem):
+    def __init__(self, item_id: str, index: int, style: ThoughtStyle) -> None:
+        super().__init__(item_id, index)
+        self._style = style
+        self._texts: list[str] = []
+
+    def body(self, status: Status) -> ItemBody:
+        item: ItemBody = {"id": self.id, "type": "reasoning", "status": status, "summary": []}
+        if self._texts:
+            item["summary" if self._style.is_summary else "content"] = [self._part()]
+            if self._style.is_enclosed and status != "in_progress":
+                item["encrypted_content"] = enclose("".join(self._texts))
+        return item
+
+    def begin(self) -> list[Event]:
+        if self._style.is_summary:
+            return [self.event("reasoning_summary_part.added", summary_index=0, part=self._part())]
+        return [self.event("content_part.added", content_index=0, part=self._part())]
+
+    def grow(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        if self._style.is_summary:
+            return [self.event("reasoning_summary_text.delta", summary_index=0, delta=text)]
+        return [self.event("reasoning_text.delta", content_index=0, delta=text)]
+
+    def end(self) -> list[Event]:
+        part = self._part()
+        if self._style.is_summary:
+            return [
+                self.event("reasoning_summary_text.done", summary_index=0, text=part["text"]),
+                self.event("reasoning_summary_part.done", summary_index=0, part=part),
+            ]
+        return [
+            self.event("reasoning_text.done", content_index=0, text=part["text"]),
+            self.event("content_part.done", content_index=0, part=part),
+        ]
+
+    def _part(self) -> dict[str, Any]:
+        kind = "summary_text" if self._style.is_summary else "reasoning_text"
+        return {"type": kind, "text": "".join(self._texts)}
+
+
+class _OpenFunctionCall(_OpenItem):
+    def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
+        super().__init__(item_id, index)
+        self._call_id = call_id
+        self._tool = tool
+        self._texts: list[str] = []
+
+    def body(self, status: Status) -> ItemBody:
+        item = {"id": self.id, "type": "function_call", "status": status, "call_id": self._call_id}
+        return {**item, **_name_of(self._tool), "arguments": "".join(self._texts)}
+
+    def grow(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return [self.event("function_call_arguments.delta", delta=text)]
+
+    def end(self) -> list[Event]:
+        whole = "".join(self._texts)
+        return [self.event("function_call_arguments.done", arguments=whole)]
+
+
+class _OpenCustomCall(_OpenItem):
+    def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
+        super().__init__(item_id, index)
+        self._call_id = call_id
+        self._tool = tool
+        self._input = CustomInput()
+        self._whole: str | None = None
+
+    def body(self, status: Status) -> ItemBody:
+        item = {"id": self.id, "type": "custom_tool_call", "status": status, "call_id": self._call_id}
+        text = self._whole if self._whole is not None else self._input.so_far
+        return {**item, **_name_of(self._tool), "input": text}
+
+    def grow(self, text: str) -> list[Event]:
+        return self._delta(self._input.feed(text))
+
+    def end(self) -> list[Event]:
+        self._whole, rest = self._input.finish()
+        return [*self._delta(rest), self.event("custom_tool_call_input.done", input=self._whole)]
+
+    def _delta(self, text: str) -> list[Event]:
+        return [self.event("custom_tool_call_input.delta", delta=text)] if text else []
+
+
+_Make: TypeAlias = Callable[[str, int], _OpenItem]
+
+
+def _name_of(tool: ClientTool) -> dict[str, str]:
+    named = {"name": tool.name}
+    return named if tool.namespace is None else {**named, "namespace": tool.namespace}
+
+
+class AnswerOutput:
+    """The output of one answer."""
+
+    def __init__(self, name: str, tools: ToolSet, thoughts: ThoughtStyle) -> None:
+        """`name` makes the ids of its items; they hold nothing else that is random."""
+        self._name = name
+        self._tools = tools
+        self._thoughts = thoughts
+        self._done: list[ItemBody] = []
+        self._open: _OpenItem | None = None
+        self._num_begun = 0
+        """Items that the stream has announced, calls that failed included."""
+
+    @property
+    def items(self) -> list[ItemBody]:
+        """All items that are done."""
+        return list(self._done)
+
+    def add(self, piece: Piece) -> list[Event]:
+        """Takes a piece; returns the events that tell of it."""
+        match piece:
+            case Text(text):
+                return [*self._ready(_OpenMessage, "msg", _OpenMessage), *self._grow(text)]
+            case Reasoning(text):
+                return [*self._ready(_OpenThought, "rs", self._thought), *self._grow(text)]
+            case ToolCallStarted(call_id, name):
+                return self._begin_call(call_id, self._tools.find(name))
+            case ToolArguments(text):
+                return self._grow(text)
+            case ToolCallEnded():
+                return self.close()
+            case ToolCallFailed(text):
+                # No event ends the call, so that no client takes it for one.
+                self._open = None
+                return self.add(Text(text))
+
+    def close(self, status: Status = "completed") -> list[Event]:
+        """Ends the open item, if there is one; returns the events that tell of it."""
+        if self._open is None:
+            return []
+        ended, self._open = self._open, None
+        events = ended.end()
+        item = ended.body(status)
+        self._keep(item)
+        index = self._num_begun - 1
+        return [*events, {"type": "response.output_item.done", "output_index": index, "item": item}]
+
+    def _thought(self, item_id: str, index: int) -> _OpenThought:
+        return _OpenThought(item_id, index, self._thoughts)
+
+    def _begin_call(self, call_id: str, tool: ClientTool) -> list[Event]:
+        kind, prefix = (_OpenCustomCall, "ctc") if tool.is_custom else (_OpenFunctionCall, "fc")
+        return self._begin(prefix, lambda item_id, index: kind(item_id, index, call_id, tool))
+
+    def _ready(self, kind: type[_OpenItem], prefix: str, make: _Make) -> list[Event]:
+        """Begins an item, unless one of its kind is open."""
+        return [] if isinstance(self._open, kind) else self._begin(prefix, make)
+
+    def _begin(self, prefix: str, make: _Make) -> list[Event]:
+        events, index = self.close(), self._num_begun
+        self._num_begun += 1
+        self._open = make(f"{prefix}_{self._name}_{index}", index)
+        added = {"type": "response.output_item.added", "output_index": index, "item": self._open.body("in_progress")}
+        return [*events, added, *self._open.begin()]
+
+    def _grow(self, text: str) -> list[Event]:
+        assert self._open is not None, "a part belongs to an item"
+        return self._open.grow(text)
+
+    def _keep(self, item: ItemBody) -> None:
+        """Keeps an item that is done. Texts that a failed call stood between are one."""
+        last = self._done[-1] if self._done else None
+        if last is not None and last["type"] == item["type"] == "message":
+            text = last["content"][0]["text"] + item["content"][0]["text"]
+            self._done[-1] = {**item, "id": last["id"], "content": [{**item["content"][0], "text": text}]}
+        else:
+            self._done.append(item)

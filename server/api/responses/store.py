@@ -1,0 +1,318 @@
+"""Keeps responses and conversations in SQLite: in a file where the server keeps state on disk, else in memory.
+
+Everything belongs to a namespace, and no other sees it. What was used least recently goes first when there is too
+much. A response holds its own input and output; what it goes on from is found by its parent's id.
+
+One thread of its own touches the database, in the order of the calls; each method returns a future, so that nobody
+has to wait who must not. On the event loop, await it by `asyncio.wrap_future`.
+"""
+
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from server.api.json_body import json_text
+from server.api.responses.items import Item
+from server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME: Final = "responses.sqlite3"
+MAX_RESPONSES: Final = 10_000
+MAX_DISK_BYTES: Final = 1 << 30
+MAX_MEMORY_BYTES: Final = 1 << 26
+"""Of all that is kept, as JSON."""
+MAX_CHAIN: Final = 10_000
+"""Responses that go on from each other and are read for one prompt."""
+_MODE_ATTEMPTS: Final = 250
+_MODE_SECONDS: Final = 0.02
+_VERSION: Final = 1
+_SCHEMA: Final = """
+CREATE TABLE responses (
+    namespace TEXT NOT NULL, id TEXT NOT NULL, parent TEXT, session TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL, input TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (namespace, id)
+);
+CREATE INDEX responses_by_chain ON responses (namespace, session, num_bytes);
+CREATE TABLE chains (
+    namespace TEXT NOT NULL, session TEXT NOT NULL, used INTEGER NOT NULL, PRIMARY KEY (namespace, session)
+);
+CREATE TABLE conversations (
+    namespace TEXT NOT NULL, id TEXT NOT NULL, created INTEGER NOT NULL, metadata TEXT NOT NULL,
+    used INTEGER NOT NULL, PRIMARY KEY (namespace, id)
+);
+CREATE TABLE conversation_items (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, namespace TEXT NOT NULL, conversation TEXT NOT NULL,
+    id TEXT NOT NULL, item TEXT NOT NULL, num_bytes INTEGER NOT NULL
+);
+CREATE INDEX items_of_conversations ON conversation_items (namespace, conversation, num_bytes);
+"""
+_CHAIN: Final = """
+WITH RECURSIVE chain (id, parent, session, input, body, depth) AS (
+    SELECT id, parent, session, input, body, 0 FROM responses WHERE namespace = :namespace AND id = :id
+    UNION ALL
+    SELECT r.id, r.parent, r.session, r.input, r.body, depth + 1 FROM responses r JOIN chain c
+    ON r.id = c.parent AND r.namespace = :namespace WHERE depth < :limit
+)
+SELECT id, parent, session, input, body FROM chain ORDER BY depth DESC
+"""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """One response as it is kept."""
+
+    id: str
+    body: dict[str, Any]
+    """As its client was given it."""
+    input: Sequence[Item]
+    """Its own items, without those that it goes on from."""
+    parent: str | None
+    session: str
+    """What all responses of its chain call their conversation."""
+
+
+@dataclass(frozen=True)
+class StoredConversation:
+    """One conversation as it is kept, without its items."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    metadata: dict[str, str]
+
+
+class ResponseStore:
+    """All that is kept of responses and conversations. For any thread."""
+
+    def __init__(
+        self, path: Path | None = None, *, max_responses: int = MAX_RESPONSES, max_bytes: int | None = None
+    ) -> None:
+        """`path` is the file, None for memory; one that cannot be opened is logged, and memory taken."""
+        self._path = path
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes or (MAX_MEMORY_BYTES if path is None else MAX_DISK_BYTES)
+        self._thread = ThreadPoolExecutor(1, "responses")
+        self._database: sqlite3.Connection | None = None
+
+    def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> "Future[None]":
+        """Keeps a response, adds its items to a conversation that is there, and notes the use of its chain."""
+        return self._run(lambda database: self._save(database, namespace, response, conversation))
+
+    def chain(self, namespace: str, response_id: str) -> "Future[list[StoredResponse]]":
+        """Returns a response behind all that it goes on from, the first one first; empty where there is none.
+
+        The first one has a parent where that has been deleted.
+        """
+        return self._run(lambda database: _chain(database, namespace, response_id))
+
+    def find(self, namespace: str, response_id: str) -> "Future[StoredResponse | None]":
+        """Returns a response."""
+        return self._run(lambda database: _find(database, namespace, response_id))
+
+    def delete(self, namespace: str, response_id: str) -> "Future[bool]":
+        """Forgets a response; returns whether there was one. Those that go on from it lose their beginning."""
+        statement = "DELETE FROM responses WHERE namespace = ? AND id = ?"
+        return self._forget(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
+
+    def put_conversation(self, namespace: str, conversation: StoredConversation) -> "Future[None]":
+        """Keeps a conversation, or new metadata of one."""
+        return self._run(lambda database: self._put_conversation(database, namespace, conversation))
+
+    def find_conversation(self, namespace: str, conversation_id: str) -> "Future[StoredConversation | None]":
+        """Returns a conversation."""
+        return self._run(lambda database: _find_conversation(database, namespace, conversation_id))
+
+    def delete_conversation(self, namespace: str, conversation_id: str) -> "Future[bool]":
+        """Forgets a conversation and its items; returns whether there was one."""
+        return self._forget(lambda database: _delete_conversation(database, namespace, conversation_id))
+
+    def items(self, namespace: str, conversation_id: str) -> "Future[list[Item]]":
+        """Returns the items of a conversation in order."""
+        return self._run(lambda database: _items(database, namespace, conversation_id))
+
+    def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> "Future[bool]":
+        """Adds items, each with an id, at the end of a conversation; returns whether there is one."""
+        return self._run(lambda database: self._add(database, namespace, conversation_id, items))
+
+    def delete_item(self, namespace: str, conversation_id: str, item_id: str) -> "Future[bool]":
+        """Takes an item out of a conversation; returns whether it was there."""
+        statement = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ? AND id = ?"
+        place = (namespace, conversation_id, item_id)
+        return self._forget(lambda database: database.execute(statement, place).rowcount > 0)
+
+    def _forget(self, work: Callable[[sqlite3.Connection], bool]) -> "Future[bool]":
+        """Runs a deletion, then empties the log that still holds what was deleted, unless another server reads it."""
+        forgotten = self._run(work)
+        self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+        return forgotten
+
+    def _run(self, work: Callable[[sqlite3.Connection], Result]) -> "Future[Result]":
+        def done() -> Result:
+            if self._database is None:
+                self._database = _opened(self._path)
+            with self._database:
+                return work(self._database)
+
+        return self._thread.submit(done)
+
+    def _save(
+        self, database: sqlite3.Connection, namespace: str, response: StoredResponse, conversation: str | None
+    ) -> None:
+        given, body = json_text(response.input), json_text(response.body)
+        row = (namespace, response.id, response.parent, response.session, len(given) + len(body), given, body)
+        database.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        used = (namespace, response.session, time.time_ns())
+        database.execute("INSERT OR REPLACE INTO chains VALUES (?, ?, ?)", used)
+        if conversation is not None:
+            self._add(database, namespace, conversation, [*response.input, *response.body["output"]])
+        self._evict(database)
+
+    def _put_conversation(
+        self, database: sqlite3.Connection, namespace: str, conversation: StoredConversation
+    ) -> None:
+        metadata = json_text(conversation.metadata)
+        row = (namespace, conversation.id, conversation.created, metadata, time.time_ns())
+        database.execute("INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?)", row)
+        self._evict(database)
+
+    def _add(self, database: sqlite3.Connection, namespace: str, conversation_id: str, items: Sequence[Item]) -> bool:
+        used = "UPDATE conversations SET used = ? WHERE namespace = ? AND id = ?"
+        if database.execute(used, (time.time_ns(), namespace, conversation_id)).rowcount == 0:
+            return False
+        texts = [(item["id"], json_text(item)) for item in items]
+        rows = [(namespace, conversation_id, item_id, text, len(text)) for item_id, text in texts]
+        columns = "namespace, conversation, id, item, num_bytes"
+        database.executemany(f"INSERT INTO conversation_items ({columns}) VALUES (?, ?, ?, ?, ?)", rows)
+        self._evict(database)
+        return True
+
+    def _evict(self, database: sqlite3.Connection) -> None:
+        """Forgets what was used least recently until the rest is within the limits."""
+        while _is_over(database, self._max_responses, self._max_bytes) and _forget_oldest(database):
+            pass
+
+
+def store_of(config: ServerConfig) -> ResponseStore:
+    """Returns the store that the settings ask for."""
+    if config.cache_disk_bytes is None:
+        return ResponseStore()
+    return ResponseStore(Path(config.cache_dir).expanduser() / FILE_NAME)
+
+
+def _opened(path: Path | None) -> sqlite3.Connection:
+    if path is not None:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # It holds conversations, so it is made for its owner only; SQLite's other files take after it.
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            return _prepared(str(path))
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("responses are kept in memory, for %s cannot be opened: %s", path, error)
+    return _prepared(":memory:")
+
+
+def _prepared(name: str) -> sqlite3.Connection:
+    database = sqlite3.connect(name, timeout=30, check_same_thread=False)
+    _write_ahead(database)
+    database.execute("PRAGMA synchronous = NORMAL")
+    # What is deleted is overwritten.
+    database.execute("PRAGMA secure_delete = ON")
+    with database:
+        # Another server may open the file at the same moment: one makes the tables, the other waits and finds them.
+        database.execute("BEGIN IMMEDIATE")
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        if version != _VERSION:
+            _make_tables(database)
+    return database
+
+
+def _write_ahead(database: sqlite3.Connection) -> None:
+    """Sets the journal's mode, for which SQLite does not wait while another server sets it."""
+    for attempt in range(_MODE_ATTEMPTS):
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:
+            if attempt == _MODE_ATTEMPTS - 1:
+                raise
+            time.sleep(_MODE_SECONDS)
+        else:
+            return
+
+
+def _make_tables(database: sqlite3.Connection) -> None:
+    for table in ("responses", "chains", "conversations", "conversation_items"):
+        database.execute(f"DROP TABLE IF EXISTS {table}")
+    for statement in _SCHEMA.split(";"):
+        database.execute(statement)
+    database.execute(f"PRAGMA user_version = {_VERSION}")
+
+
+def _chain(database: sqlite3.Connection, namespace: str, response_id: str) -> list[StoredResponse]:
+    place = {"namespace": namespace, "id": response_id, "limit": MAX_CHAIN}
+    return [_stored(*row) for row in database.execute(_CHAIN, place)]
+
+
+def _find(database: sqlite3.Connection, namespace: str, response_id: str) -> StoredResponse | None:
+    statement = "SELECT id, parent, session, input, body FROM responses WHERE namespace = ? AND id = ?"
+    row = database.execute(statement, (namespace, response_id)).fetchone()
+    return None if row is None else _stored(*row)
+
+
+def _stored(response_id: str, parent: str | None, session: str, given: str, body: str) -> StoredResponse:
+    return StoredResponse(response_id, json.loads(body), json.loads(given), parent, session)
+
+
+def _find_conversation(
+    database: sqlite3.Connection, namespace: str, conversation_id: str
+) -> StoredConversation | None:
+    statement = "SELECT created, metadata FROM conversations WHERE namespace = ? AND id = ?"
+    row = database.execute(statement, (namespace, conversation_id)).fetchone()
+    return None if row is None else StoredConversation(conversation_id, row[0], json.loads(row[1]))
+
+
+def _delete_conversation(database: sqlite3.Connection, namespace: str, conversation_id: str) -> bool:
+    place = (namespace, conversation_id)
+    database.execute("DELETE FROM conversation_items WHERE namespace = ? AND conversation = ?", place)
+    found = database.execute("DELETE FROM conversations WHERE namespace = ? AND id = ?", place)
+    return found.rowcount > 0
+
+
+def _items(database: sqlite3.Connection, namespace: str, conversation_id: str) -> list[Item]:
+    statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
+    return [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
+
+
+def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -> bool:
+    responses = database.execute("SELECT COUNT(*), TOTAL(num_bytes) FROM responses").fetchone()
+    items = database.execute("SELECT TOTAL(num_bytes) FROM conversation_items").fetchone()
+    conversations = database.execute("SELECT COUNT(*) FROM conversations").fetchone()
+    return bool(responses[0] + conversations[0] > max_responses or responses[1] + items[0] > max_bytes)
+
+
+def _forget_oldest(database: sqlite3.Connection) -> bool:
+    """Forgets the chain or conversation used least recently, as a whole; returns False where nothing is kept."""
+    statement = """
+    SELECT is_chain, namespace, name FROM (
+        SELECT 1 AS is_chain, namespace, session AS name, used FROM chains
+        UNION ALL SELECT 0, namespace, id, used FROM conversations
+    ) ORDER BY used LIMIT 1
+    """
+    row = database.execute(statement).fetchone()
+    if row is None:
+        return False
+    is_chain, *place = row
+    if is_chain:
+        database.execute("DELETE FROM responses WHERE namespace = ? AND session = ?", place)
+        database.execute("DELETE FROM chains WHERE namespace = ? AND session = ?", place)
+    else:
+        _delete_conversation(database, *place)
+    return True

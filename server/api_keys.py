@@ -1,0 +1,118 @@
+"""The keys that clients may send: who each belongs to, what it may use, and the file that lists them. Pure.
+
+Of a key only its digest is kept. Whatever names a key, in logs and answers, uses the name that it has in the file.
+"""
+
+import hashlib
+import hmac
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from server.config import ConfigError
+
+MAX_NAME_CHARACTERS = 64
+LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
+FIELDS = ("name", "key", *LIMITS, "operator")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """One key. A limit of None does not bind."""
+
+    name: str
+    """Empty for the one key of the command line."""
+    digest: bytes = field(repr=False)
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    is_operator: bool = False
+    """Whether it sees the sessions and the cache of all keys."""
+
+
+class KeyRing:
+    """All keys that are taken; none where the server asks for none."""
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self.keys = tuple(keys)
+        self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
+
+    def find(self, given: str) -> ApiKey | None:
+        """Returns the key that was sent, or None; in a time that says nothing of which or how much is right."""
+        digest, found = digest_of(given), None
+        for key in self.keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def name_of(self, namespace: str) -> str | None:
+        """Returns the name of the key that a namespace belongs to, or None where no key with a name does."""
+        return self._names.get(namespace.partition("/")[0]) or None
+
+
+def digest_of(key: str) -> bytes:
+    """Returns what is kept of a key, and what it is compared by."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def namespace_of_key(key: str) -> str:
+    """Returns the name under which requests with a key share state, from which the key cannot be told."""
+    return digest_of(key).hex()[:32]
+
+
+def parse_keys(text: str) -> KeyRing:
+    """Returns the keys of a TOML text with a table `[[keys]]` for each; raises ConfigError, which holds no key."""
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"is not TOML: {error}") from error
+    entries = document.pop("keys", None)
+    if document:
+        raise ConfigError(f"holds {next(iter(document))!r}; only [[keys]] is known")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError("holds no [[keys]]")
+    keys = [_read_key(entry, f"key {number}") for number, entry in enumerate(entries, 1)]
+    _check_unique(keys)
+    return KeyRing(keys)
+
+
+def _read_key(entry: Mapping[str, Any], place: str) -> ApiKey:
+    unknown = [name for name in entry if name not in FIELDS]
+    if unknown:
+        raise ConfigError(f"{place}: {unknown[0]!r} is not one of {', '.join(FIELDS)}")
+    name = _read_text(entry, "name", place)
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise ConfigError(f"{place}: name has more than {MAX_NAME_CHARACTERS} characters")
+    digest = digest_of(_read_text(entry, "key", place))
+    is_operator = entry.get("operator", False)
+    if not isinstance(is_operator, bool):
+        raise ConfigError(f"{place}: operator must be true or false")
+    limits = {limit: _read_limit(entry, limit, place) for limit in LIMITS}
+    return ApiKey(name, digest, is_operator=is_operator, **limits)
+
+
+def _read_text(entry: Mapping[str, Any], field_name: str, place: str) -> str:
+    value = entry.get(field_name)
+    if not isinstance(value, str) or not value or not value.isprintable() or value != value.strip():
+        raise ConfigError(f"{place}: {field_name} must be a printable text without spaces around it")
+    return value
+
+
+def _read_limit(entry: Mapping[str, Any], limit: str, place: str) -> int | None:
+    value = entry.get(limit)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{place}: {limit} must be a whole number of at least 1")
+    return value
+
+
+def _check_unique(keys: Iterable[ApiKey]) -> None:
+    names: set[str] = set()
+    digests: dict[bytes, str] = {}
+    for key in keys:
+        if key.name in names:
+            raise ConfigError(f"two keys have the name {key.name!r}")
+        if key.digest in digests:
+            raise ConfigError(f"{digests[key.digest]!r} and {key.name!r} have the same key")
+        names.add(key.name)
+        digests[key.digest] = key.name
