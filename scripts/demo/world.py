@@ -15,8 +15,10 @@ from scripts.demo.phrases import FACT_LINES, NEUTRAL_LINES, ROLES, STYLES, TOPIC
 from scripts.demo.skills import (
     add,
     ask,
+    ask_all,
     ask_identity,
     ask_two,
+    ask_unknown,
     count,
     gibberish,
     greet,
@@ -30,6 +32,7 @@ from scripts.demo.skills import (
     server_question,
     small_talk,
     tell,
+    told,
 )
 from scripts.demo.talk import Dialogue, Json, Talk
 from scripts.demo.words import phrases
@@ -207,6 +210,21 @@ def bring_tools(talk: Talk) -> None:
     talk.schemas = [tools.schema(tool, talk.rng) for tool in talk.tools]
 
 
+def family_talk(talk: Talk, num_turns: int) -> None:
+    """Several relatives, pets or things are told, then asked for, one by one: which is which is hard to learn."""
+    name = talk.rng.choice(("relation", "relation", "pet", "pet", "thing"))
+    for _ in range(talk.rng.choice((1, 2, 2))):
+        tell(talk, [name] * talk.rng.choice((1, 2, 2, 3)))
+    for _ in range(max(2, num_turns)):
+        draw = talk.rng.random()
+        if draw < 0.65:
+            ask(talk, talk.rng.choice(told(talk, name)))
+        elif draw < 0.85:
+            ask_unknown(talk, name)
+        elif FACTS[name].generic:
+            ask_all(talk, name)
+
+
 def training_dialogue(rng: random.Random, num_turns: int, long_system: bool = False) -> Dialogue:
     """A dialogue of the training split with `num_turns` exchanges of any skill."""
     talk = Talk(rng, held=False, thinking=rng.random() < 0.06)
@@ -215,6 +233,9 @@ def training_dialogue(rng: random.Random, num_turns: int, long_system: bool = Fa
     set_scene(talk, long_system)
     if rng.random() < 0.1:
         greet(talk)
+    elif rng.random() < 0.2:
+        family_talk(talk, num_turns)
+        return talk.finish()
     for _ in range(num_turns):
         take_turn(talk, MIX)
     return talk.finish()
