@@ -82,7 +82,7 @@ def _join(rng: random.Random, parts: list[str]) -> str:
 def ask(talk: Talk, key: str | None = None) -> None:
     """The user asks for something told before (under `key`, or any), or never told."""
     rng, known = talk.rng, list(talk.facts)
-    if key is None and (not known or rng.random() < 0.12):
+    if key is None and (not known or rng.random() < 0.2):
         ask_unknown(talk)
         return
     if key is None:

@@ -173,17 +173,17 @@ def set_scene(talk: Talk, long: bool) -> None:
 Skill = Callable[[Talk], Any]
 MIX: dict[Skill, int] = {
     tell: 30,
-    ask: 40,
+    ask: 50,
     ask_two: 6,
     mixed_two: 8,
     last_said: 2,
     guess: 3,
     server_question: 36,
     count: 10,
-    add: 8,
+    add: 10,
     make_list: 8,
     repeat: 11,
-    refuse: 24,
+    refuse: 28,
     gibberish: 3,
     small_talk: 20,
     ask_identity: 8,
@@ -227,7 +227,7 @@ def family_talk(talk: Talk, num_turns: int) -> None:
 
 def training_dialogue(rng: random.Random, num_turns: int, long_system: bool = False) -> Dialogue:
     """A dialogue of the training split with `num_turns` exchanges of any skill."""
-    talk = Talk(rng, held=False, thinking=rng.random() < 0.06)
+    talk = Talk(rng, held=False, thinking=rng.random() < 0.02)
     if rng.random() < 0.3:
         bring_tools(talk)
     set_scene(talk, long_system)
