@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,6 +14,7 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
 from server.api.auth import key_name_of, known_key_of, namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
+from server.api.choices import Choices, ChoicesAnswer
 from server.api.context import ApiContext, EnginePort, context_of
 from server.api.conversation import Conversation
 from server.api.dialect import Dialect, Exchange, Payload, dialect_of
@@ -34,7 +35,7 @@ CLIENT_LEFT = 499
 """Status for a client that is no longer there; nobody reads it but the access log."""
 
 Result = TypeVar("Result")
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Payload]
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Choices | Payload]
 """Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
 
 A request that needs no answer of the model is answered with the payload returned.
@@ -96,19 +97,37 @@ async def _answer(
     permit: Permit,
 ) -> Response:
     work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
-    exchange = await context.planning.run(_client_of(request), len(raw), work)
-    if not isinstance(exchange, Exchange):
-        return JsonBody(exchange)
+    opened = await context.planning.run(_client_of(request), len(raw), work)
+    if not isinstance(opened, Exchange | Choices):
+        return JsonBody(opened)
+    exchange = opened.first if isinstance(opened, Choices) else opened
     engine = context.running_engine(exchange.model)
     if exchange.request.session_id is not None:
         request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-    key_name = key_name_of(request.scope)
-    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations, key_name)
+    told = (received, context.sessions.record, context.conversations, key_name_of(request.scope))
+    if isinstance(opened, Choices):
+        several = ChoicesAnswer(engine, opened, *told)
+        close = partial(_close_choices, context, several, opened, engine, permit)
+        if not exchange.is_streamed:
+            return await _whole(opened.body(several.events()), close)
+        return _stream(context, request, exchange, opened.frames(several.events()), several, close)
+    answer = Answer(engine, exchange, *told)
     close = partial(_close, context, answer, exchange, engine, permit)
     if not exchange.is_streamed:
-        return await _whole(answer, exchange, close)
+        return await _whole(exchange.body(answer.events()), close)
+    return _stream(context, request, exchange, exchange.frames(answer.events()), answer, close)
+
+
+def _stream(
+    context: ApiContext,
+    request: Request,
+    exchange: Exchange,
+    frames: AsyncIterator[bytes],
+    answer: Answer | ChoicesAnswer,
+    close: Callable[[], None],
+) -> AnswerStream:
     return AnswerStream(
-        exchange.frames(answer.events()),
+        frames,
         dialect_of(request),
         request_id=exchange.request.request_id,
         heartbeat_seconds=context.config.heartbeat_seconds,
@@ -150,22 +169,36 @@ def _client_of(request: Request) -> str:
     return f"{host} {dialect_of(request).api_key(request.headers)}"
 
 
-def _heartbeat(dialect: Dialect, answer: Answer) -> bytes:
+def _heartbeat(dialect: Dialect, answer: Answer | ChoicesAnswer) -> bytes:
     progress = answer.progress()
     return dialect.heartbeat(progress) if answer.has_started else dialect.early_heartbeat(progress)
 
 
-async def _whole(answer: Answer, exchange: Exchange, close: Callable[[], None]) -> Response:
+async def _whole(body: Awaitable[Payload], close: Callable[[], None]) -> Response:
     try:
-        return JsonBody(await exchange.body(answer.events()))
+        return JsonBody(await body)
     finally:
         close()
 
 
 def _close(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort, permit: Permit) -> None:
-    """Ends an answer on every way out. The state of one that asks for tools is held until they have answered."""
+    """Ends an answer on every way out."""
     answer.close()
     permit.close(len(exchange.request.tokens) + len(answer.token_ids))
+    _prepare_next_turn(context, answer, exchange, engine)
+
+
+def _close_choices(
+    context: ApiContext, answers: ChoicesAnswer, choices: Choices, engine: EnginePort, permit: Permit
+) -> None:
+    """Ends the answers of all choices on every way out. The first is the one that most clients go on with."""
+    answers.close()
+    permit.close(answers.first.figures.counts.prompt + answers.num_predicted)
+    _prepare_next_turn(context, answers.first, choices.first, engine)
+
+
+def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort) -> None:
+    """Has an answered turn evaluated ahead. The state of one that asks for tools is held until they have answered."""
     request, conversation = exchange.request, exchange.conversation
     if answer.has_ended and conversation is not None and request.cache_prompt:
         context.in_background(_evaluate_ahead(exchange, conversation, engine, answer.token_ids))

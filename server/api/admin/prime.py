@@ -59,7 +59,9 @@ def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
     if isinstance(body, ChatBody):
         prefix = read_conversation(body, incoming, model, context.config, namespace).stable_prefix()
     else:
-        prefix = cut_at_last_point(text_prompt(body.prompt, model), (RestorePointKind.PROMPT_END,))
+        if len(body.prompt) != 1:
+            raise ApiError(Code.INVALID_VALUE, "prompt: one prompt is primed at a time", "prompt")
+        prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
     request = build_request(
         incoming,
         replace(read_params(body, incoming.fields, rules, model), max_tokens=0),

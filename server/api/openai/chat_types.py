@@ -9,6 +9,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from models.prompt.chat_template import Message
 from models.unicode_text import read_object
+from server.api.openai.errors import ErrorObject
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.usage import AnswerHead, Usage
 from server.api.thinking import ThinkingWish
@@ -318,21 +319,25 @@ class MessageBody(TypedDict):
 
 
 class ChunkChoice(TypedDict):
-    """The only choice of a chunk."""
+    """What a chunk adds to one choice."""
 
     index: int
     delta: DeltaBody
     logprobs: None
     finish_reason: str | None
+    error: NotRequired[ErrorObject]
+    """What went wrong with this choice, where others were completed."""
 
 
 class ChatChoice(TypedDict):
-    """The only choice of an answer."""
+    """One choice of an answer."""
 
     index: int
     message: MessageBody
     logprobs: None
     finish_reason: str
+    error: NotRequired[ErrorObject]
+    """What went wrong with this choice, where others were completed."""
 
 
 class ChatChunk(AnswerHead):
@@ -344,10 +349,15 @@ class ChatChunk(AnswerHead):
     cache: NotRequired[CacheBody | None]
 
 
-class ChatCompletion(AnswerHead):
-    """The body of an answer that is not streamed."""
+class ChatAnswer(AnswerHead):
+    """What the model answered."""
 
     choices: list[ChatChoice]
+
+
+class ChatCompletion(ChatAnswer):
+    """The body of an answer that is not streamed."""
+
     usage: Usage
     timings: TimingsBody
     cache: CacheBody | None

@@ -69,6 +69,8 @@ class GenerationBody(BoundBody):
     max_new_tokens: _Limit = None
     n_predict: _Limit = None
     """Other names of `max_tokens`; where several are given, the smallest counts."""
+    n: Annotated[int, BeforeValidator(_whole), Field(ge=1)] | None = None
+    """How many answers are given to each prompt."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: _Share | None = None
     top_k: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None

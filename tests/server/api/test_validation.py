@@ -91,7 +91,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "user": [5, {}],
     "safety_identifier": [5],
     "store": ["yes", 1],
-    "n": [0, 2, -1, "1", 1.5, True, NAN, HUGE],
+    "n": [0, 73, -1, "1", 1.5, True, NAN, HUGE],
     "best_of": [2, "1"],
     "min_tokens": [1, "0"],
     "response_format": [
