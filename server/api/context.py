@@ -31,10 +31,9 @@ from server.engine.command import Command
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
+from server.pool.errors import ModelNameNeeded, ModelUnknown
 
 Kept = TypeVar("Kept")
-LATEST = ":latest"
-"""What Ollama's clients may add to a name that has no tag, whichever API they then use."""
 
 
 class PromptRenderer(Protocol):
@@ -166,14 +165,31 @@ class ServedModel:
         return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
 
 
+class PoolPort(Protocol):
+    """The part of the model pool that the HTTP side uses."""
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The loaded models by id."""
+        ...
+
+    @property
+    def engines(self) -> Mapping[str, EnginePort]:
+        """Their engines, under the same ids."""
+        ...
+
+    def find(self, name: str | None) -> ServedModel:
+        """Returns the loaded model that a name stands for. For any thread; raises PoolError."""
+        ...
+
+
 @dataclass(eq=False)
 class ApiContext:
     """All that the endpoints share. Used on the event loop, but for what says otherwise."""
 
     config: ServerConfig
-    models: Mapping[str, ServedModel]
-    engines: Mapping[str, EnginePort]
-    """One engine per model, under the same ids."""
+    pool: PoolPort
+    """The models, and the engine of each that is loaded."""
     keys: KeyRing = field(default_factory=KeyRing)
     """Those that are taken; replaced while the server runs."""
     rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
@@ -203,26 +219,32 @@ class ApiContext:
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    def find_model(self, name: str | None) -> ServedModel:
-        """Returns the model of that id, with or without the tag `:latest`; the only one where no name is given.
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The loaded models by id."""
+        return self.pool.models
 
-        Raises ApiError (404, 400).
+    @property
+    def engines(self) -> Mapping[str, EnginePort]:
+        """One engine per loaded model, under the same ids."""
+        return self.pool.engines
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """Returns the loaded model that a name stands for; the only one where no name is given. For any thread.
+
+        Raises ApiError (404, 400), and ModelNotLoaded.
         """
-        if not name and len(self.models) == 1:
-            return next(iter(self.models.values()))
-        served = ", ".join(self.models)
-        if not name:
-            raise ApiError(Code.MISSING_PARAMETER, f"model: name one of {served}", "model")
-        model = self.models.get(name) or self.models.get(name.removesuffix(LATEST))
-        if model is None:
-            message = f"the model {name[:200]!r} is not served here, only {served}"
-            raise ApiError(Code.MODEL_NOT_FOUND, message, "model")
-        return model
+        try:
+            return self.pool.find(name)
+        except ModelNameNeeded as error:
+            raise ApiError(Code.MISSING_PARAMETER, str(error), "model") from error
+        except ModelUnknown as error:
+            raise ApiError(Code.MODEL_NOT_FOUND, str(error), "model") from error
 
     def running_engine(self, model: ServedModel) -> EnginePort:
         """Returns the engine of a model; raises ApiError (503) where it takes no requests."""
-        engine = self.engines[model.id]
-        if self.is_draining or not engine.is_running:
+        engine = self.engines.get(model.id)
+        if self.is_draining or engine is None or not engine.is_running:
             raise stopped()
         return engine
 

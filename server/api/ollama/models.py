@@ -8,7 +8,7 @@ from typing import Any, Final, TypedDict
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from server.api.context import LATEST, ApiContext, ServedModel, context_of
+from server.api.context import ApiContext, ServedModel, context_of
 from server.api.dialect import Payload
 from server.api.endpoint import inspect
 from server.api.errors import ApiError, Code
@@ -17,6 +17,7 @@ from server.api.ollama.body import find_model, thinks
 from server.api.other_apis import explain_unknown_path
 from server.api.params import Incoming
 from server.api.typed_body import BodyModel, parse_body
+from server.pool.names import LATEST
 
 OLLAMA_VERSION: Final = "0.12.6"
 """The release of Ollama whose API this is; some clients refuse to speak to an old one."""

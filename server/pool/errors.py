@@ -1,0 +1,50 @@
+"""Errors of the model pool. None of them ends it.
+
+PoolError
+├── ModelNameNeeded    a request names no model, and there is no default
+├── ModelUnknown       no model of that name may be served here
+├── ModelNotLoaded     the model may be served but is not in memory: ask the pool to load it
+├── LoadFailed         a model's files cannot be used; the other models go on
+├── ModelTooLarge      the machine cannot hold the model beside what stays
+├── PoolBusy           the model fits only once others have finished; come back after `retry_after_seconds`
+└── ModelInUse         a model that answers requests is not unloaded
+"""
+
+
+class PoolError(Exception):
+    """Base of all errors of the pool. The message is one sentence for a person."""
+
+
+class ModelNameNeeded(PoolError):
+    """A request names no model, and there is no default."""
+
+
+class ModelUnknown(PoolError):
+    """No model of that name may be served here."""
+
+
+class ModelNotLoaded(PoolError):
+    """A model that may be served is not in memory."""
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(f"the model {model_id} is not loaded")
+        self.model_id = model_id
+        """Its identity."""
+
+
+class LoadFailed(PoolError):
+    """A model cannot be loaded: its files are gone, damaged or of an unknown kind."""
+
+
+class ModelTooLarge(PoolError):
+    """The machine cannot hold the model, whatever is unloaded for it."""
+
+
+class PoolBusy(PoolError):
+    """The model fits only when other models have finished their answers, and they did not in time."""
+
+    retry_after_seconds = 10
+
+
+class ModelInUse(PoolError):
+    """The model answers requests now."""
