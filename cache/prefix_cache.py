@@ -170,6 +170,18 @@ class PrefixCache:
         """Evicts half of what is stored: the device has less memory than the budget says."""
         self.reclaimer.relieve()
 
+    def try_resize(self, budget_bytes: int) -> int:
+        """Has all state keep within another budget, by paging out and evicting what no running request holds.
+
+        Returns by how many bytes these exceed it; if by any, the budget stays what it was.
+        """
+        before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
+        self.reclaimer.free_excess()
+        excess_bytes = max(self.ledger.excess_bytes(), 0)
+        if excess_bytes:
+            self.ledger.budget_bytes = before
+        return excess_bytes
+
     # ------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:

@@ -34,7 +34,7 @@ from server.api.admin.sessions import (
 from server.api.anthropic.routes import ANTHROPIC
 from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
-from server.api.context import ApiContext, EnginePort, PoolPort, ServedModel
+from server.api.context import ApiContext, PoolPort, ServedModel
 from server.api.dialect import Api, find_dialect, routes_of
 from server.api.json_body import JsonBody
 from server.api.llama_cpp.routes import LLAMA_CPP
@@ -49,7 +49,8 @@ from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.key_file import read_keys
-from server.pool.pool import ModelPool, OpenedModel
+from server.pool.member import OpenedModel, PooledEngine
+from server.pool.pool import ModelPool
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers where a path is no dialect's own."""
@@ -95,7 +96,7 @@ ADMIN_ROUTES = (
 
 
 def create_app(
-    engine: EnginePort,
+    engine: PooledEngine,
     model: ServedModel,
     config: ServerConfig,
     apis: Sequence[Api] = APIS,

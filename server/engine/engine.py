@@ -26,6 +26,7 @@ from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
 from server.engine.command import Command
+from server.engine.commands import ResizeBudget
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.generation import Generation
 from server.engine.inbox import Inbox, WorkerMessage
@@ -95,7 +96,7 @@ class Engine:
             prefix_cache = PrefixCache(
                 runner.make_caches,
                 num_slots=config.max_slots,
-                budget_bytes=config.budget_bytes - (2 * _in_flight_bytes(config) if disk is not None else 0),
+                budget_bytes=config.budget_bytes - _disk_bytes_in_memory(config),
                 chunk_tokens=config.chunk_tokens,
                 disk=disk,
             )
@@ -168,6 +169,14 @@ class Engine:
         the engine never started, has ended, or ends before the command's turn.
         """
         return await asyncio.wrap_future(self._inbox.put_command(command))
+
+    async def try_resize(self, budget_bytes: int) -> int:
+        """Gives the state of conversations another budget; returns the bytes by which running requests exceed it.
+
+        If there are any, the budget stays what it was. Raises as `execute` does.
+        """
+        own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
+        return await self.execute(ResizeBudget(own_bytes))
 
     def execute_later(self, command: Command[Worker, object]) -> None:
         """Has a command run like `execute`, without waiting for it; its error is only logged. For any thread."""
@@ -259,6 +268,11 @@ def _log_failure(future: "Future[object]") -> None:
 def _in_flight_bytes(config: EngineConfig) -> int:
     """Returns the memory for state on its way to disk; as much again is for state on its way back."""
     return min(MAX_IN_FLIGHT_BYTES, config.budget_bytes // 16)
+
+
+def _disk_bytes_in_memory(config: EngineConfig) -> int:
+    """Returns the part of the budget that is for state between memory and disk."""
+    return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 
 def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:

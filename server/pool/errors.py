@@ -10,6 +10,8 @@ PoolError
 └── ModelInUse         a model that answers requests is not unloaded
 """
 
+from server.pool.catalog import ModelSource
+
 
 class PoolError(Exception):
     """Base of all errors of the pool. The message is one sentence for a person."""
@@ -26,10 +28,9 @@ class ModelUnknown(PoolError):
 class ModelNotLoaded(PoolError):
     """A model that may be served is not in memory."""
 
-    def __init__(self, model_id: str) -> None:
-        super().__init__(f"the model {model_id} is not loaded")
-        self.model_id = model_id
-        """Its identity."""
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__(f"the model {source.id} is not loaded")
+        self.source = source
 
 
 class LoadFailed(PoolError):

@@ -1,0 +1,70 @@
+"""Brings a model into memory on a thread of its own, so that neither the event loop nor another model waits."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from server.pool.catalog import ModelSource
+from server.pool.member import OpenedModel
+
+Result = TypeVar("Result")
+
+
+class Opener(Protocol):
+    """Loads models. Both methods block, and raise ModelError for files that cannot be used."""
+
+    def measure(self, source: ModelSource) -> int:
+        """Returns about how much memory the weights will take, after a look at whether all files are there."""
+        ...
+
+    def open(self, source: ModelSource, others: list[int], tell: Callable[[str], object]) -> OpenedModel:
+        """Returns the model with its engine running. `others` are the weights in bytes of those that stay loaded.
+
+        `tell` is told what is being done; what it raises ends the loading.
+        """
+        ...
+
+
+class LoadingAbandoned(Exception):
+    """Raised into a loading that nobody wants any more, because the server stops."""
+
+
+@dataclass(eq=False)
+class Loading:
+    """A model on its way, who waits for it, and what is being done."""
+
+    source: ModelSource
+    waiters: "list[asyncio.Future[None]]" = field(default_factory=list)
+    step: str = "waiting"
+    """A few words for a person."""
+    task: "asyncio.Task[None] | None" = None
+    can_be_given_up: bool = True
+    """Whether it ends when nobody waits for it: until its files are being read."""
+
+
+async def on_thread(name: str, work: Callable[[], Result]) -> Result:
+    """Returns what `work` returns, called on a daemon thread: the end of the process does not wait for it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            outcome: tuple[Result | None, BaseException | None] = work(), None
+        except BaseException as error:  # handed to whoever awaits it
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody awaits it
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await done
