@@ -31,6 +31,7 @@ from server.engine.command import Command
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
+from server.pool.catalog import ModelSource
 from server.pool.errors import ModelNameNeeded, ModelUnknown
 
 Kept = TypeVar("Kept")
@@ -165,8 +166,25 @@ class ServedModel:
         return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
 
 
+class HoldPort(Protocol):
+    """Somebody's use of a loaded model, which stays loaded meanwhile. Event loop only."""
+
+    @property
+    def model(self) -> ServedModel:
+        """The model."""
+        ...
+
+    def set_keep_alive(self, seconds: float) -> None:
+        """Has the model stay loaded for so long after its last request, from now on."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use; more than once is the same as once."""
+        ...
+
+
 class PoolPort(Protocol):
-    """The part of the model pool that the HTTP side uses."""
+    """The part of the model pool that the HTTP side uses. Event loop only, but for what says otherwise."""
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
@@ -180,6 +198,19 @@ class PoolPort(Protocol):
 
     def find(self, name: str | None) -> ServedModel:
         """Returns the loaded model that a name stands for. For any thread; raises PoolError."""
+        ...
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """The models on their way, each with what is being done."""
+        ...
+
+    def try_hold(self, model: ServedModel) -> HoldPort | None:
+        """Returns a hold on a model that `find` returned; None if it has been unloaded since."""
+        ...
+
+    async def load(self, source: ModelSource) -> HoldPort:
+        """Returns a hold on a model once it is loaded; raises PoolError and EngineStopped."""
         ...
 
 

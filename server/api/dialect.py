@@ -56,6 +56,10 @@ class Dialect(ABC):
         """Returns the session that a body's fields or the headers name, or None; raises SessionIdError."""
         return resolve_session_id(fields, headers)
 
+    def wants_stream(self, fields: Mapping[str, Any]) -> bool:
+        """Returns whether a body that was not checked yet asks for a stream."""
+        return fields.get("stream") is True
+
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
         """Returns what the headers of every answer hold besides those that all dialects have."""
         return {}
@@ -77,8 +81,21 @@ class Dialect(ABC):
         return self.heartbeat(progress)
 
 
+@dataclass(frozen=True, eq=False)
+class ModelReady:
+    """A request that asks for no more than that a model is loaded, and what it is answered with."""
+
+    model: ServedModel
+    payload: Payload
+    keep_alive_seconds: float | None = None
+    """How long it stays loaded after its last request; None: as it was."""
+
+
 class Exchange(ABC):
     """One checked request, and how its answer is written. Used once: either `frames` or `body` is called."""
+
+    keep_alive_seconds: float | None = None
+    """How long the model stays loaded after its last request; None: as it was."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""What every generation endpoint does around its dialect: body, thread, engine, stream or whole, disconnect."""
+"""What every generation endpoint does around its dialect: body, thread, model, engine, answer, a client that left."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,12 +14,13 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
 from server.api.auth import key_name_of, known_key_of, namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
-from server.api.context import ApiContext, EnginePort, context_of
+from server.api.context import ApiContext, EnginePort, HoldPort, ServedModel, context_of
 from server.api.conversation import Conversation
-from server.api.dialect import Dialect, Exchange, Payload, dialect_of
+from server.api.dialect import Dialect, Exchange, ModelReady, Payload, dialect_of
 from server.api.errors import stopped
 from server.api.header_text import ascii_text
 from server.api.json_body import JsonBody
+from server.api.model_use import InUse, LoadingUse, plan_held
 from server.api.next_turn import next_turn_requests, sent_back
 from server.api.params import Incoming
 from server.api.rate_limits import Permit
@@ -27,6 +28,7 @@ from server.api.refusals import Origin
 from server.api.session_id import SessionIdError
 from server.api.stream import AnswerStream
 from server.engine.commands import HoldTurn
+from server.pool.errors import ModelNotLoaded
 
 logger = logging.getLogger(__name__)
 
@@ -34,29 +36,35 @@ CLIENT_LEFT = 499
 """Status for a client that is no longer there; nobody reads it but the access log."""
 
 Result = TypeVar("Result")
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Payload]
+Opened: TypeAlias = Exchange | ModelReady | Payload
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Opened]
 """Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
 
-A request that needs no answer of the model is answered with the payload returned.
+A request that needs no answer of the model is answered with the payload returned. It is called anew where the model
+was not loaded, and so changes nothing before it has found the model.
 """
 
 
-async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange) -> Response:
+async def generate(
+    request: Request, id_prefix: str, open_exchange: OpenExchange, *, may_stream: bool = True
+) -> Response:
     """Serves one request with a body. Raises what `server.api.errors` knows; a client that left is not an error.
 
-    `id_prefix` is what the dialect's names of answers begin with.
+    `id_prefix` is what the dialect's names of answers begin with. `may_stream` is False for an endpoint that never
+    streams, whatever the body says.
     """
     received = time.monotonic()
     context = context_of(request)
     raw = await read_body(request, context.config.max_body_bytes)
     if context.is_draining:
         raise stopped()
+    request.state.may_stream = may_stream
     work = _admitted(context, request, raw, received, id_prefix, open_exchange)
     return await _unless_disconnected(request, work)
 
 
 async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
-    """Answers from the body alone, which `describe` checks on another thread; no engine is asked.
+    """Answers from the body and its model, which `describe` looks at on another thread; no engine is asked.
 
     Raises what `describe` and `server.api.errors` know; a client that left is not an error.
     """
@@ -65,7 +73,9 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
 
     async def described() -> Response:
         work = partial(_decoded, context, request, raw, "", describe)
-        return JsonBody(await context.planning.run(_client_of(request), len(raw), work))
+        plan = partial(context.planning.run, _client_of(request), len(raw), work)
+        found = await plan_held(context.pool, plan, lambda payload: None)
+        return JsonBody(found.planned)
 
     return await _unless_disconnected(request, described())
 
@@ -96,24 +106,163 @@ async def _answer(
     permit: Permit,
 ) -> Response:
     work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
-    exchange = await context.planning.run(_client_of(request), len(raw), work)
+    plan = partial(context.planning.run, _client_of(request), len(raw), work)
+    try:
+        use = await plan_held(context.pool, partial(_loaded_first, plan), _model_of)
+    except _Unloaded as unloaded:
+        return await _answer_later(context, request, received, plan, unloaded.error, permit)
+    return await _answer_now(context, request, use, received, permit)
+
+
+class _Unloaded(Exception):
+    """The request's model must be loaded first; kept apart from what `plan_held` does about that."""
+
+    def __init__(self, error: ModelNotLoaded) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+async def _loaded_first(plan: Callable[[], Awaitable[Opened]]) -> Opened:
+    try:
+        return await plan()
+    except ModelNotLoaded as error:
+        raise _Unloaded(error) from error
+
+
+def _model_of(opened: Opened) -> ServedModel | None:
+    return opened.model if isinstance(opened, Exchange | ModelReady) else None
+
+
+async def _answer_now(
+    context: ApiContext, request: Request, use: InUse[Opened], received: float, permit: Permit
+) -> Response:
+    """Answers with a model that is loaded."""
+    exchange = use.planned
     if not isinstance(exchange, Exchange):
-        return JsonBody(exchange)
-    engine = context.running_engine(exchange.model)
-    if exchange.request.session_id is not None:
-        request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-    key_name = key_name_of(request.scope)
-    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations, key_name)
-    close = partial(_close, context, answer, exchange, engine, permit)
+        return JsonBody(_payload(exchange, use))
+    answer, close = _begin(context, request, exchange, use, received, permit)
     if not exchange.is_streamed:
         return await _whole(answer, exchange, close)
+    heartbeat = partial(_heartbeat, dialect_of(request), answer)
+    return _stream(context, request, exchange.frames(answer.events()), heartbeat, close)
+
+
+async def _answer_later(
+    context: ApiContext,
+    request: Request,
+    received: float,
+    plan: Callable[[], Awaitable[Opened]],
+    error: ModelNotLoaded,
+    permit: Permit,
+) -> Response:
+    """Answers once the model is loaded. A stream begins before, if that takes long, and is kept open meanwhile."""
+    work = _plan_loaded(context, plan, error)
+    loading = LoadingUse(context.pool, error, work)
+    is_streamed = request.state.may_stream and request.state.wants_stream
+    try:
+        if await loading.is_done_within(context.config.heartbeat_seconds if is_streamed else None):
+            return await _answer_now(context, request, await loading.result(), received, permit)
+    except BaseException:
+        loading.close()
+        raise
+    later = _LaterStream(context, request, loading, received, permit)
+    return _stream(context, request, later.frames(), later.heartbeat, later.close)
+
+
+async def _plan_loaded(
+    context: ApiContext, plan: Callable[[], Awaitable[Opened]], error: ModelNotLoaded
+) -> InUse[Opened]:
+    hold = await context.pool.load(error.source)
+    return await plan_held(context.pool, plan, _model_of, hold)
+
+
+class _LaterStream:
+    """A stream that began before its model was loaded."""
+
+    def __init__(
+        self, context: ApiContext, request: Request, loading: LoadingUse[Opened], received: float, permit: Permit
+    ) -> None:
+        self._context = context
+        self._request = request
+        self._loading = loading
+        self._received = received
+        self._permit = permit
+        self._answer: Answer | None = None
+        self._close: Callable[[], None] = lambda: permit.close(0)
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yields the stream once the model is there; raises what kept it from being loaded."""
+        use = await self._loading.result()
+        exchange = use.planned
+        if not isinstance(exchange, Exchange):
+            yield bytes(JsonBody(_payload(exchange, use)).body) + b"\n"
+            return
+        self._answer, self._close = _begin(self._context, self._request, exchange, use, self._received, self._permit)
+        async for frame in exchange.frames(self._answer.events()):
+            yield frame
+
+    def heartbeat(self) -> bytes:
+        """Returns what says how far the loading is, or the answer."""
+        dialect = dialect_of(self._request)
+        return (
+            dialect.early_heartbeat(self._loading.progress)
+            if self._answer is None
+            else _heartbeat(dialect, self._answer)
+        )
+
+    def close(self) -> None:
+        """Ends it on every way out."""
+        self._loading.close()
+        self._close()
+
+
+def _payload(planned: ModelReady | Payload, use: InUse[Opened]) -> Payload:
+    """Returns the answer to a request that the engine has nothing to do with."""
+    try:
+        if not isinstance(planned, ModelReady):
+            return planned
+        _keep_alive(use.hold, planned.keep_alive_seconds)
+        return planned.payload
+    finally:
+        use.close()
+
+
+def _keep_alive(hold: HoldPort | None, seconds: float | None) -> None:
+    if hold is not None and seconds is not None:
+        hold.set_keep_alive(seconds)
+
+
+def _begin(
+    context: ApiContext, request: Request, exchange: Exchange, use: InUse[Opened], received: float, permit: Permit
+) -> tuple[Answer, Callable[[], None]]:
+    """Submits a request; returns its answer to come, and what ends it. Raises QueueFull and ApiError (503)."""
+    try:
+        engine = context.running_engine(exchange.model)
+        _keep_alive(use.hold, exchange.keep_alive_seconds)
+        if exchange.request.session_id is not None:
+            request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
+        key_name = key_name_of(request.scope)
+        answer = Answer(engine, exchange, received, context.sessions.record, context.conversations, key_name)
+    except BaseException:
+        use.close()
+        raise
+    return answer, partial(_close, context, answer, exchange, engine, permit, use)
+
+
+def _stream(
+    context: ApiContext,
+    request: Request,
+    frames: AsyncIterator[bytes],
+    heartbeat: Callable[[], bytes],
+    close: Callable[[], None],
+) -> AnswerStream:
     return AnswerStream(
-        exchange.frames(answer.events()),
+        frames,
         dialect_of(request),
-        request_id=exchange.request.request_id,
+        request_id=request.state.request_id,
         heartbeat_seconds=context.config.heartbeat_seconds,
         drain_seconds=context.config.drain_seconds,
-        heartbeat=partial(_heartbeat, dialect_of(request), answer),
+        heartbeat=heartbeat,
         on_close=close,
     )
 
@@ -125,6 +274,7 @@ def _decoded(
     check_amount(raw)
     fields, is_finite = parse_object(raw)
     request.state.origin = _origin_of(request, fields)
+    request.state.wants_stream = dialect_of(request).wants_stream(fields)
     check_messages(fields)
     name = request.state.request_id.removeprefix("req_")
     result = read(context, Incoming(request, fields, id_prefix + name))
@@ -162,9 +312,17 @@ async def _whole(answer: Answer, exchange: Exchange, close: Callable[[], None]) 
         close()
 
 
-def _close(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort, permit: Permit) -> None:
+def _close(
+    context: ApiContext,
+    answer: Answer,
+    exchange: Exchange,
+    engine: EnginePort,
+    permit: Permit,
+    use: InUse[Opened],
+) -> None:
     """Ends an answer on every way out. The state of one that asks for tools is held until they have answered."""
     answer.close()
+    use.close()
     permit.close(len(exchange.request.tokens) + len(answer.token_ids))
     request, conversation = exchange.request, exchange.conversation
     if answer.has_ended and conversation is not None and request.cache_prompt:

@@ -11,6 +11,7 @@ PoolError
 """
 
 from server.pool.catalog import ModelSource
+from server.pool.names import MAX_NAME_LENGTH
 
 
 class PoolError(Exception):
@@ -23,6 +24,11 @@ class ModelNameNeeded(PoolError):
 
 class ModelUnknown(PoolError):
     """No model of that name may be served here."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(f"there is no model {name[:MAX_NAME_LENGTH]!r}: {instead}")
+        self.instead = instead
+        """A clause on what may be asked for."""
 
 
 class ModelNotLoaded(PoolError):

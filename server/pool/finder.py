@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from server.pool.catalog import Catalog, ModelSource
 from server.pool.errors import ModelNameNeeded, ModelUnknown
-from server.pool.names import Alias, spellings, unknown_name
+from server.pool.names import Alias, served_instead, spellings
 
 
 class ModelFinder:
@@ -24,7 +24,7 @@ class ModelFinder:
             source = self._catalog.find(spelling)
             if source is not None:
                 return source
-        raise ModelUnknown(unknown_name(name, [source.id for source in self._catalog.all()]))
+        raise ModelUnknown(name, served_instead(name, [source.id for source in self._catalog.all()]))
 
     def _default(self) -> ModelSource:
         default = self._catalog.find(self._default_id) if self._default_id is not None else None

@@ -6,6 +6,8 @@ import re
 FOREVER = math.inf
 WHEN_SHORT_SECONDS = 30 * 60.0
 """Where nothing was asked for and memory is short; forever where it is ample."""
+LONGEST_SECONDS = 1e9
+"""Longer is for ever: some thirty years."""
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
@@ -20,7 +22,7 @@ def parse_keep_alive(value: str | float) -> float:
         raise ValueError(_advice(value))
     if isinstance(value, str):
         value = _parse_text(value.strip().lower())
-    return FOREVER if value < 0 else float(value)
+    return FOREVER if value < 0 or value > LONGEST_SECONDS else float(value)
 
 
 def _parse_text(text: str) -> float:

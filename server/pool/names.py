@@ -47,12 +47,11 @@ def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
         yield matched
 
 
-def unknown_name(name: str, served: Collection[str]) -> str:
-    """Returns the sentence for a name that no model has: with names like it, or with those that there are."""
-    shown = repr(name[:MAX_NAME_LENGTH])
+def served_instead(name: str, served: Collection[str]) -> str:
+    """Returns a clause on what may be asked for in place of an unknown name: names like it, else those there are."""
     near = difflib.get_close_matches(name.lower(), served, n=3) if len(served) > 1 else []
     if near:
-        return f"the model {shown} is not served here; did you mean {' or '.join(near)}?"
+        return f"did you mean {' or '.join(near)}?"
     listed = ", ".join(list(served)[:MAX_LISTED])
     rest = f" and {len(served) - MAX_LISTED} more" if len(served) > MAX_LISTED else ""
-    return f"the model {shown} is not served here, only {listed or 'none at all'}{rest}"
+    return f"only {listed or 'none'}{rest} is served here"

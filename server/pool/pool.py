@@ -222,7 +222,7 @@ class ModelPool:
         if self._is_closed:
             raise EngineStopped("the server is stopping")
         if self._opener is None:
-            raise ModelUnknown(f"the model {source.id} is not loaded, and this server loads no other")
+            raise ModelUnknown(source.id, "it is not loaded, and this server loads no other")
         loading = Loading(source)
         self._loadings[source.id] = loading
         loading.task = self._in_background(self._run(loading, self._opener))

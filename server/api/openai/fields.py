@@ -23,7 +23,7 @@ IN_BOTH: Rules = {
     **no_effect("it only says who asks", "user safety_identifier", is_read=True),
     **no_effect("it only names the request or the session", "request_id rid previous_response_id conversation"),
     **no_effect("it only labels the request", "custom_labels"),
-    **no_effect("the model stays loaded", "keep_alive ttl"),
+    **no_effect("how long models stay loaded is --keep-alive's to say", "keep_alive ttl"),
     **no_effect("it could only save time", "draft_model num_draft_tokens ngram_corpus_id prompt_cache_options"),
     **no_effect("special tokens are never part of the answer", "spaces_between_special_tokens"),
     **no_effect("slots are chosen by the tokens", "id_slot"),

@@ -9,7 +9,8 @@ from server.pool.keep_alive import FOREVER, parse_keep_alive
     ("text", "seconds"),
     [
         ("30m", 1800), ("1h30m", 5400), ("1.5h", 5400), ("90", 90), (90, 90), (0, 0), ("0", 0), ("0s", 0),
-        ("500ms", 0.5), (-1, FOREVER), ("-1", FOREVER), ("-1m", FOREVER), ("forever", FOREVER), ("2d", 172_800), (2.5, 2.5),
+        ("500ms", 0.5), (-1, FOREVER), ("-1", FOREVER), ("-1m", FOREVER), ("forever", FOREVER),
+        ("2d", 172_800), (10**400, FOREVER), ("9" * 400 + "h", FOREVER), (2.5, 2.5),
     ],
 )  # fmt: skip
 def test_a_duration_is_read(text: str | float, seconds: float) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from server.pool.names import Alias, parse_alias, spellings, unknown_name
+from server.pool.errors import ModelUnknown
+from server.pool.names import Alias, parse_alias, served_instead, spellings
 
 ALIASES = (Alias("gpt-*", "qwen3:8b"), Alias("gpt-4o", "demo"))
 
@@ -32,6 +33,7 @@ def test_an_alias_is_written_with_an_equals_sign() -> None:
 
 
 def test_an_unknown_name_is_answered_with_names_like_it_or_with_all() -> None:
-    assert "did you mean qwen3:8b" in unknown_name("Qwen3:8", ["demo", "qwen3:8b"])
-    assert unknown_name("x" * 300, ["demo"]) == f"the model {'x' * 200!r} is not served here, only demo"
-    assert unknown_name("zzz", [f"m{i}" for i in range(10)]).endswith("m7 and 2 more")
+    assert served_instead("Qwen3:8", ["demo", "qwen3:8b"]) == "did you mean qwen3:8b?"
+    assert served_instead("x" * 300, ["demo"]) == "only demo is served here"
+    assert served_instead("zzz", [f"m{i}" for i in range(10)]).endswith("m7 and 2 more is served here")
+    assert len(str(ModelUnknown("x" * 10_000, ""))) < 300
