@@ -83,10 +83,7 @@ def load(
 
     Raises `ModelNotFound` if there is no model, and `ModelBroken`, saying what is wrong, if it cannot be used.
     """
-    _check_folder(path, name)
-    config = _load_config(path, name)
-    _check_model_type(config, name)
-    weights.find_weight_files(path)
+    check(path, name)
     tell("reading weights")
     model, config = _load_weights(path, name)
     precision = Precision.STORED
@@ -119,6 +116,19 @@ def load(
         state_fingerprint=_state_fingerprint(fingerprint, precision),
         precision=precision,
     )
+
+
+def check(path: Path, name: str) -> None:
+    """Raises what `load` raises for files that are missing, damaged or of an unknown kind; reads little of them."""
+    _check_folder(path, name)
+    _check_model_type(_load_config(path, name), name)
+    weights.find_weight_files(path)
+
+
+def release(loaded: LoadedModel) -> None:
+    """Lets go of a model's weights, whoever still refers to the model: it cannot be called any more."""
+    for module in cast(list[Module], loaded.model.modules()):  # type: ignore[no-untyped-call]
+        module.clear()
 
 
 def _state_fingerprint(fingerprint: str, precision: Precision) -> str:

@@ -113,6 +113,22 @@ def resolve(name: str) -> Path:
     return _cached(name, repository)
 
 
+def find_installed(name: str) -> tuple[str, Path] | None:
+    """Returns the full name and the folder of an installed model; None where there is none of that name.
+
+    Never takes a name for a path, so that it may come from anyone. Raises ModelBroken for half a download.
+    """
+    if name == DEMO:
+        return DEMO, _complete(DEMO_FOLDER, "the model 'demo'", "reinstall mlx-serve")
+    repository = parse_repository(name)
+    if repository is None:
+        return None
+    try:
+        return str(repository), _cached(name, repository)
+    except ModelNotFound:
+        return None
+
+
 def installed() -> list[InstalledModel]:
     """Returns the models on this machine: `demo`, then the complete ones of the local cache by name."""
     models = []

@@ -31,8 +31,8 @@ from server.engine.command import Command
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
-from server.pool.catalog import ModelSource
 from server.pool.errors import ModelNameNeeded, ModelUnknown
+from server.pool.source import ModelSource
 
 Kept = TypeVar("Kept")
 

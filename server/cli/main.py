@@ -118,8 +118,8 @@ def _root(
 def _serve(**given: Any) -> None:
     """Serve a model over HTTP, with an OpenAI-compatible API."""
     config = config_from(given, os.environ)
-    if len(config.models) > 1:
-        raise ConfigError(f"{len(config.models)} models were named; one model at a time for now")
+    for name in config.models[1:]:
+        resolve(name)
     with _loading(config.models[0]):
         fast_blas = load_fast_blas()
         from server.cli.serve import serve

@@ -10,8 +10,8 @@ PoolError
 └── ModelInUse         a model that answers requests is not unloaded
 """
 
-from server.pool.catalog import ModelSource
 from server.pool.names import MAX_NAME_LENGTH
+from server.pool.source import ModelSource
 
 
 class PoolError(Exception):

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
-from server.pool.catalog import Catalog, ModelSource
-from server.pool.errors import ModelNameNeeded, ModelUnknown
+from models.errors import ModelBroken
+from server.pool.catalog import Catalog
+from server.pool.errors import LoadFailed, ModelNameNeeded, ModelUnknown
 from server.pool.names import Alias, served_instead, spellings
+from server.pool.source import ModelSource
 
 
 class ModelFinder:
@@ -17,14 +19,20 @@ class ModelFinder:
         self._default_id = default_id
 
     def find(self, name: str | None) -> ModelSource:
-        """Returns the model that a name stands for; raises ModelNameNeeded and ModelUnknown."""
+        """Returns the model that a name stands for; raises ModelNameNeeded, ModelUnknown and LoadFailed."""
         if not name:
             return self._default()
         for spelling in spellings(name, self._aliases):
-            source = self._catalog.find(spelling)
+            source = self._looked_up(spelling)
             if source is not None:
                 return source
         raise ModelUnknown(name, served_instead(name, [source.id for source in self._catalog.all()]))
+
+    def _looked_up(self, name: str) -> ModelSource | None:
+        try:
+            return self._catalog.find(name)
+        except ModelBroken as error:
+            raise LoadFailed(str(error)) from error
 
     def _default(self) -> ModelSource:
         default = self._catalog.find(self._default_id) if self._default_id is not None else None

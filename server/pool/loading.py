@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from server.pool.catalog import ModelSource
 from server.pool.member import OpenedModel
+from server.pool.source import ModelSource
 
 Result = TypeVar("Result")
 

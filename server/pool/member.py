@@ -1,12 +1,13 @@
 """A loaded model in the pool, and who holds it. Event loop only."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from server.api.context import EnginePort, ServedModel
-from server.pool.catalog import ModelSource
 from server.pool.memory import Resident
+from server.pool.source import ModelSource
 
 
 class PooledEngine(EnginePort, Protocol):
@@ -35,6 +36,13 @@ class OpenedModel:
     model: ServedModel
     engine: PooledEngine
     weights_bytes: int = 0
+    release: Callable[[], object] = lambda: None
+    """Lets go of the weights, once the engine has ended. For any thread."""
+
+    def close(self) -> None:
+        """Ends the engine and lets go of the weights. Blocks; for any thread."""
+        self.engine.stop()
+        self.release()
 
 
 @dataclass(eq=False)

@@ -23,15 +23,23 @@ class PoolMemory:
     total_bytes: int
     state_bytes: int | None = None
     """The budget for the state of all models, where it was asked for; None: what the weights leave."""
+    largest_alone_bytes: int = 0
+    """Weights up to this are loaded where they are alone, however little they leave for state."""
+    smallest_alone_bytes: int = 1
+    """The budget for state that a model alone is granted then."""
 
     def share_bytes(self, weights: Sequence[int]) -> int:
         """Returns each model's budget for state, where models of these weights are loaded together."""
-        state_bytes = self.total_bytes - sum(weights) if self.state_bytes is None else self.state_bytes
-        return max(state_bytes // max(len(weights), 1), 1)
+        if self.state_bytes is not None:
+            return max(self.state_bytes // max(len(weights), 1), 1)
+        left_bytes = (self.total_bytes - sum(weights)) // max(len(weights), 1)
+        return max(left_bytes, self.smallest_alone_bytes if len(weights) == 1 else 1)
 
     def fits(self, weights: Sequence[int]) -> bool:
         """Whether models of these weights can be loaded together, each with a share that serves."""
         if self.state_bytes is None:
+            if len(weights) == 1 and weights[0] <= self.largest_alone_bytes:
+                return True
             return self.share_bytes(weights) >= SMALLEST_SHARE_BYTES
         is_served = self.share_bytes(weights) >= min(self.state_bytes, SMALLEST_SHARE_BYTES)
         return is_served and sum(weights) + self.state_bytes <= self.total_bytes
@@ -40,6 +48,8 @@ class PoolMemory:
         """Returns the most that another model's weights may take beside these."""
         if self.state_bytes is not None:
             return self.total_bytes - self.state_bytes - sum(weights)
+        if not weights and self.largest_alone_bytes:
+            return self.largest_alone_bytes
         return self.total_bytes - sum(weights) - SMALLEST_SHARE_BYTES * (len(weights) + 1)
 
     def is_short(self, weights: Sequence[int]) -> bool:

@@ -54,4 +54,4 @@ def served_instead(name: str, served: Collection[str]) -> str:
         return f"did you mean {' or '.join(near)}?"
     listed = ", ".join(list(served)[:MAX_LISTED])
     rest = f" and {len(served) - MAX_LISTED} more" if len(served) > MAX_LISTED else ""
-    return f"only {listed or 'none'}{rest} is served here"
+    return f"only {listed or 'none'}{rest} {'are' if len(served) > 1 else 'is'} served here"

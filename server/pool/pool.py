@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from models.errors import ModelError
 from server.api.context import EnginePort, ServedModel
 from server.engine.errors import EngineStopped, QueueFull
-from server.pool.catalog import Catalog, FixedCatalog, ModelSource
+from server.pool.catalog import Catalog, FixedCatalog
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 from server.pool.finder import ModelFinder
 from server.pool.keep_alive import FOREVER, WHEN_SHORT_SECONDS
@@ -33,6 +33,7 @@ from server.pool.loading import Loading, LoadingAbandoned, Opener, on_thread
 from server.pool.member import Member, OpenedModel
 from server.pool.memory import PoolMemory, choose_to_leave
 from server.pool.names import Alias
+from server.pool.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -99,18 +100,15 @@ class ModelPool:
         settings: PoolSettings | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`opened` are loaded already; the catalog knows them too. Without an `opener` no other is ever loaded.
-
-        `on_change` is called whenever a model was loaded or unloaded.
-        """
+        """`opened` are loaded already; the catalog knows them too. Without an `opener` no other is ever loaded."""
         self._catalog = catalog
         self._opener = opener
         self._settings = settings or PoolSettings()
         self._finder = ModelFinder(catalog, self._settings.aliases, self._settings.default_id)
         self._clock = clock
-        self._on_change = on_change
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever what the models take has changed."""
         self._members: dict[str, Member] = {}
         self._ready: Mapping[str, Member] = {}
         """Those of them that take requests. Replaced as a whole, since other threads read it."""
@@ -145,6 +143,12 @@ class ModelPool:
     def members(self) -> Sequence[Member]:
         """The loaded models, the one used last at the end. For reports: do not change them."""
         return sorted(self._members.values(), key=lambda member: member.last_used)
+
+    @property
+    def taken_bytes(self) -> int:
+        """What the loaded models may take together: weights, and budgets for state."""
+        weights = [member.opened.weights_bytes for member in self._members.values()]
+        return sum(weights) + self._settings.memory.share_bytes(weights) * len(weights)
 
     @property
     def loading(self) -> Mapping[str, str]:
@@ -290,7 +294,6 @@ class ModelPool:
         self._members[source.id] = Member(source, opened, self._clock())
         self._publish()
         await self._share_out()
-        self._on_change()
         logger.info("loaded %s in %.1f s", source.id, self._clock() - began)
         self.watch()
 
@@ -306,7 +309,7 @@ class ModelPool:
         def run() -> OpenedModel:
             opened = opener.open(source, others, tell)
             if self._is_closed:
-                opened.engine.stop()
+                opened.close()
                 raise LoadingAbandoned
             return opened
 
@@ -379,16 +382,15 @@ class ModelPool:
         share_bytes = self._settings.memory.share_bytes([member.opened.weights_bytes for member in members])
         for member in members:
             await _resized(member, share_bytes)
+        self.on_change()
 
     async def _take_out(self, leaving: Sequence[Member]) -> None:
         for member in leaving:
             assert not member.is_busy, "a model was unloaded while it was held"
             del self._members[member.source.id]
             self._publish()
-            await asyncio.to_thread(member.opened.engine.stop)
+            await asyncio.to_thread(member.opened.close)
             logger.info("unloaded %s", member.source.id)
-        if leaving:
-            self._on_change()
 
     def _bring_back(self, source: ModelSource) -> None:
         """Loads a model again that made way in vain; nobody waits for it."""

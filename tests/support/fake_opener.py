@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.errors import ModelBroken
-from server.pool.catalog import FixedCatalog, ModelSource
+from server.pool.catalog import FixedCatalog
 from server.pool.member import OpenedModel
+from server.pool.source import ModelSource
 from tests.support.fake_engine import FakeEngine, fake_model
 
 WAIT_SECONDS = 20.0

@@ -35,5 +35,5 @@ def test_an_alias_is_written_with_an_equals_sign() -> None:
 def test_an_unknown_name_is_answered_with_names_like_it_or_with_all() -> None:
     assert served_instead("Qwen3:8", ["demo", "qwen3:8b"]) == "did you mean qwen3:8b?"
     assert served_instead("x" * 300, ["demo"]) == "only demo is served here"
-    assert served_instead("zzz", [f"m{i}" for i in range(10)]).endswith("m7 and 2 more is served here")
+    assert served_instead("zzz", [f"m{i}" for i in range(10)]).endswith("m7 and 2 more are served here")
     assert len(str(ModelUnknown("x" * 10_000, ""))) < 300
