@@ -47,6 +47,11 @@ class Pager:
         """Returns the trie of a namespace, made now if there is none; tries of the slots are never forgotten."""
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
+    def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
+        """Makes layer caches in another way from now on; all slots must be empty."""
+        assert not any(slot.caches for slot in self.slots), "a slot holds caches of a model that has gone"
+        self._make_caches = make_caches
+
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
         """Assigns a slot to a namespace; if it is empty, its tip becomes the root there, and it gets layer caches.
 

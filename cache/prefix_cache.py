@@ -219,6 +219,23 @@ class PrefixCache:
             self.disk.close(self.save(), timeout_seconds)
             self.disk = self._promotion.disk = self._demotion.disk = None
 
+    def park(self) -> None:
+        """Pages all slots out, so that nothing here refers to the model any more. No request may be running.
+
+        Until `resume` nothing but `try_resize` and reports may be asked for, on any one thread.
+        """
+        assert not any(slot.is_leased for slot in self.slots), "a request still runs"
+        for slot in self.slots:
+            self.pager.page_out(slot, 0)
+        self.pager.use_caches_of(_no_caches)
+
+    def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
+        """Goes on after `park` with the same model, loaded anew, and another budget; on its worker thread."""
+        for slot in self.slots:
+            slot.caches = []
+        self.pager.use_caches_of(make_caches)
+        self.try_resize(budget_bytes)
+
     # ------------------------------------------------------------------------------------------------- state
 
     def view(self, namespace: str, max_nodes: int) -> CacheView:
@@ -284,3 +301,7 @@ class PrefixCache:
         for trie, node in self.memory.nodes():
             if self.disk is not None:
                 self.disk.check(trie.namespace, node)
+
+
+def _no_caches() -> list[LayerCache]:
+    raise AssertionError("a parked cache was asked for a sequence")

@@ -45,6 +45,7 @@ from server.memory_budget import (
     usable_bytes,
 )
 from server.pool.errors import ModelTooLarge
+from server.pool.loading import Around
 from server.pool.member import OpenedModel
 from server.pool.memory import PoolMemory
 from server.pool.source import ModelSource
@@ -98,7 +99,7 @@ def open_service(
     stored_bytes = weights.total_bytes(path)
     _check_weights_fit(name, stored_bytes, largest_weights_bytes(machine))
     others_bytes = sum(claim.memory_bytes for claim in others)
-    is_cpu = mx.default_device().type == mx.cpu
+    is_cpu = not _is_on_gpu()
     float32_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
     loaded = load(path, model_id(name), max_float32_bytes=float32_bytes, tell=tell)
     plan = _plan(config, machine, _weights_bytes(loaded.model), others_bytes)
@@ -142,30 +143,38 @@ class ServiceOpener:
         check(source.path, source.id)
         return weights.total_bytes(source.path)
 
-    def open(self, source: ModelSource, others: Sequence[int], tell: Callable[[str], object]) -> OpenedModel:
-        """Returns the model with its engine running. `others` are the weights in bytes of those that stay loaded.
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+        """Returns the model with its engine running.
 
         Raises ModelError, and ModelTooLarge where the weights take more than they seemed to.
         """
         try:
-            return self._open(source, others, tell)
+            return self._open(source, around, tell)
         finally:
             # A thread that ends with streams of its own can abort the process when that ends.
             mx.synchronize()
             mx.clear_streams()
 
-    def _open(self, source: ModelSource, others: Sequence[int], tell: Callable[[str], object]) -> OpenedModel:
-        is_cpu = mx.default_device().type == mx.cpu
-        float32_bytes = self._float32_bytes(others) if is_cpu else None
+    def _open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+        float32_bytes = None if _is_on_gpu() else self._float32_bytes(around.weights)
         loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, tell=tell)
+        try:
+            return self._started(source, loaded, around, tell)
+        except BaseException:
+            _release(loaded)
+            raise
+
+    def _started(
+        self, source: ModelSource, loaded: LoadedModel, around: Around, tell: Callable[[str], object]
+    ) -> OpenedModel:
         weights_bytes = _weights_bytes(loaded.model)
-        together = [*others, weights_bytes]
+        together = [*around.weights, weights_bytes]
         if not self.memory.fits(together):
             raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
-        facts = _facts(loaded, weights.total_bytes(source.path), weights_bytes, is_on_gpu=not is_cpu)
+        facts = _facts(loaded, weights.total_bytes(source.path), weights_bytes, is_on_gpu=_is_on_gpu())
         served = _served_model(loaded, facts, self.config)
-        engine_config = _engine_config(self.config, self.memory.share_bytes(together), served)
-        engine = Engine.for_model(loaded, engine_config)
+        share_bytes = self.memory.share_bytes(together, around.dormant_bytes)
+        engine = Engine.for_model(loaded, _engine_config(self.config, share_bytes, served), around.dormant)
         tell("trying it out")
         engine.start()
         return OpenedModel(served, engine, weights_bytes, partial(_release, loaded))
@@ -322,6 +331,10 @@ def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
         logger.warning("%s is not used: %s", path, error)
         return SamplingParams()
     return params
+
+
+def _is_on_gpu() -> bool:
+    return mx.default_device().type != mx.cpu
 
 
 def _release(loaded: LoadedModel) -> None:

@@ -52,10 +52,11 @@ class Worker:
         expected_tokens: int,
         clock: Callable[[], float],
         detokenize: Detokenize,
+        sessions: EngineSessions | None = None,
     ) -> None:
-        """`expected_tokens` is the output that live buffers are sized for."""
+        """`expected_tokens` is the output that live buffers are sized for; `sessions` are those of the same cache."""
         self.prefix_cache = prefix_cache
-        self.sessions = EngineSessions(prefix_cache)
+        self.sessions = sessions or EngineSessions(prefix_cache)
         self.detokenize = detokenize
         self.now = clock
         """Reads the engine's clock, in seconds."""
@@ -119,11 +120,16 @@ class Worker:
         for sequence in self._table:
             self._table.fail(sequence, error)
 
-    def stop(self) -> None:
-        """Ends every request because the engine ends, and what the runner holds of the device."""
+    def stop(self, *, parks: bool = False) -> None:
+        """Ends every request because the engine ends, and what the runner holds of the device.
+
+        With `parks` the state in memory refers to the model no more: another worker may go on with it, or drop it.
+        """
         try:
             self.fail_all(EngineStopped("the server is shutting down"))
             self.prefix_cache.end(SAVE_SECONDS)
+            if parks:
+                self.prefix_cache.park()
         finally:
             self._close_runner()
 

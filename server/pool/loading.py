@@ -3,14 +3,27 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from server.engine.dormant import DormantState
 from server.pool.member import OpenedModel
 from server.pool.source import ModelSource
 
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """What a model finds when it is loaded."""
+
+    weights: Sequence[int]
+    """Bytes of weights of each model that stays loaded."""
+    dormant_bytes: int = 0
+    """What state of models that are not loaded takes, this one's not counted."""
+    dormant: DormantState | None = None
+    """This model's own, from before it was unloaded; consumed."""
 
 
 class Opener(Protocol):
@@ -20,8 +33,8 @@ class Opener(Protocol):
         """Returns about how much memory the weights will take, after a look at whether all files are there."""
         ...
 
-    def open(self, source: ModelSource, others: list[int], tell: Callable[[str], object]) -> OpenedModel:
-        """Returns the model with its engine running. `others` are the weights in bytes of those that stay loaded.
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+        """Returns the model with its engine running.
 
         `tell` is told what is being done; what it raises ends the loading.
         """

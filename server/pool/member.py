@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from server.api.context import EnginePort, ServedModel
+from server.engine.dormant import DormantState
 from server.pool.memory import Resident
 from server.pool.source import ModelSource
 
@@ -25,7 +26,11 @@ class PooledEngine(EnginePort, Protocol):
         ...
 
     def stop(self) -> None:
-        """Keeps the state of conversations where it can be found again, and ends. Blocks; for any thread."""
+        """Ends; with a disk, state is written first. Blocks; for any thread."""
+        ...
+
+    def park(self) -> DormantState | None:
+        """Ends, and returns the state that no disk has for the next engine of the model. Blocks; for any thread."""
         ...
 
 
@@ -39,10 +44,11 @@ class OpenedModel:
     release: Callable[[], object] = lambda: None
     """Lets go of the weights, once the engine has ended. For any thread."""
 
-    def close(self) -> None:
-        """Ends the engine and lets go of the weights. Blocks; for any thread."""
-        self.engine.stop()
+    def unload(self) -> DormantState | None:
+        """Ends the engine and lets go of the weights; returns the state that no disk has. Blocks; for any thread."""
+        dormant = self.engine.park()
         self.release()
+        return dormant
 
 
 @dataclass(eq=False)

@@ -12,6 +12,8 @@ from server.sizes import size_text
 
 SMALLEST_SHARE_BYTES = 64 << 20
 """Less memory for state would hold no conversation worth the name: rather one model makes way for the other."""
+DORMANT_SHARE = 0.25
+"""Of the memory for state: what conversations of unloaded models may keep of it."""
 SHORT_SHARE = 0.5
 """Memory is short where weights take more than this part of it."""
 
@@ -28,12 +30,21 @@ class PoolMemory:
     smallest_alone_bytes: int = 1
     """The budget for state that a model alone is granted then."""
 
-    def share_bytes(self, weights: Sequence[int]) -> int:
-        """Returns each model's budget for state, where models of these weights are loaded together."""
-        if self.state_bytes is not None:
-            return max(self.state_bytes // max(len(weights), 1), 1)
-        left_bytes = (self.total_bytes - sum(weights)) // max(len(weights), 1)
-        return max(left_bytes, self.smallest_alone_bytes if len(weights) == 1 else 1)
+    def share_bytes(self, weights: Sequence[int], dormant_bytes: int = 0) -> int:
+        """Returns each model's budget for state, where models of these weights are loaded together.
+
+        `dormant_bytes` are kept for models that are not loaded.
+        """
+        num_models = max(len(weights), 1)
+        left_bytes = (self._left_bytes(weights) - dormant_bytes) // num_models
+        return max(left_bytes, self.smallest_alone_bytes if num_models == 1 else 1)
+
+    def _left_bytes(self, weights: Sequence[int]) -> int:
+        return self.total_bytes - sum(weights) if self.state_bytes is None else self.state_bytes
+
+    def largest_dormant_bytes(self, weights: Sequence[int]) -> int:
+        """Returns how much state of unloaded models may stay in memory beside models of these weights."""
+        return max(int(self._left_bytes(weights) * DORMANT_SHARE), 0)
 
     def fits(self, weights: Sequence[int]) -> bool:
         """Whether models of these weights can be loaded together, each with a share that serves."""

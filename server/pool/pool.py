@@ -26,10 +26,11 @@ from models.errors import ModelError
 from server.api.context import EnginePort, ServedModel
 from server.engine.errors import EngineStopped, QueueFull
 from server.pool.catalog import Catalog, FixedCatalog
+from server.pool.dormitory import Dormitory
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 from server.pool.finder import ModelFinder
 from server.pool.keep_alive import FOREVER, WHEN_SHORT_SECONDS
-from server.pool.loading import Loading, LoadingAbandoned, Opener, on_thread
+from server.pool.loading import Around, Loading, LoadingAbandoned, Opener, on_thread
 from server.pool.member import Member, OpenedModel
 from server.pool.memory import PoolMemory, choose_to_leave
 from server.pool.names import Alias
@@ -113,6 +114,7 @@ class ModelPool:
         self._ready: Mapping[str, Member] = {}
         """Those of them that take requests. Replaced as a whole, since other threads read it."""
         self._loadings: dict[str, Loading] = {}
+        self._dormitory = Dormitory()
         self._changing = asyncio.Lock()
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -147,8 +149,12 @@ class ModelPool:
     @property
     def taken_bytes(self) -> int:
         """What the loaded models may take together: weights, and budgets for state."""
-        weights = [member.opened.weights_bytes for member in self._members.values()]
-        return sum(weights) + self._settings.memory.share_bytes(weights) * len(weights)
+        weights, dormant_bytes = self._weights(), self._dormitory.num_bytes
+        share_bytes = self._settings.memory.share_bytes(weights, dormant_bytes)
+        return sum(weights) + share_bytes * len(weights) + dormant_bytes
+
+    def _weights(self) -> list[int]:
+        return [member.opened.weights_bytes for member in self._members.values()]
 
     @property
     def loading(self) -> Mapping[str, str]:
@@ -299,7 +305,8 @@ class ModelPool:
 
     async def _open(self, loading: Loading, opener: Opener) -> OpenedModel:
         source = loading.source
-        others = [member.opened.weights_bytes for member in self._members.values()]
+        dormant = self._dormitory.take(source.id)
+        around = Around(self._weights(), self._dormitory.num_bytes, dormant)
 
         def tell(step: str) -> None:
             if self._is_closed:
@@ -307,9 +314,9 @@ class ModelPool:
             loading.step = step
 
         def run() -> OpenedModel:
-            opened = opener.open(source, others, tell)
+            opened = opener.open(source, around, tell)
             if self._is_closed:
-                opened.close()
+                opened.unload()
                 raise LoadingAbandoned
             return opened
 
@@ -317,6 +324,10 @@ class ModelPool:
             return await _checked(source, on_thread("mlx-serve-loader", run))
         except LoadingAbandoned:
             raise EngineStopped("the server is stopping") from None
+        except Exception:
+            if dormant is not None:
+                self._dormitory.give_back(source.id, dormant)
+            raise
 
     async def _make_way(self, loading: Loading, weights_bytes: int) -> list[ModelSource]:
         """Unloads what has to make way, once it is idle, and gives the others their new share; returns what went.
@@ -370,7 +381,9 @@ class ModelPool:
     async def _shrink(self, loading: Loading, staying: Sequence[Member], weights_bytes: int) -> None:
         """Gives the models that stay the share that they have beside one more; waits for answers that hold more."""
         weights = [*(member.opened.weights_bytes for member in staying), weights_bytes]
-        share_bytes = self._settings.memory.share_bytes(weights)
+        memory = self._settings.memory
+        self._dormitory.drop_until(lambda dormant_bytes: dormant_bytes <= memory.largest_dormant_bytes(weights))
+        share_bytes = memory.share_bytes(weights, self._dormitory.num_bytes)
         for member in staying:
             while await _resized(member, share_bytes):
                 loading.step = f"waiting for memory that answers of {member.source.id} hold"
@@ -378,9 +391,8 @@ class ModelPool:
 
     async def _share_out(self) -> None:
         """Gives each loaded model its share of the memory for state."""
-        members = list(self._members.values())
-        share_bytes = self._settings.memory.share_bytes([member.opened.weights_bytes for member in members])
-        for member in members:
+        share_bytes = self._settings.memory.share_bytes(self._weights(), self._dormitory.num_bytes)
+        for member in list(self._members.values()):
             await _resized(member, share_bytes)
         self.on_change()
 
@@ -389,7 +401,10 @@ class ModelPool:
             assert not member.is_busy, "a model was unloaded while it was held"
             del self._members[member.source.id]
             self._publish()
-            await asyncio.to_thread(member.opened.close)
+            dormant = await asyncio.to_thread(member.opened.unload)
+            if dormant is not None:
+                limit_bytes = self._settings.memory.largest_dormant_bytes(self._weights())
+                self._dormitory.keep(member.source.id, dormant, limit_bytes)
             logger.info("unloaded %s", member.source.id)
 
     def _bring_back(self, source: ModelSource) -> None:
@@ -414,8 +429,7 @@ class ModelPool:
         if asked is None:
             asked = self._settings.keep_alive_seconds
         if asked is None:
-            weights = [one.opened.weights_bytes for one in self._members.values()]
-            asked = WHEN_SHORT_SECONDS if self._settings.memory.is_short(weights) else FOREVER
+            asked = WHEN_SHORT_SECONDS if self._settings.memory.is_short(self._weights()) else FOREVER
         return member.last_used + asked
 
     def watch(self) -> None:

@@ -104,6 +104,9 @@ class FakeEngine:
     def stop(self) -> None:
         self.is_running = False
 
+    def park(self) -> None:
+        self.stop()
+
     def execute_later(self, command: Command[Any, Any]) -> None:
         self.commands.append(command)
 

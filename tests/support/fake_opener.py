@@ -1,12 +1,13 @@
 """Opens models without weights for a pool: the test says how large each is, when it is done, and whether it fails."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.errors import ModelBroken
 from server.pool.catalog import FixedCatalog
+from server.pool.loading import Around
 from server.pool.member import OpenedModel
 from server.pool.source import ModelSource
 from tests.support.fake_engine import FakeEngine, fake_model
@@ -39,7 +40,7 @@ class FakeOpener:
             raise ModelBroken(f"{source.id}: model.safetensors is missing")
         return self.sizes.get(source.id, 1)
 
-    def open(self, source: ModelSource, others: Sequence[int], tell: Callable[[str], object]) -> OpenedModel:
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
         self.opened.append(source.id)
         tell("reading weights")
         self.has_begun.set()
