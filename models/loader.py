@@ -125,6 +125,16 @@ def check(path: Path, name: str) -> None:
     weights.find_weight_files(path)
 
 
+def read_config(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the configuration in a model folder, and how many tokens prompt and output may have together.
+
+    Raises ModelBroken and ModelNotFound.
+    """
+    _check_folder(path, path.name)
+    config = _load_config(path, path.name)
+    return config, _context_tokens(config)
+
+
 def release(loaded: LoadedModel) -> None:
     """Lets go of a model's weights, whoever still refers to the model: it cannot be called any more."""
     for module in cast(list[Module], loaded.model.modules()):  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from server.api.admin.cache import (
     unpin_session,
 )
 from server.api.admin.health import HealthBody, ReadyBody, health, ready
+from server.api.admin.models import ModelNameBody, ModelStateBody, load_model, unload_model
 from server.api.admin.prime import PrimedBody, prime_cache
 from server.api.admin.sessions import (
     DeletedBody,
@@ -64,6 +65,8 @@ _ADMIN = (
     Route("/cache", get_cache, methods=["GET"]),
     Route("/cache/clear", clear_cache, methods=["POST"]),
     Route("/cache/prime", prime_cache, methods=["POST"]),
+    Route("/models/load", load_model, methods=["POST"]),
+    Route("/models/unload", unload_model, methods=["POST"]),
 )
 
 _SALT, _CACHE = ("cache_salt", "namespace"), ("cache_salt", "namespace", "model")
@@ -77,6 +80,8 @@ ADMIN_OPERATIONS: Operations = {
     get_cache: Operation(answer=CacheStateBody, query=(*_CACHE, "limit")),
     clear_cache: Operation(answer=ClearedBody, query=_CACHE),
     prime_cache: Operation((ChatBody, CompletionBody), PrimedBody),
+    load_model: Operation((ModelNameBody,), ModelStateBody),
+    unload_model: Operation((ModelNameBody,), ModelStateBody),
     health: Operation(answer=HealthBody),
     ready: Operation(answer=ReadyBody),
 }

@@ -20,14 +20,14 @@ from models.errors import InvalidParameter, ModelError
 from models.inference.grammar_compiler import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
-from models.loader import LoadedModel, check, load, release
+from models.loader import LoadedModel, check, load, read_config, release
 from models.mlx_lm_import import get_total_parameters
 from models.names import DEMO, resolve, shorten
 from models.output.reasoning_format import ReasoningFormat
 from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
-from server.api.context import ServedModel
+from server.api.context import ListedModel, ServedModel
 from server.api.model_facts import ModelFacts, architecture_facts
 from server.claims import Claim
 from server.config import ServerConfig
@@ -154,6 +154,16 @@ class ServiceOpener:
             # A thread that ends with streams of its own can abort the process when that ends.
             mx.synchronize()
             mx.clear_streams()
+
+    def describe(self, source: ModelSource) -> ListedModel:
+        """Returns what the files of a model tell without being loaded; of damaged ones, nothing but the name."""
+        try:
+            config, limit = read_config(source.path)
+            created = int((source.path / "config.json").stat().st_mtime)
+            facts = ModelFacts(stored_bytes=weights.total_bytes(source.path), **architecture_facts(config))
+        except (ModelError, OSError):
+            return ListedModel(source.id, 0, None, ModelFacts())
+        return ListedModel(source.id, created, min(self.config.context_tokens or limit, limit), facts)
 
     def _open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
         float32_bytes = None if _is_on_gpu() else self._float32_bytes(around.weights)

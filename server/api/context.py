@@ -166,6 +166,35 @@ class ServedModel:
         return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
 
 
+@dataclass(frozen=True, eq=False)
+class ListedModel:
+    """A model that requests may name, loaded or not, as far as it is known."""
+
+    id: str
+    created: int
+    """Seconds since 1970: when it was loaded, or when its files were written."""
+    context_tokens: int | None
+    facts: ModelFacts
+    served: ServedModel | None = None
+    """The model, if it is loaded."""
+
+    @classmethod
+    def of(cls, served: ServedModel) -> "ListedModel":
+        """Returns the entry of a loaded model."""
+        return cls(served.id, served.created, served.context_tokens, served.facts, served)
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """A loaded model, and until when it is there."""
+
+    model: ServedModel
+    num_requests: int
+    """Those that use it now."""
+    idle_seconds_left: float
+    """After which it is unloaded if nobody asks for it; infinite if it stays."""
+
+
 class HoldPort(Protocol):
     """Somebody's use of a loaded model, which stays loaded meanwhile. Event loop only."""
 
@@ -203,6 +232,27 @@ class PoolPort(Protocol):
     @property
     def loading(self) -> Mapping[str, str]:
         """The models on their way, each with what is being done."""
+        ...
+
+    @property
+    def occupancy(self) -> Sequence[Occupancy]:
+        """The loaded models, the one used last at the end."""
+        ...
+
+    def listed(self) -> Sequence[ListedModel]:
+        """Returns every model that requests may name. For any thread; reads the disk."""
+        ...
+
+    def describe(self, name: str) -> ListedModel:
+        """Returns one of them. For any thread; reads the disk; raises PoolError."""
+        ...
+
+    def source_of(self, name: str | None) -> ModelSource:
+        """Returns which model a name stands for. For any thread; raises PoolError."""
+        ...
+
+    async def unload(self, source: ModelSource) -> bool:
+        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
         ...
 
     def try_hold(self, model: ServedModel) -> HoldPort | None:

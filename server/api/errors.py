@@ -36,6 +36,7 @@ class Code(StrEnum):
     INVALID_API_KEY = "invalid_api_key"
     HOST_NOT_ALLOWED = "host_not_allowed"
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
+    OPERATOR_ONLY = "operator_only"
     MODEL_NOT_FOUND = "model_not_found"
     MODEL_NOT_LOADED = "model_not_loaded"
     MODEL_IN_USE = "model_in_use"
@@ -73,6 +74,7 @@ STATUS: Mapping[Code, int] = {
     Code.INVALID_API_KEY: 401,
     Code.HOST_NOT_ALLOWED: 403,
     Code.ORIGIN_NOT_ALLOWED: 403,
+    Code.OPERATOR_ONLY: 403,
     Code.MODEL_NOT_FOUND: 404,
     Code.MODEL_NOT_LOADED: 409,
     Code.MODEL_IN_USE: 409,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from server.api.context import ListedModel
 from server.engine.dormant import DormantState
 from server.pool.member import OpenedModel
 from server.pool.source import ModelSource
@@ -27,7 +28,7 @@ class Around:
 
 
 class Opener(Protocol):
-    """Loads models. Both methods block, and raise ModelError for files that cannot be used."""
+    """Loads models. All methods block; the first two raise ModelError for files that cannot be used."""
 
     def measure(self, source: ModelSource) -> int:
         """Returns about how much memory the weights will take, after a look at whether all files are there."""
@@ -38,6 +39,10 @@ class Opener(Protocol):
 
         `tell` is told what is being done; what it raises ends the loading.
         """
+        ...
+
+    def describe(self, source: ModelSource) -> ListedModel:
+        """Returns what is known of a model that is not loaded; of damaged files, nothing but the name."""
         ...
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from models.errors import ModelError
-from server.api.context import EnginePort, ServedModel
+from server.api.context import EnginePort, ListedModel, Occupancy, ServedModel
+from server.api.model_facts import ModelFacts
 from server.engine.errors import EngineStopped, QueueFull
 from server.pool.catalog import Catalog, FixedCatalog
 from server.pool.dormitory import Dormitory
@@ -161,9 +162,30 @@ class ModelPool:
         """The models on their way, each with what is being done."""
         return {name: loading.step for name, loading in self._loadings.items()}
 
-    def listed(self) -> Sequence[ModelSource]:
+    @property
+    def occupancy(self) -> Sequence[Occupancy]:
+        """The loaded models, the one used last at the end."""
+        now = self._clock()
+        return [
+            Occupancy(member.opened.model, member.num_holds, max(self.expires(member) - now, 0.0))
+            for member in self.members
+        ]
+
+    def listed(self) -> Sequence[ListedModel]:
         """Returns every model that requests may name, loaded or not. For any thread; may read the disk."""
-        return self._catalog.all()
+        return [self._described(source) for source in self._catalog.all()]
+
+    def describe(self, name: str) -> ListedModel:
+        """Returns the model that a name stands for. For any thread; raises as `source_of` does."""
+        return self._described(self._finder.find(name))
+
+    def _described(self, source: ModelSource) -> ListedModel:
+        member = self._ready.get(source.id)
+        if member is not None:
+            return ListedModel.of(member.opened.model)
+        return (
+            ListedModel(source.id, 0, None, ModelFacts()) if self._opener is None else self._opener.describe(source)
+        )
 
     def source_of(self, name: str | None) -> ModelSource:
         """Returns which model a name stands for. For any thread; raises ModelNameNeeded and ModelUnknown."""
@@ -206,16 +228,16 @@ class ModelPool:
             raise
         return _adopt(self._members[source.id], self._released)
 
-    async def unload(self, name: str) -> bool:
-        """Unloads a model; False where it was not loaded. Raises ModelInUse, ModelUnknown and ModelNameNeeded."""
-        source = await asyncio.to_thread(self.source_of, name)
+    async def unload(self, source: ModelSource) -> bool:
+        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
         async with self._changing:
             member = self._members.get(source.id)
             if member is None:
                 return False
             if member.is_busy:
                 raise ModelInUse(f"{source.id} answers {member.num_holds} requests; it can be unloaded when they end")
-            await self._take_out([member])
+            with self._closed_to_others([member]):
+                await self._take_out([member])
             await self._share_out()
         return True
 

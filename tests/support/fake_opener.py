@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.errors import ModelBroken
+from server.api.context import ListedModel
+from server.api.model_facts import ModelFacts
 from server.pool.catalog import FixedCatalog
 from server.pool.loading import Around
 from server.pool.member import OpenedModel
@@ -50,6 +52,9 @@ class FakeOpener:
             raise ModelBroken(f"{source.id} is damaged")
         engine = self.engines[source.id] = FakeEngine()
         return OpenedModel(fake_model(id=source.id), engine, self.sizes.get(source.id, 1))
+
+    def describe(self, source: ModelSource) -> ListedModel:
+        return ListedModel(source.id, 1_600_000_000, 100, ModelFacts(architecture="fake"))
 
 
 def catalog(*ids: str) -> FixedCatalog:

@@ -58,8 +58,8 @@ class Server:
         self._running.__exit__(None, None, None)
 
     def post(self, path: str, model: str, **fields: Any) -> httpx.Response:
-        bodies = {**BODIES, **COUNTS}
-        return self.client.post(path, json={"model": model, "stream": False, **bodies[path], **fields})
+        body = {**BODIES, **COUNTS}.get(path, {})
+        return self.client.post(path, json={"model": model, "stream": False, **body, **fields})
 
     def stream(self, path: str, model: str, finish_at: str = "") -> str:
         """Returns all of a stream; once `finish_at` has come in it, the loading may end."""
@@ -184,3 +184,58 @@ def test_ollamas_clients_load_and_unload_by_requests_without_a_prompt(server: Se
         assert time.monotonic() < deadline, "it was not unloaded"
         time.sleep(0.001)
     assert server.post("/api/chat", "a", keep_alive="soon").status_code == 400
+
+
+def test_all_models_are_listed_and_what_is_loaded_is_told(server: Server) -> None:
+    assert server.post("/v1/models/load", "b").json() == {
+        "id": "b",
+        "object": "model.state",
+        "loaded": True,
+        "changed": True,
+    }
+    listed = server.client.get("/v1/models").json()["data"]
+    assert [(model["id"], model["loaded"]) for model in listed] == [("a", False), ("b", True), ("c", False)]
+    assert server.client.get("/v1/models/gpt-4").json()["id"] == "b"
+    assert server.client.get("/v1/models/c").json()["context_length"] == 100
+    assert [model["name"] for model in server.client.get("/api/tags").json()["models"]] == [
+        "a:latest",
+        "b:latest",
+        "c:latest",
+    ]
+    anthropic = server.client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert [model["id"] for model in anthropic["data"]] == ["a", "b", "c"]
+    assert [model["name"] for model in server.client.get("/api/ps").json()["models"]] == ["b:latest"]
+    assert server.client.get("/health").json()["models"] == ["b"]
+    assert server.client.post("/api/show", json={"model": "c"}).json()["details"]["family"] == "fake"
+    assert server.opener.opened == ["b"], "a description loaded a model"
+
+
+def test_a_model_is_unloaded_by_hand_unless_it_answers(server: Server) -> None:
+    assert not server.post("/v1/models/unload", "a").json()["changed"]
+    assert server.post("/v1/chat/completions", "a").status_code == 200
+    assert server.post("/v1/models/unload", "gpt-4").json() == {
+        "id": "b",
+        "object": "model.state",
+        "loaded": False,
+        "changed": False,
+    }
+    server.opener.engines["a"].script = Script(texts=("one",) * 100, step_seconds=0.02)
+    body = {"model": "a", "stream": True, "messages": MESSAGES}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        next(answer.iter_text())
+        refused = server.post("/v1/models/unload", "a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use")
+    server.wait_until_idle()
+    assert server.post("/v1/models/unload", "a").json()["changed"]
+    assert server.post("/v1/models/unload", "nope").status_code == 404
+    assert server.client.get("/v1/cache?model=a").json()["error"]["code"] == "model_not_loaded"
+
+
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_only_who_runs_the_server_loads_and_unloads_by_hand(server: Server, verb: str) -> None:
+    for headers in ({"authorization": "Bearer guest"}, {"x-forwarded-for": "10.0.0.1"}):
+        answer = server.client.post(f"/v1/models/{verb}", json={"model": "a"}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operator_only")
+    page = {"origin": "https://elsewhere.example", "sec-fetch-site": "cross-site"}
+    assert server.client.post(f"/v1/models/{verb}", json={"model": "a"}, headers=page).status_code == 403
+    assert not server.opener.opened

@@ -180,9 +180,9 @@ def test_each_model_gets_its_share_of_the_memory_for_state() -> None:
         (await held(pool, "a")).close()
         (await held(pool, "b")).close()
         assert opener.engines["a"].budget_bytes == opener.engines["b"].budget_bytes == 300 * MIB
-        assert await pool.unload("b")
+        assert await pool.unload(pool.source_of("b"))
         assert opener.engines["a"].budget_bytes == 900 * MIB
-        assert not await pool.unload("b")
+        assert not await pool.unload(pool.source_of("b"))
 
     run(test)
 
@@ -209,9 +209,9 @@ def test_a_busy_model_is_not_unloaded_on_request() -> None:
 
     async def test() -> None:
         hold = await held(pool, "a")
-        await raised(pool.unload("a"), ModelInUse)
+        await raised(pool.unload(pool.source_of("a")), ModelInUse)
         hold.close()
-        assert await pool.unload("a") and not pool.models
+        assert await pool.unload(pool.source_of("a")) and not pool.models
 
     run(test)
 
@@ -222,7 +222,7 @@ def test_a_hold_on_a_model_that_was_loaded_again_is_refused() -> None:
     async def test() -> None:
         hold = await held(pool, "a")
         hold.close()
-        await pool.unload("a")
+        await pool.unload(pool.source_of("a"))
         (await held(pool, "a")).close()
         assert pool.try_hold(hold.model) is None
 
