@@ -1,4 +1,4 @@
-"""The command line: `mlx-serve serve`, `run`, `list`, `pull`, `doctor`, `gateway-config` and `cache`.
+"""The command line: `mlx-serve serve`, `run`, `list`, `ps`, `stop`, `pull`, `doctor`, `gateway-config` and `cache`.
 
 The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
 What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -166,16 +166,22 @@ def run(
         raise typer.Exit(chat(answerer, opening))
 
 
-def _find_served(model: str, api_key: str | None) -> "Served | None":
-    """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
+def _known_urls() -> list[str]:
+    """Returns where servers of this machine may be asked: those that this user runs, and the usual address."""
     from server.claims import running
-    from server.cli.repl.joined import KeyNeeded, find_served
     from server.doctor.fetch import DEFAULT_URL
 
     # One of another user, or in a container, is known by its usual address only.
     known = [claim.url for claim in running(runtime_folder(os.environ, tempfile.gettempdir())) if claim.url]
+    return list(dict.fromkeys([*known, DEFAULT_URL]))
+
+
+def _find_served(model: str, api_key: str | None) -> "Served | None":
+    """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
+    from server.cli.repl.joined import KeyNeeded, find_served
+
     try:
-        return find_served(model, list(dict.fromkeys([*known, DEFAULT_URL])), api_key)
+        return find_served(model, _known_urls(), api_key)
     except KeyNeeded as error:
         typer.echo(f"The server at {error} asks for a key; give it with --api-key to join it.", err=True)
         return None
@@ -189,6 +195,35 @@ def list_models(
     from server.cli.models import show_installed
 
     show_installed(as_json=as_json)
+
+
+_Key = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", envvar="MLX_SERVE_API_KEY", help="The key of a server that asks for one."),
+]
+
+
+@app.command()
+def ps(
+    api_key: _Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """List the models that servers on this machine have loaded."""
+    from server.cli.loaded import show_loaded
+
+    show_loaded(_known_urls(), api_key, as_json=as_json)
+
+
+@app.command()
+def stop(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="A loaded model, as `mlx-serve ps` shows it.")],
+    api_key: _Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Unload a model; its conversations are found again when it is loaded again."""
+    from server.cli.loaded import unload
+
+    unload(model, _known_urls(), api_key, as_json=as_json)
 
 
 @app.command()

@@ -222,7 +222,8 @@ def test_a_model_is_unloaded_by_hand_unless_it_answers(server: Server) -> None:
     server.opener.engines["a"].script = Script(texts=("one",) * 100, step_seconds=0.02)
     body = {"model": "a", "stream": True, "messages": MESSAGES}
     with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        next(answer.iter_text())
+        chunks = answer.iter_text()
+        next(chunks)
         refused = server.post("/v1/models/unload", "a")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use")
     server.wait_until_idle()
