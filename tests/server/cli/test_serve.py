@@ -95,7 +95,8 @@ def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
         for fact in ("tiny, 152096 parameters", "900 tokens", "64.0 MB", "3 conversations at once, 5 more", "curl"):
             assert fact in report
         assert get(port, "/health")[0] == 200
-        assert [model["id"] for model in get(port, "/v1/models")[1]["data"]] == ["tiny"]
+        listed = get(port, "/v1/models")[1]["data"]
+        assert [(model["id"], model["loaded"]) for model in listed][:2] == [("tiny", True), ("demo", False)]
         idle = socket.create_connection(("127.0.0.1", port))
 
         stream = Stream(port, max_tokens=600)
