@@ -43,7 +43,6 @@ class WeightSizes:
     """Bytes of one model's weights in each precision."""
 
     stored: int
-    with_float32_scales: int
     as_float32: int
     is_quantized: bool
 
@@ -65,9 +64,9 @@ def measure(model: Module) -> WeightSizes:
     arrays = list(_arrays(model))
     packed = [module for _, module in _packed(model)]
     stored = sum(array.nbytes for array in arrays)
-    scales = sum(_float32_bytes(array) for array in arrays)
+    all_float32 = sum(_float32_bytes(array) for array in arrays)
     packs = sum(_float32_bytes(module[name]) for module in packed for name in _PACK if module.get(name) is not None)
-    return WeightSizes(stored, scales, scales - packs + sum(4 * _num_weights(m) for m in packed), bool(packed))
+    return WeightSizes(stored, all_float32 - packs + sum(4 * _num_weights(m) for m in packed), bool(packed))
 
 
 def convert(model: Module, precision: Precision, tell: Progress = lambda done, total: None) -> None:

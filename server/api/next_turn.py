@@ -46,7 +46,6 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
         prompt,
         tokens=prompt.tokens[:stop],
         restore_points=tuple(point for point in prompt.restore_points if point.offset <= stop),
-        outline=replace(prompt.outline, prompt_end=stop),
     )
 
 

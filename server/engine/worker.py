@@ -71,7 +71,7 @@ class Worker:
             chunk_tokens=chunk_tokens,
             expected_tokens=expected_tokens,
         )
-        self._make_sequence = SequenceFactory(make_decoder, eos_token_ids, clock)
+        self._make_sequence = SequenceFactory(make_decoder, eos_token_ids)
         self._close_runner = runner.close
 
     @property
