@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from models.mlx_lm_import import QuantizedSwitchLinear, SwitchLinear
 
 Progress = Callable[[int, int], object]
-"""Is told how many of how many weights are converted."""
+"""Called with the number of weights converted so far and the number of all."""
 
 
 class Precision(StrEnum):
@@ -70,7 +70,7 @@ def measure(model: Module) -> WeightSizes:
 
 
 def convert(model: Module, precision: Precision, tell: Progress = lambda done, total: None) -> None:
-    """Gives `model` weights in another precision, evaluated. Old ones go as new ones come, layer by layer."""
+    """Converts the weights of `model` to another precision, evaluated, layer by layer to spare memory."""
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))

@@ -144,7 +144,8 @@ class ChatRenderer:
         tokenized = self._tokenize(text, namespace)
         boundaries = list(conversation.boundaries(text))
         points = {RestorePoint(tokenized.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
-        # Most first messages part only after the header; some texts would merge with it, so this comes on top.
+        # First messages usually differ only behind their common header, but a text may merge with the header's last
+        # token. So there is a second point before it.
         points |= {
             RestorePoint(tokenized.before(boundary), RestorePointKind.BRANCH)
             for boundary, kind in boundaries
