@@ -69,7 +69,7 @@ class Sequence:
         *,
         arrival: int,
     ) -> None:
-        # With a seed in any case: a replay is to go on with the same.
+        # Gets a seed if it has none, so that a replay goes on with the same.
         self.request = replace(request, sampling=_seeded(request.sampling))
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
