@@ -25,7 +25,7 @@ from cache.errors import FolderError
 from models.errors import ModelError, reason
 from models.fast_blas import load_fast_blas
 from models.names import resolve
-from server.cli.interrupts import interruptible
+from server.cli.interrupts import held_back, interruptible
 from server.config import GIGABYTE, ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
@@ -120,8 +120,7 @@ def _serve(**given: Any) -> None:
     config = config_from(given, os.environ)
     if len(config.models) > 1:
         raise ConfigError(f"{len(config.models)} models were named; one model at a time for now")
-    with _loading(config.models[0]):
-        fast_blas = load_fast_blas()
+    with _loading(config.models[0]) as fast_blas:
         from server.cli.serve import serve
 
     raise typer.Exit(serve(config, runtime_folder(os.environ, tempfile.gettempdir()), fast_blas))
@@ -160,7 +159,6 @@ def run(
 
         raise typer.Exit(chat(JoinedModel(served, api_key), opening, f" · joined the server at {served.url}"))
     with _loading(config.models[0]):
-        load_fast_blas()
         from server.cli.repl.local import local_model
     with local_model(config) as answerer:
         raise typer.Exit(chat(answerer, opening))
@@ -412,8 +410,11 @@ def _usage_message(error: typer.TyperException) -> str:
 
 
 @contextmanager
-def _loading(model: str) -> Iterator[None]:
-    """Tells a person at a terminal that something happens while MLX and transformers are imported."""
+def _loading(model: str) -> Iterator[str | None]:
+    """Tells a person at a terminal that something happens while MLX and transformers are imported.
+
+    Gives the name of the fast BLAS that was loaded for MLX, if there is one.
+    """
     from rich.console import Console
 
     # Else transformers advises to install PyTorch; it reads this when it is imported.
@@ -421,10 +422,24 @@ def _loading(model: str) -> Iterator[None]:
     # A name that stands for nothing is told at once.
     resolve(model)
     console = Console()
-    with interruptible(), console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
-        # Ctrl-C would leave the terminal without a cursor.
-        console.show_cursor(True)
-        yield
+    with interruptible():
+        # Before any other thread is there: one could take a Ctrl-C that is held back.
+        fast_blas = _prepare_mlx()
+        with console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
+            # Ctrl-C would leave the terminal without a cursor.
+            console.show_cursor(True)
+            yield fast_blas
+
+
+def _prepare_mlx() -> str | None:
+    """Imports MLX so that no Ctrl-C is lost meanwhile; returns the name of the fast BLAS that it uses, if any."""
+    with held_back():
+        fast_blas = load_fast_blas()
+    from models.compiler import find_compiler
+
+    with held_back():
+        find_compiler()
+    return fast_blas
 
 
 def _tell(message: str, status: int) -> int:
