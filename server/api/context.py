@@ -255,6 +255,10 @@ class PoolPort(Protocol):
         """Unloads a model; False where it was not loaded. Raises ModelInUse."""
         ...
 
+    def forget_dormant(self, source: ModelSource, namespace: str) -> tuple[int, int]:
+        """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
+        ...
+
     def try_hold(self, model: ServedModel) -> HoldPort | None:
         """Returns a hold on a model that `find` returned; None if it has been unloaded since."""
         ...

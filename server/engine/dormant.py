@@ -25,6 +25,13 @@ class DormantState:
         """Drops what is worth least until the rest takes no more than `budget_bytes`, as far as pins allow."""
         self.prefix_cache.try_resize(budget_bytes)
 
+    def forget(self, namespace: str) -> tuple[int, int]:
+        """Drops what is held for a namespace; returns how many tokens and bytes that were."""
+        num_tokens = self.prefix_cache.memory.holdings(namespace).total.num_tokens
+        before = self.num_bytes
+        self.prefix_cache.clear(namespace)
+        return num_tokens, before - self.num_bytes
+
     def drop(self) -> None:
         """Drops all of it now, whoever still refers to the cache."""
         self.prefix_cache.clear()

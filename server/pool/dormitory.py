@@ -39,6 +39,11 @@ class Dormitory:
         """Takes back what `take` returned, because the model was not loaded after all."""
         self._states[model_id] = state
 
+    def forget(self, model_id: str, namespace: str) -> tuple[int, int]:
+        """Drops what is held for a namespace; returns how many tokens and bytes that were."""
+        state = self._states.get(model_id)
+        return (0, 0) if state is None else state.forget(namespace)
+
     def drop_until(self, is_enough: Callable[[int], bool]) -> None:
         """Drops state, of the model unloaded first first, until `is_enough` of the bytes that are left."""
         while self._states and not is_enough(self.num_bytes):

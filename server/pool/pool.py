@@ -241,6 +241,10 @@ class ModelPool:
             await self._share_out()
         return True
 
+    def forget_dormant(self, source: ModelSource, namespace: str) -> tuple[int, int]:
+        """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
+        return self._dormitory.forget(source.id, namespace)
+
     def _hold(self, member: Member) -> ModelHold:
         return ModelHold(member, self._released)
 

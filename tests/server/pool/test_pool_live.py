@@ -156,3 +156,15 @@ def test_two_models_that_do_not_fit_together_take_turns_and_find_their_conversat
                 assert list(server.pool.models) == [model]
                 last = cached(answer)
         assert last > 100
+
+
+def test_conversations_of_an_unloaded_model_can_be_forgotten(tmp_path: Path) -> None:
+    with Several(tmp_path) as server:
+        num_tokens = server.ask("llama")["usage"]["prompt_tokens"]
+        server.unload("llama")
+        until(lambda: "llama" in server.pool._dormitory)
+        elsewhere = server.client.post("/v1/cache/clear?model=llama&cache_salt=other").json()
+        assert elsewhere["freed_tokens"] == 0
+        freed = server.client.post("/v1/cache/clear?model=llama").json()
+        assert freed["freed_tokens"] >= num_tokens and freed["freed_bytes"] > 0
+        assert cached(server.ask("llama")) == 0
