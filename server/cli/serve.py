@@ -45,7 +45,8 @@ from server.memory_budget import read_machine
 from server.pool.catalog import InstalledCatalog
 from server.pool.keep_alive import parse_keep_alive
 from server.pool.names import parse_alias
-from server.pool.pool import ModelPool, PoolSettings
+from server.pool.pool import ModelPool
+from server.pool.settings import PoolSettings
 from server.pool.source import ModelSource
 from server.service import Service, ServiceOpener, model_id, open_service, pool_memory
 

@@ -18,7 +18,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,11 +29,12 @@ from server.pool.catalog import Catalog, FixedCatalog
 from server.pool.dormitory import Dormitory
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 from server.pool.finder import ModelFinder
+from server.pool.hold import ModelHold, adopt
 from server.pool.keep_alive import FOREVER, WHEN_SHORT_SECONDS
 from server.pool.loading import Around, Loading, LoadingAbandoned, Opener, on_thread
 from server.pool.member import Member, OpenedModel
-from server.pool.memory import PoolMemory, choose_to_leave
-from server.pool.names import Alias
+from server.pool.memory import choose_to_leave
+from server.pool.settings import PoolSettings
 from server.pool.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -45,50 +45,6 @@ RETRY_SECONDS = 0.1
 """Pause before a model that stays is asked again for memory that its answers hold."""
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """What may be loaded, and for how long it stays."""
-
-    memory: PoolMemory = field(default_factory=lambda: PoolMemory(1 << 62))
-    max_models: int | None = None
-    """Models that may be loaded together; None: as many as fit."""
-    keep_alive_seconds: float | None = None
-    """How long an idle model stays; None: for ever while memory is ample, half an hour where it is short."""
-    aliases: Sequence[Alias] = ()
-    default_id: str | None = None
-    """The model of requests that name none; None: the only one there is."""
-
-
-class ModelHold:
-    """Somebody's use of a loaded model; it stays loaded until `close`."""
-
-    def __init__(self, member: Member, on_close: Callable[[Member], None]) -> None:
-        self._member = member
-        self._on_close = on_close
-        self._is_open = True
-        member.num_holds += 1
-        member.idle.clear()
-
-    @property
-    def model(self) -> ServedModel:
-        """The model."""
-        return self._member.opened.model
-
-    def set_keep_alive(self, seconds: float) -> None:
-        """Has the model stay loaded for so long after its last request, from now on."""
-        self._member.keep_alive_seconds = seconds
-
-    def close(self) -> None:
-        """Ends the use; more than once is the same as once."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._member.num_holds -= 1
-        if not self._member.num_holds:
-            self._member.idle.set()
-        self._on_close(self._member)
 
 
 class ModelPool:
@@ -226,7 +182,7 @@ class ModelPool:
         except asyncio.CancelledError:
             self._leave(loading, waiter)
             raise
-        return _adopt(self._members[source.id], self._released)
+        return adopt(self._members[source.id], self._released)
 
     async def unload(self, source: ModelSource) -> bool:
         """Unloads a model; False where it was not loaded. Raises ModelInUse."""
@@ -301,7 +257,7 @@ class ModelPool:
     def _leave(self, loading: Loading, waiter: "asyncio.Future[None]") -> None:
         if waiter.done() and not waiter.cancelled():
             if waiter.exception() is None:
-                _adopt(self._members[loading.source.id], self._released).close()
+                adopt(self._members[loading.source.id], self._released).close()
             return
         loading.waiters.remove(waiter)
         if not loading.waiters and loading.can_be_given_up and loading.task is not None:
@@ -506,12 +462,6 @@ class ModelPool:
         self._is_closed = True
         for member in list(self._members.values()):
             member.opened.engine.stop()
-
-
-def _adopt(member: Member, on_close: Callable[[Member], None]) -> ModelHold:
-    """Returns the hold that was counted when the model had been loaded."""
-    member.num_holds -= 1
-    return ModelHold(member, on_close)
 
 
 async def _resized(member: Member, budget_bytes: int) -> int:

@@ -10,10 +10,12 @@ import pytest
 from server.engine.errors import EngineStopped
 from server.pool import pool as pool_module
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelTooLarge, ModelUnknown, PoolBusy
+from server.pool.hold import ModelHold
 from server.pool.keep_alive import FOREVER
 from server.pool.memory import PoolMemory
 from server.pool.names import Alias
-from server.pool.pool import ModelHold, ModelPool, PoolSettings
+from server.pool.pool import ModelPool
+from server.pool.settings import PoolSettings
 from tests.support.fake_opener import FakeOpener, catalog
 
 MIB = 1 << 20
@@ -144,6 +146,25 @@ def test_a_model_whose_only_client_left_is_loaded_nevertheless_and_idle() -> Non
         await asyncio.gather(waiting, return_exceptions=True)
         opener.may_finish.set()
         await until(lambda: "a" in pool.models)
+        assert not pool.members[0].is_busy
+
+    run(test)
+
+
+def test_who_leaves_at_the_moment_of_loading_holds_nothing() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener)
+
+    async def test() -> None:
+        waiting = asyncio.ensure_future(pool.load(pool.source_of("a")))
+
+        def cancel_soon() -> None:
+            asyncio.get_running_loop().call_soon(waiting.cancel)
+
+        # Called in the very step that lets go of who waits: the cancel comes in between.
+        pool.on_change = cancel_soon
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled() and "a" in pool.models
         assert not pool.members[0].is_busy
 
     run(test)

@@ -18,7 +18,8 @@ from server.pool.catalog import FixedCatalog
 from server.pool.loading import Around
 from server.pool.member import OpenedModel
 from server.pool.memory import PoolMemory
-from server.pool.pool import ModelPool, PoolSettings
+from server.pool.pool import ModelPool
+from server.pool.settings import PoolSettings
 from server.pool.source import ModelSource
 from server.service import ServiceOpener
 from tests.support import tiny_models
