@@ -140,7 +140,7 @@ def test_with_the_key_everything_is(header: str) -> None:
 
 def test_health_needs_no_key_but_shows_numbers_only_with_it() -> None:
     client = client_of(api_key="secret")
-    assert client.get("/health").json() == {"status": "ok", "models": ["tiny"]}
+    assert client.get("/health").json() == {"status": "ok", "models": ["tiny"], "loading": []}
     with_key = client.get("/health", headers={"Authorization": "Bearer secret"})
     engines = with_key.json()["engines"]
     assert engines.keys() == {"tiny"} and engines["tiny"]["open_requests"] == 0
