@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cache.errors import FolderError
 from models.errors import ModelError
 from server.api.context import EnginePort, ListedModel, Occupancy, ServedModel
 from server.api.model_facts import ModelFacts
@@ -479,6 +480,12 @@ async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
     try:
         return await work
     except ModelError as error:
-        raise LoadFailed(str(error)) from error
+        logger.warning("%s cannot be loaded: %s", source.id, error)
+        # Clients are told which file it is, not where it lies.
+        told = str(error).replace(f"{source.path}/", "").replace(str(source.path), source.id)
+        raise LoadFailed(f"{source.id} cannot be loaded: {told}") from error
+    except FolderError as error:
+        logger.warning("%s cannot be loaded: %s", source.id, error)
+        raise LoadFailed(f"{source.id} cannot be loaded: its folder of --cache-disk cannot be used") from error
     except OSError as error:
         raise LoadFailed(f"{source.id} cannot be read: {error.strerror or error}") from error

@@ -169,3 +169,25 @@ def test_conversations_of_an_unloaded_model_can_be_forgotten(tmp_path: Path) -> 
         freed = server.client.post("/v1/cache/clear?model=llama").json()
         assert freed["freed_tokens"] >= num_tokens and freed["freed_bytes"] > 0
         assert cached(server.ask("llama")) == 0
+
+
+def test_a_damaged_model_is_told_by_its_file_but_not_by_its_path(tmp_path: Path) -> None:
+    with Several(tmp_path) as server:
+        weights = tmp_path / "llama" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        answer = server.client.post(CHAT, json={"model": "llama", "messages": LONG})
+        assert answer.status_code == 503
+        assert "model.safetensors is incomplete" in answer.text and str(tmp_path) not in answer.text
+        (tmp_path / "qwen3_5" / "config.json").write_text('{"model_type": "unheard_of"}')
+        answer = server.client.post(CHAT, json={"model": "qwen3_5", "messages": LONG})
+        assert answer.status_code == 503 and "unheard_of" in answer.text
+
+
+def test_a_model_whose_disk_folder_another_server_has_open_is_told_so(tmp_path: Path) -> None:
+    disk = {"cache_disk_bytes": 256 * MIB, "cache_dir": str(tmp_path / "disk")}
+    with Several(tmp_path / "one", cache=disk) as one, Several(tmp_path / "two", cache=disk) as other:
+        assert content(one.ask("llama"))
+        answer = other.client.post(CHAT, json={"model": "llama", "messages": LONG})
+        assert answer.status_code == 503
+        assert "--cache-disk" in answer.text and str(tmp_path) not in answer.text
+        assert content(other.ask("qwen3_5"))
