@@ -247,6 +247,19 @@ def test_what_follows_an_early_answer_is_not_answered_again(address: str, caplog
     assert is_served(address)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/nothing"])
+def test_a_refused_client_that_sends_its_whole_body_first_reads_the_answer(engine: FakeEngine, path: str) -> None:
+    body = b"x" * (8 << 20)
+    head = HEAD.replace(b"/v1/chat/completions", path.encode()) + b"Content-Length: %d\r\n\r\n" % len(body)
+    with (
+        running(create_app(engine, fake_model(), ServerConfig(max_body_bytes=2000))) as address,
+        connect(address, head + body) as connection,
+    ):
+        assert connection.recv(1 << 16).startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 404 "))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_offer_to_change_the_protocol_is_passed_over(address: str, caplog: pytest.LogCaptureFixture) -> None:
     offer = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     with connect(address, b"GET /health HTTP/1.1\r\nHost: here\r\n" + offer) as connection:
