@@ -114,7 +114,9 @@ def _as_text(parent: Any, key: Any, random: Random) -> None:
 
 def _repeat(parent: Any, key: Any, random: Random) -> None:
     times = random.choice((2, 30, 500))
-    parent[key] = parent[key] * times if isinstance(parent[key], str | list) else [parent[key]] * times
+    # Once only: repeated repetitions would be too long to write.
+    if len(json.dumps(parent[key])) * times < MAX_BYTES:
+        parent[key] = parent[key] * times if isinstance(parent[key], str | list) else [parent[key]] * times
 
 
 def _double_name(parent: Any, key: Any, random: Random) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ START_SECONDS = 120.0
 STOP_SECONDS = 30.0
 _ON_LOOPBACK = ("--host", "127.0.0.1", "--port", "0", "--name", "load")
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)/v1")
+
+_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\dT")
 
 
 class ServerFailed(Exception):
@@ -44,8 +47,14 @@ class Served:
         return self._log.read_text(errors="replace")
 
     def faults(self) -> list[str]:
-        """Returns the lines of the log that tell of a fault of the server's own."""
-        return [line for line in self.log().splitlines() if "Traceback" in line or " ERROR " in line]
+        """Returns what the log tells of faults of the server's own, tracebacks included."""
+        faults: list[str] = []
+        for line in self.log().splitlines():
+            if " ERROR " in line or line.startswith("Traceback"):
+                faults.append(line)
+            elif faults and not _LOG_LINE.match(line):
+                faults[-1] += f"\n{line}"
+        return faults
 
     def rss_bytes(self) -> int:
         """Returns the memory that the process holds."""
@@ -85,11 +94,14 @@ class Served:
 
 
 @contextmanager
-def serving(*arguments: str, model: str = "demo") -> Iterator[Served]:
-    """Serves `model` while the block runs. Raises ServerFailed where it does not start or does not end well."""
+def serving(*arguments: str, num_files: int | None = None) -> Iterator[Served]:
+    """Serves the built-in model while the block runs; it may open `num_files`.
+
+    Raises ServerFailed where it does not start or does not end well.
+    """
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
         log = Path(folder) / "log"
-        process = _start([model, *arguments], Path(folder), log)
+        process = _start(arguments, Path(folder), log, num_files)
         try:
             served = Served(process, log)
             yield served
@@ -102,12 +114,18 @@ def serving(*arguments: str, model: str = "demo") -> Iterator[Served]:
                 process.wait()
 
 
-def _start(arguments: Sequence[str], folder: Path, log: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "mlx_serve", "serve", *arguments, *_ON_LOOPBACK]
+def _start(arguments: Sequence[str], folder: Path, log: Path, num_files: int | None) -> "subprocess.Popen[bytes]":
+    def limit() -> None:
+        if num_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
+
+    command = [sys.executable, "-m", "mlx_serve", "serve", "demo", *arguments, *_ON_LOOPBACK]
     # What other servers on this machine have claimed is not for a measurement to see.
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with log.open("wb") as output:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, preexec_fn=limit
+        )
 
 
 def _ps(column: str, pid: int) -> str:

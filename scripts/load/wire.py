@@ -2,7 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -11,11 +13,16 @@ ANSWER_SECONDS = 60.0
 """An answer that takes longer is taken for none."""
 _CONNECT_SECONDS = 20.0
 _MAX_LINE = 1 << 20
+_LITTLE_BYTES = 4096
 _WITHOUT_BODY = (204, 304)
 
 
 class NoAnswer(Exception):
     """The connection ended, or time ran out, before an answer was complete; or it was no HTTP."""
+
+
+class ClosedUnanswered(NoAnswer):
+    """The connection ended before the first byte of an answer."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,17 @@ class Wire:
         self.writer = writer
         self.is_usable = True
         """Whether another request may follow."""
+        self._has_begun = False
 
     @classmethod
-    async def open(cls, port: int) -> "Wire":
-        """Connects; raises OSError or TimeoutError."""
-        opened = asyncio.open_connection("127.0.0.1", port, limit=_MAX_LINE)
-        return cls(*await asyncio.wait_for(opened, _CONNECT_SECONDS))
+    async def open(cls, port: int, *, holds_little: bool = False) -> "Wire":
+        """Connects; raises OSError or TimeoutError. One that holds little takes no more than is read from it."""
+        limit = _LITTLE_BYTES if holds_little else _MAX_LINE
+        opened = asyncio.open_connection("127.0.0.1", port, limit=limit)
+        wire = cls(*await asyncio.wait_for(opened, _CONNECT_SECONDS))
+        if holds_little:
+            wire.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _LITTLE_BYTES)
+        return wire
 
     async def __aenter__(self) -> "Wire":
         return self
@@ -76,25 +88,54 @@ class Wire:
         """Returns at most so many bytes of whatever comes; none at the end."""
         return await asyncio.wait_for(self._reader.read(num_bytes), ANSWER_SECONDS)
 
+    async def read_to_end(self) -> bytes:
+        """Returns all that comes until the server closes, however long that takes; none where it resets."""
+        try:
+            return await self._reader.read()
+        except OSError:
+            return b""
+
     async def receive(self, method: str = "GET") -> Reply:
         """Reads one answer to its end; raises NoAnswer."""
-        try:
-            return await asyncio.wait_for(self._receive(method), ANSWER_SECONDS)
-        except (OSError, EOFError, TimeoutError, ValueError) as error:
-            self.is_usable = False
-            raise NoAnswer(f"{type(error).__name__}: {error}") from error
+        status, headers = await self.receive_head()
+        if method == "HEAD" or status in _WITHOUT_BODY:
+            return Reply(status, headers, b"")
+        return Reply(status, headers, b"".join([part async for part in self.parts(headers)]))
 
-    async def _receive(self, method: str) -> Reply:
-        status, headers = await self._head()
-        while 100 <= status < 200:
-            status, headers = await self._head()
-        body = b"" if method == "HEAD" or status in _WITHOUT_BODY else await self._body(headers)
+    async def receive_head(self) -> tuple[int, Mapping[str, str]]:
+        """Reads an answer's status and headers; raises NoAnswer."""
+        self._has_begun = False
+        with self._as_no_answer():
+            status, headers = await asyncio.wait_for(self._head(), ANSWER_SECONDS)
+            while 100 <= status < 200:
+                status, headers = await asyncio.wait_for(self._head(), ANSWER_SECONDS)
         if headers.get("connection", "").lower() == "close":
             self.is_usable = False
-        return Reply(status, headers, body)
+        return status, headers
+
+    async def parts(self, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+        """Yields an answer's body as it comes; raises NoAnswer."""
+        with self._as_no_answer():
+            while part := await asyncio.wait_for(self._part(headers), ANSWER_SECONDS):
+                yield part
+                if headers.get("transfer-encoding") != "chunked":
+                    return
+
+    @contextmanager
+    def _as_no_answer(self) -> Iterator[None]:
+        try:
+            yield
+        except (TimeoutError, ValueError) as error:
+            self.is_usable = False
+            raise NoAnswer(f"{type(error).__name__}: {error}") from error
+        except (OSError, EOFError) as error:
+            self.is_usable = False
+            kind = NoAnswer if self._has_begun else ClosedUnanswered
+            raise kind(f"{type(error).__name__}: {error}") from error
 
     async def _head(self) -> tuple[int, dict[str, str]]:
         version, _, rest = (await self._line()).partition(" ")
+        self._has_begun = True
         if version not in ("HTTP/1.1", "HTTP/1.0"):
             raise ValueError(f"{version[:100]!r} begins no answer")
         headers: dict[str, str] = {}
@@ -106,20 +147,14 @@ class Wire:
     async def _line(self) -> str:
         return (await self._reader.readuntil(b"\r\n"))[:-2].decode("latin-1")
 
-    async def _body(self, headers: Mapping[str, str]) -> bytes:
+    async def _part(self, headers: Mapping[str, str]) -> bytes:
         if headers.get("transfer-encoding") == "chunked":
-            return await self._chunks()
+            size = int(await self._line(), 16)
+            return (await self._reader.readexactly(size + 2))[:-2]
         if "content-length" in headers:
             return await self._reader.readexactly(int(headers["content-length"]))
         self.is_usable = False
         return await self._reader.read()
-
-    async def _chunks(self) -> bytes:
-        chunks: list[bytes] = []
-        while size := int(await self._line(), 16):
-            chunks.append((await self._reader.readexactly(size + 2))[:-2])
-        await self._line()
-        return b"".join(chunks)
 
 
 Headers = Sequence[tuple[str, str]]

@@ -14,7 +14,7 @@ import pytest
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.connections import Limits, Reports, quieten_accept_errors
+from server.connections import MAX_LINGERING, HttpConfig, Limits, Reports, quieten_accept_errors
 from server.engine.events import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
@@ -287,6 +287,38 @@ def test_where_every_connection_is_at_work_a_newcomer_is_told_to_come_back(addre
     assert httpx.get(f"{address}/health").status_code == 200
     for connection in connections:
         connection.close()
+
+
+def test_a_newcomer_takes_the_place_of_one_whose_body_does_not_come(engine: FakeEngine) -> None:
+    limits = Limits(client_seconds=60, max_connections=6)
+    begun = HEAD + b"Content-Length: 100000\r\n\r\n{"
+    with (
+        running(create_app(engine, fake_model(), ServerConfig()), limits) as address,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(3 * limits.max_connections):
+            stack.enter_context(connect(address, begun))
+        assert is_served(address)
+
+
+def test_a_newcomer_that_is_refused_reads_why_though_it_sent_all_first(address: str, engine: FakeEngine) -> None:
+    engine.script = ENDLESS
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMITS.max_connections):
+            stack.enter_context(connect(address, chat(stream=True)))
+        until(lambda: len(engine.requests) == LIMITS.max_connections)
+        for _ in range(3 * MAX_LINGERING):
+            request = chat(metadata={"padding": "x" * 200_000})
+            with connect(address, request) as newcomer:
+                assert received(newcomer).startswith(b"HTTP/1.1 503 ")
+
+
+def test_an_idle_connection_is_closed_without_a_word_in_the_time_that_clients_have(address: str) -> None:
+    with connect(address, b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n") as connection:
+        answers = received(connection)
+    assert answers.startswith(b"HTTP/1.1 200 ") and answers.count(b"HTTP/1.1") == 1
+    config = HttpConfig(create_app(FakeEngine(), fake_model(), ServerConfig()), Limits(client_seconds=30))
+    assert config.timeout_keep_alive > 30
 
 
 def test_want_of_descriptors_is_logged_once_and_other_failures_as_ever(caplog: pytest.LogCaptureFixture) -> None:
