@@ -3,7 +3,7 @@
 uvicorn bounds neither. A client that stops in the middle of a request, or does not read its answer, is given
 `client_seconds` without progress; then its connection is closed, and whatever ran for it is cancelled as for any
 client that has left. Of connections there are at most `max_connections`: a newcomer takes the place of the one that
-has been idle for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the
+has been without a whole request for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the
 application.
 """
 
@@ -235,12 +235,10 @@ class Connection(H11Protocol):
 
     def _make_place(self) -> None:
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
-        idle = [one for one in others if one.is_idle]
-        if idle:
-            self._reports.add("closed an idle connection for a new one: there are too many")
-            min(idle, key=lambda one: one._since).drop()
-        elif unfinished := [one for one in others if one.is_sending]:
-            self._reports.add("closed a connection that was sending its request for a new one: there are too many")
+        # By time alone: were idle ones first, newcomers would only take each other's places beside bodies that dribble.
+        unfinished = [one for one in others if one.is_idle or one.is_sending]
+        if unfinished:
+            self._reports.add("closed a connection on which no request was complete for a new one: there are too many")
             min(unfinished, key=lambda one: one._since).drop()
         else:
             self._reports.add("refused a connection: there are too many")

@@ -301,6 +301,19 @@ def test_a_newcomer_takes_the_place_of_one_whose_body_does_not_come(engine: Fake
         assert is_served(address)
 
 
+def test_a_newcomer_that_has_just_come_keeps_its_place_beside_bodies_that_do_not(engine: FakeEngine) -> None:
+    limits = Limits(client_seconds=60, max_connections=6)
+    begun = HEAD + b"Content-Length: 100000\r\n\r\n{"
+    app = create_app(engine, fake_model(), ServerConfig())
+    with running(app, limits) as address, contextlib.ExitStack() as stack:
+        for _ in range(limits.max_connections):
+            stack.enter_context(connect(address, begun))
+        newcomers = [stack.enter_context(connect(address)) for _ in range(3)]
+        assert is_served(address)
+        newcomers[0].sendall(chat())
+        assert newcomers[0].recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_newcomer_that_is_refused_reads_why_though_it_sent_all_first(address: str, engine: FakeEngine) -> None:
     engine.script = ENDLESS
     with contextlib.ExitStack() as stack:
