@@ -238,7 +238,9 @@ class Connection(H11Protocol):
         # By time alone: were idle ones first, newcomers would only take each other's places beside bodies that dribble.
         unfinished = [one for one in others if one.is_idle or one.is_sending]
         if unfinished:
-            self._reports.add("closed a connection on which no request was complete for a new one: there are too many")
+            self._reports.add(
+                "closed a connection on which no request was complete for a new one: there are too many"
+            )
             min(unfinished, key=lambda one: one._since).drop()
         else:
             self._reports.add("refused a connection: there are too many")
@@ -287,6 +289,10 @@ class Connection(H11Protocol):
             return
         self._is_lingering = True
         self._http_config.num_lingering += 1
+        if not self._is_between_requests:
+            # To the application it is closed already; nothing may follow the answer.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -90,12 +91,15 @@ def test_a_client_that_never_sends_is_closed_without_a_word(address: str) -> Non
     [HEAD, HEAD + b"Content-Length: 1000\r\n\r\n{", HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"],
     ids=["head", "body", "chunk"],
 )
-def test_a_half_sent_request_is_told_so_and_closed(address: str, engine: FakeEngine, half: bytes) -> None:
+def test_a_half_sent_request_is_told_so_and_closed(
+    address: str, engine: FakeEngine, half: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with connect(address, half) as connection:
         head, _, body = received(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert json.loads(body)["error"]["code"] == "request_timeout"
     assert not engine.requests and is_served(address)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 def test_the_half_of_a_second_request_is_closed_too(address: str) -> None:
