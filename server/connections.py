@@ -3,11 +3,12 @@
 uvicorn bounds neither. A client that stops in the middle of a request, or does not read its answer, is given
 `client_seconds` without progress; then its connection is closed, and whatever ran for it is cancelled as for any
 client that has left. Of connections there are at most `max_connections`: a newcomer takes the place of the one that
-has been without a whole request for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the
-application.
+has been without a whole request for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1;
+nothing of the application.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import math
@@ -235,12 +236,10 @@ class Connection(H11Protocol):
 
     def _make_place(self) -> None:
         others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
-        # By time alone: were idle ones first, newcomers would only take each other's places beside bodies that dribble.
+        # By time alone: were idle ones first, newcomers would take only each other's places beside dribbling bodies.
         unfinished = [one for one in others if one.is_idle or one.is_sending]
         if unfinished:
-            self._reports.add(
-                "closed a connection on which no request was complete for a new one: there are too many"
-            )
+            self._reports.add("closed a connection without a whole request for a new one: there are too many")
             min(unfinished, key=lambda one: one._since).drop()
         else:
             self._reports.add("refused a connection: there are too many")
@@ -293,7 +292,8 @@ class Connection(H11Protocol):
             # To the application it is closed already; nothing may follow the answer.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.transport.can_write_eof():
+        # The client may have left just now.
+        with contextlib.suppress(OSError):
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
