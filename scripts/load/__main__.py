@@ -11,13 +11,14 @@ import argparse
 import time
 from collections.abc import Callable, Mapping
 
-from scripts.load import fuzz, idle, slow_clients, streams
+from scripts.load import document, fuzz, idle, slow_clients, streams
 
 PROOFS: Mapping[str, Callable[[argparse.Namespace], bool]] = {
     "fuzz": fuzz.run,
     "streams": streams.run,
     "slow": slow_clients.run,
     "idle": idle.run,
+    "document": document.run,
 }
 
 
@@ -28,8 +29,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the random requests")
     parser.add_argument("--requests", type=int, default=20_000, help="fuzz: how many")
     parser.add_argument("--first", type=int, default=0, help="fuzz: the number of the first one, to repeat one")
-    parser.add_argument("--seconds", type=float, default=1500.0, help="fuzz: time after which no more are sent")
+    parser.add_argument("--seconds", type=float, default=1500.0, help="fuzz, document: after which it is ended")
     parser.add_argument("--stream-seconds", type=float, default=120.0, help="streams: for how long clients ask")
+    parser.add_argument("--examples", type=int, default=20, help="document: for each operation")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(PROOFS))
     if unknown:
