@@ -119,7 +119,8 @@ def _start(arguments: Sequence[str], folder: Path, log: Path, num_files: int | N
         if num_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
 
-    command = [sys.executable, "-m", "mlx_serve", "serve", "demo", *arguments, *_ON_LOOPBACK]
+    cache = ["--cache-dir", str(folder / "cache")]
+    command = [sys.executable, "-m", "mlx_serve", "serve", "demo", *cache, *arguments, *_ON_LOOPBACK]
     # What other servers on this machine have claimed is not for a measurement to see.
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with log.open("wb") as output:
