@@ -26,6 +26,8 @@ LEAVING_SHARE = 1 / 3
 SLOW_SHARE = 1 / 2
 SLOW_PAUSE_SECONDS = 0.05
 MAX_TOKENS = 32
+THINKING_SECONDS = 2.0
+"""What a client takes at most before it asks again."""
 NAMES = [
     "Ada",
     "Bob",
@@ -134,6 +136,8 @@ class Load:
                 await self._ask(question, Manner(is_slow, leaves_after), self.clients[index])
             except (NoAnswer, OSError) as error:
                 self._blame(f"client {index}: {type(error).__name__} {error}")
+            # Else who has just been answered would always come before those who were told to come back.
+            await asyncio.sleep(random.uniform(0, THINKING_SECONDS))
 
     async def _ask(self, question: Question, manner: Manner, figures: Figures) -> None:
         """Asks until it is not told to come back; then reads the answer, or a part of it."""
@@ -218,7 +222,7 @@ async def _open_requests(port: int) -> int:
 
 def _is_fair(clients: Sequence[Figures]) -> bool:
     """Whether each client got answers, and some were told to come back."""
-    num_starved = sum(not client.waits for client in clients)
+    num_starved = sum(not client.waits and not client.num_left for client in clients)
     num_refused = sum(client.refusals.total() for client in clients)
     if num_starved:
         print(f"  WRONG: {num_starved} clients saw no answer begin")
