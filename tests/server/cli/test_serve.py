@@ -12,6 +12,8 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,6 +277,22 @@ def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path
         server.signal(signal.SIGINT)
         assert server.wait() in (130, -signal.SIGINT)
         assert "Traceback" not in server.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX asks for a compiler on Linux only")
+def test_ctrl_c_while_mlx_looks_for_a_compiler_is_not_lost(folder: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\ntouch {asked}\nsleep 1\n")
+    compiler.chmod(0o755)
+    with serving(folder, environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"}) as server:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not asked.exists():
+            assert time.monotonic() < deadline, server.output
+            time.sleep(0.02)
+        server.signal(signal.SIGINT)
+        assert server.wait() == -signal.SIGINT
+        assert not server.output
 
 
 def test_a_taken_port_is_told_before_the_model_is_loaded(folder: Path) -> None:
