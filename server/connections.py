@@ -206,7 +206,7 @@ class Connection(H11Protocol):
         if unsent:
             return "taking an answer", unsent
         if self._is_between_requests:
-            return "sending a request", self.server_state.total_requests if self.cycle is None else id(self.cycle)
+            return "sending a request", id(self.cycle)
         if self.cycle.more_body and not self.flow.read_paused:
             return "sending a body", self._num_received // MIN_BODY_BYTES
         return None

@@ -102,6 +102,19 @@ def test_a_half_sent_request_is_told_so_and_closed(
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
+def test_a_half_sent_head_is_closed_in_time_though_others_are_served(address: str) -> None:
+    with connect(address, HEAD) as connection:
+        connection.setblocking(False)
+
+        def is_told() -> bool:
+            assert is_served(address)
+            with contextlib.suppress(BlockingIOError):
+                return b" 408 " in connection.recv(1 << 16)
+            return False
+
+        until(is_told)
+
+
 def test_the_half_of_a_second_request_is_closed_too(address: str) -> None:
     with connect(address, b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n") as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
