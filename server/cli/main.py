@@ -213,7 +213,12 @@ def doctor(
         str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The key that the client sends: a key sees its own sessions.")
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            envvar="MLX_SERVE_API_KEY",
+            help="The key that the client sends: a key sees its own sessions.",
+        ),
     ] = None,
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
