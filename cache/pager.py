@@ -26,7 +26,7 @@ from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache
 
 CLEAR_BYTES = 64 << 20
-"""A slot of this size that is paged out leaves buffers of sizes that nothing will ask for: MLX lets go of them."""
+"""After a slot of at least this size was paged out, MLX frees its pool: nothing else needs buffers of those sizes."""
 
 
 class Pager:

@@ -163,7 +163,7 @@ def _check_folder(path: Path, name: str) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises ModelBroken for a folder or a file in it that may not be read; libraries would call it anything."""
+    """Raises ModelBroken for a folder or a file in it that may not be read; the libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:
@@ -197,7 +197,7 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
 def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
     try:
         model, config = load_model(path)
-    except (Exception, SystemExit) as error:  # whatever an architecture's code makes of a configuration it dislikes
+    except (Exception, SystemExit) as error:  # an architecture's code raises anything for a wrong configuration
         raise ModelBroken(f"{name}: cannot be loaded: {_first_lines(error)}") from error
     # What is no parameter (rotary frequencies, for one) is still lazy, and lazy arrays belong to their thread.
     mx.eval(list(_arrays(model)))

@@ -57,7 +57,7 @@ class ServerConfig:
     port: int = _setting(8080, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
     name: str | None = _setting(
         None,
-        "What every answer says in its header X-Served-By, to tell several servers apart; by default this machine's "
+        "Name in the header X-Served-By of every answer, to tell several servers apart; by default this machine's "
         "name.",
         flag="--name",
     )

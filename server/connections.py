@@ -40,7 +40,7 @@ MAX_CONNECTIONS = 4096
 MIN_BODY_BYTES = 4096
 """What of a body must arrive in each `client_seconds`."""
 UNSENT_BYTES = 1 << 16
-"""What the kernel holds of an answer that is not on its way yet; more would hide that nobody reads it."""
+"""Bytes of an answer that the kernel may hold unsent; with more, a client that reads nothing would go unnoticed."""
 CHECKS = 4
 """How often a client is looked at in `client_seconds`."""
 RESET_SECONDS = 0.1

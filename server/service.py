@@ -46,7 +46,7 @@ from server.sizes import size_text
 logger = logging.getLogger(__name__)
 
 FLOAT32_SHARE = 0.5
-"""Of the memory for weights and state: what float32 weights may have of it, so that the rest is for state."""
+"""The share of the memory for weights and state that float32 weights may take; the rest is for state."""
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

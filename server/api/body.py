@@ -103,7 +103,7 @@ def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
     """Yields, block by block, how many texts and containers begin there, and how many values end with a comma."""
     start, is_in_text = 0, False
     while start < len(raw):
-        # A block ends behind a byte that is no backslash, so that what a backslash escapes is in it.
+        # A block never ends with a backslash, so that an escaped character is in the block of its backslash.
         found = _NO_BACKSLASH.search(raw, start + _BLOCK_BYTES - 1)
         stop = found.end() if found else len(raw)
         parts = raw[start:stop].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')

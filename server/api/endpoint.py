@@ -129,13 +129,13 @@ def _decoded(
     name = request.state.request_id.removeprefix("req_")
     result = read(context, Incoming(request, fields, id_prefix + name))
     if not is_finite:
-        # The check of no typed field has refused the number, so it stands inside an object of any content.
+        # No typed field has refused the number, so it stands inside an object whose content is not checked.
         raise not_finite()
     return result
 
 
 def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
-    """Returns whose request it is, as far as its fields are what they should be: for the case that it is refused."""
+    """Returns whose request it is, as far as its fields can be read; a refusal is recorded under that."""
     salt = fields.get("cache_salt")
     try:
         session_id = dialect_of(request).session_id(fields, request.headers)

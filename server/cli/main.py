@@ -116,7 +116,7 @@ def _root(
 
 
 def _serve(**given: Any) -> None:
-    """Serve a model over HTTP, with an OpenAI-compatible API."""
+    """Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama."""
     config = config_from(given, os.environ)
     if len(config.models) > 1:
         raise ConfigError(f"{len(config.models)} models were named; one model at a time for now")
@@ -151,7 +151,7 @@ def run(
 
     config = config_from({"models": [model], "context_tokens": context, "cache_memory_bytes": cache_memory})
     opening = Opening(system, " ".join(question or ()))
-    # Limits are for a copy of one's own, and a folder may have another's name.
+    # Only a model loaded here has these limits, and a server may have another model by a folder's name.
     wants_own = local or context is not None or cache_memory is not None or Path(model).expanduser().is_dir()
     served = None if wants_own else _find_served(model, api_key)
     if served is not None:
@@ -210,16 +210,22 @@ def doctor(
         str | None, typer.Argument(metavar="URL", help="Address of a running server. Default: http://127.0.0.1:8080.")
     ] = None,
     file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read recorded requests from JSON lines, without a server.")
+        str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The key that the client sends: a key sees its own sessions.")
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            envvar="MLX_SERVE_API_KEY",
+            help="The key that the client sends: a key sees its own sessions.",
+        ),
     ] = None,
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
     ] = None,
     speed: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to tell seconds.")
+        float | None,
+        typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to show seconds too."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, for a program.")] = False,
 ) -> None:
@@ -240,17 +246,17 @@ def doctor(
 @app.command("gateway-config")
 def print_gateway_config(
     replica: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="A server; give it once for each.")
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="Address of a server; give this once for each.")
     ] = None,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where clients come.")] = DEFAULT_LISTEN,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address that clients use.")] = DEFAULT_LISTEN,
     certificate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file of certificate and key: clients come by HTTPS.")
+        str | None, typer.Option(metavar="FILE", help="PEM file of certificate and key, to serve HTTPS.")
     ] = None,
     buffer: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much of a body HAProxy holds to find the session.")
+        str, typer.Option(metavar="SIZE", help="How much of a body HAProxy keeps to look for the session.")
     ] = "1MiB",
     admin_socket: Annotated[
-        str, typer.Option(metavar="PATH", help="Where HAProxy takes commands.")
+        str, typer.Option(metavar="PATH", help="Socket for commands to HAProxy, such as to add a server.")
     ] = DEFAULT_ADMIN_SOCKET,
 ) -> None:
     """Print the configuration for HAProxy in front of several servers."""
@@ -258,13 +264,11 @@ def print_gateway_config(
     typer.echo(gateway_config(gateway), nl=False)
 
 
-cache_app = typer.Typer(help="Manage what --cache-disk keeps of conversations.", invoke_without_command=True)
+cache_app = typer.Typer(help="List or delete the conversations that --cache-disk keeps.", invoke_without_command=True)
 app.add_typer(cache_app, name="cache")
 
 _CACHE_DIR = ServerConfig.cache_dir
-_CacheDir = Annotated[
-    str, typer.Option(metavar="TEXT", help=f"The folder that servers were given. Default: {_CACHE_DIR}.")
-]
+_CacheDir = Annotated[str, typer.Option(metavar="TEXT", help="The folder that servers have as --cache-dir.")]
 
 
 @cache_app.callback()
@@ -286,11 +290,11 @@ def list_cache(
 
 @cache_app.command("rm")
 def remove_cache(
-    folders: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` shows it.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove every folder.")] = False,
+    folders: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` names it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete every folder.")] = False,
     cache_dir: _CacheDir = _CACHE_DIR,
 ) -> None:
-    """Remove the conversations of a model from the disk."""
+    """Delete the conversations of a model from the disk."""
     from server.cli.cache import remove_folders
 
     if bool(folders) == everything:
@@ -427,7 +431,7 @@ def _loading(model: str) -> Iterator[str | None]:
         # Before any other thread is there: one could take a Ctrl-C that is held back.
         fast_blas = _prepare_mlx()
         with console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
-            # Ctrl-C would leave the terminal without one.
+            # Ctrl-C would leave the terminal without a cursor.
             console.show_cursor(True)
             yield fast_blas
 

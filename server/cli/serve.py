@@ -146,7 +146,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
         return
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
     with console.status(f"Loading {escape(model)} …") as status:
-        # Whoever ends the process now would leave the terminal without one.
+        # A process that ended now would leave the terminal without a cursor.
         console.show_cursor(True)
         # While the line is there, what goes to standard error is written above it.
         streams = [handler.setStream(sys.stderr) for handler in handlers]

@@ -139,7 +139,7 @@ class DecodePipeline:
             return None
         try:
             return sequence.output.mask()
-        except Exception as error:  # the grammar's: no other row has it
+        except Exception as error:  # an error of the grammar concerns this row only
             logger.warning("request %s failed: %s", sequence.request.request_id, error)
             self._table.fail(sequence, StepFailed(str(error)))
             return None
@@ -151,7 +151,7 @@ class DecodePipeline:
         launched.is_read = True
         try:
             tokens = launched.step.tokens()
-        except Exception as error:  # a device's fault shows only when the step is waited for
+        except Exception as error:  # an error of the device is raised only when the step is waited for
             newer = self._newer_than(launched)
             self._in_flight = None
             self._recover(list(dict.fromkeys([*launched.sequences, *newer])), error)
@@ -203,6 +203,6 @@ def _error_of(act: Callable[[], None]) -> Exception | None:
     """Returns what a part of a launch raised: it is handled after the tokens of the step before are read."""
     try:
         act()
-    except Exception as error:  # the model's: which row is at fault is found out by replaying them
+    except Exception as error:  # an error of the model: replaying the rows shows which one is at fault
         return error
     return None

@@ -26,7 +26,6 @@ class Timings:
     prompt_ms: float
     predicted_tokens: int
     predicted_ms: float
-    queue_ms: float = 0.0
 
 
 @dataclass(frozen=True)

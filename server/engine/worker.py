@@ -71,7 +71,7 @@ class Worker:
             chunk_tokens=chunk_tokens,
             expected_tokens=expected_tokens,
         )
-        self._make_sequence = SequenceFactory(make_decoder, eos_token_ids, clock)
+        self._make_sequence = SequenceFactory(make_decoder, eos_token_ids)
         self._close_runner = runner.close
 
     @property
@@ -159,7 +159,7 @@ class Worker:
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the tokens of the step under way and closes what has ended: a chunk is not to hold them up."""
+        """Reads the tokens of the step under way and closes ended sequences, since a chunk would delay them."""
         self._decode.read()
         self._table.close_finished(list(self._table))
 
@@ -174,7 +174,7 @@ class Worker:
                 self._grow(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Grows one sequence at the cost of younger ones, or has it wait itself; alone, it ends here."""
+        """Grows the buffers of a sequence; others, or it, wait for that. One that runs alone ends here."""
         while sequence.lease is not None and sequence.lease.is_open:
             try:
                 if sequence.lease.try_grow(sequence.max_offset):
@@ -185,7 +185,7 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Has others give up their slots for a sequence: those that are over, else one; alone, it ends here."""
+        """Frees slots: of ended sequences, else of the one that ranks last. One that runs alone ends here."""
         running = self._table.leased()
         ended = [other for other in running if other.output.reason is not None]
         waits = choose_to_wait(other.ticket for other in running)

@@ -1,7 +1,7 @@
 """`/v1/cache` and pins: lists the state held for the request's namespace, clears it, and protects it from eviction.
 
 Every path reads and changes the state of one namespace: that of the request's key and, where one is given as
-`?cache_salt=`, its salt; who owns the server names another with `?namespace=`, and is told the sums of all.
+`?cache_salt=`, its salt. The owner of the server may name another with `?namespace=`, and is shown the sums of all.
 Where several models are served, `?model=` names one.
 """
 
@@ -89,7 +89,7 @@ class NamespaceBody(TypedDict):
 
 
 class CacheStateBody(TypedDict):
-    """What is held for one namespace; for who owns the server, also the sums of all."""
+    """What is held for one namespace; for the owner of the server, also the sums of all."""
 
     object: str
     model: str
