@@ -77,7 +77,7 @@ class DecodeStep:
         return cast(list[int], self.sampled.tolist())
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns how likely the model held `token` in a row, once the step is done; None for rows that do not tell."""
+        """Returns how likely the model held `token` in a row, once the step is done; None where it was not asked."""
         return None if self.logprobs is None else self.logprobs.read(index, token)
 
 

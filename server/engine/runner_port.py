@@ -17,7 +17,7 @@ class Step(Protocol):
         """Blocks until every row's next token is known and returns them in row order."""
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns how likely the model held `token` in a row, behind `tokens`; None where its sampling does not ask."""
+        """Returns how likely the model held `token` in a row, behind `tokens`; None where it was not asked for."""
 
 
 class RunnerPort(Protocol):

@@ -60,16 +60,13 @@ class TextLogprobsWriter:
 
     def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
         """Returns what is told of the next tokens."""
-        top = [{self._text(token): _finite(logprob) for token, logprob in one.top} for one in told]
+        top = [{_name(self._texts.piece(token)): _finite(logprob) for token, logprob in one.top} for one in told]
         return {
-            "tokens": [self._text(one.token_id) for one in told],
+            "tokens": [_name(self._texts.piece(one.token_id)) for one in told],
             "token_logprobs": [_finite(one.logprob) for one in told],
             "top_logprobs": top if self._num_top else None,
             "text_offset": [self._pass(one.token_id) for one in told],
         }
-
-    def _text(self, token: int) -> str:
-        return self._texts.text([token])
 
     def _pass(self, token: int) -> int:
         """Returns where a token begins, and goes behind it."""
@@ -79,7 +76,16 @@ class TextLogprobsWriter:
 
 
 def _likely(token: int, logprob: float, texts: TokenReader) -> LikelyToken:
-    return {"token": texts.text([token]), "logprob": _finite(logprob), "bytes": list(texts.piece(token))}
+    piece = texts.piece(token)
+    return {"token": _name(piece), "logprob": _finite(logprob), "bytes": list(piece)}
+
+
+def _name(piece: bytes) -> str:
+    """Returns a token as text; one that is a part of a character as its bytes, so that no two are called the same."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 def _finite(logprob: float) -> float:
