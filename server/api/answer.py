@@ -62,7 +62,9 @@ class Answer:
             match event:
                 case Started():
                     yield event
-                case Delta(text):
+                case Delta(text, _, logprobs):
+                    if logprobs:
+                        self._exchange.take_logprobs(logprobs)
                     for piece in parser.feed(text):
                         yield piece
                 case Finished(FinishReason.CANCELLED):

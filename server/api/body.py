@@ -127,9 +127,9 @@ def _parse_leniently(raw: bytes) -> Any:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot serve another request.
-    message = f"the body is larger than the {max_bytes} bytes that this server accepts"
-    return ApiError(Code.BODY_TOO_LARGE, message, headers={"Connection": "close"})
+    # The connection stays open: closed, a client that sends all before it reads would be cut off from the answer.
+    # The rest of the body is read and dropped, for as long as a request may take to arrive.
+    return ApiError(Code.BODY_TOO_LARGE, f"the body is larger than the {max_bytes} bytes that this server accepts")
 
 
 async def _arriving(request: Request) -> AsyncIterator[bytes]:

@@ -14,6 +14,7 @@ from server.api.auth import key_name_of, namespace_of
 from server.api.context import context_of
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code, explain
+from server.api.header_text import ascii_text
 from server.api.other_apis import explain_unknown_path, find_other_api
 from server.api.refusals import Origin, Refusal
 from server.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
@@ -36,7 +37,7 @@ class ErrorBoundary:
         """`server_name` is what every answer says it was served by."""
         self._app = app
         self._find_dialect = find_dialect
-        self._server_name = server_name
+        self._server_name = ascii_text(server_name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection's request; raises only once an answer has begun."""

@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 from models.output.pieces import OutputParser, Piece
 from models.output.plain import PlainParser
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ServedModel
 from server.api.conversation import Conversation
@@ -125,6 +126,10 @@ class Exchange(ABC):
     @abstractmethod
     async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
         """Returns the body of an answer that is not streamed."""
+
+    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Takes what is told of the tokens of the output that comes next; called only where the request asks."""
+        raise NotImplementedError("a dialect whose requests ask for logprobs takes them")
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""

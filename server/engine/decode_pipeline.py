@@ -156,19 +156,20 @@ class DecodePipeline:
             self._in_flight = None
             self._recover(list(dict.fromkeys([*launched.sequences, *newer])), error)
             return
-        for sequence, token in zip(launched.sequences, tokens, strict=True):
+        for index, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.output.reason is None and sequence in self._table:
                 forced = sequence.output.forced_token()
                 if forced is not None and sequence not in self._newer_than(launched):
                     self._force(sequence, forced)
-                self._accept(sequence, token if forced is None else forced, launched)
+                self._accept(sequence, index, token if forced is None else forced, launched)
 
-    def _accept(self, sequence: Sequence, token: int, launched: InFlightStep) -> None:
+    def _accept(self, sequence: Sequence, index: int, token: int, launched: InFlightStep) -> None:
         sequence.decode.is_suspect = False
         sequence.decode.unrecorded = token
         if sequence in self._newer_than(launched):
             sequence.record()
-        self._table.post(sequence, sequence.accept(token, self._clock()))
+        logprob = launched.step.logprob(index, token)
+        self._table.post(sequence, sequence.accept(token, self._clock(), logprob))
         if sequence.output.reason is None:
             return
         if sequence.decode.unrecorded is None or not sequence.request.cache_prompt:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from models.output.token_logprob import TokenLogprob
 from server.engine.diagnosis import Reuse
 
 
@@ -65,6 +66,8 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of these tokens, where the request asks for them."""
 
 
 @dataclass(frozen=True)

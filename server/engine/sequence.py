@@ -10,6 +10,7 @@ from cache.disk.read_ahead import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
+from models.output.token_logprob import TokenLogprob
 from server.engine.events import Event, Finished, FinishReason, Progress, Started, Timings
 from server.engine.output import Output
 from server.engine.output_text import MakeDecoder, TextDecoder
@@ -130,11 +131,11 @@ class Sequence:
         self._reported_tokens = evaluated
         return [Progress(evaluated, num_prompt)]
 
-    def accept(self, token: int, now: float) -> list[Event]:
+    def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
         """Takes the next token and returns the events it makes, the last one included where it ends the output."""
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
-        deltas: list[Event] = [*self.output.accept(token)]
+        deltas: list[Event] = [*self.output.accept(token, logprob)]
         return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -32,6 +33,7 @@ from server.api.openai.chat_types import (
 )
 from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
+from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.api.openai.params import read_params
 from server.api.openai.usage import finish_reason, usage_of
 from server.api.params import Incoming, build_request
@@ -150,6 +152,12 @@ class ChatExchange(Exchange):
         self._calls: list[ToolCallBody] = []
         self._num_streamed = 0
         """Calls that the stream has begun, those that failed included."""
+        self._told: list[TokenLogprob] = []
+        """Of the tokens that were not written yet."""
+
+    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Keeps them for the next chunk, or for the answer."""
+        self._told.extend(logprobs)
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
         """Yields the role, what the model says, why it ended, and the usage where asked for."""
@@ -226,7 +234,7 @@ class ChatExchange(Exchange):
         """Returns a chunk; without a delta, one without choices."""
         choices: list[ChunkChoice] = []
         if delta is not None:
-            choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
+            choices = [{"index": 0, "delta": delta, "logprobs": self._logprobs(), "finish_reason": reason}]
         chunk: ChatChunk = {
             "id": self.request.request_id,
             "object": "chat.completion.chunk",
@@ -238,6 +246,11 @@ class ChatExchange(Exchange):
         if self._wants_usage:
             chunk["usage"] = None
         return chunk
+
+    def _logprobs(self) -> ChatLogprobs | None:
+        """Returns what is told of the tokens since the last time; None where nothing is."""
+        told, self._told = self._told, []
+        return chat_logprobs(told, self.model.token_texts) if told else None
 
     @property
     def _message(self) -> MessageBody:
@@ -254,7 +267,12 @@ class ChatExchange(Exchange):
 
     def _completion(self, finished: Finished) -> ChatCompletion:
         reason = finish_reason(finished, made_calls=bool(self._calls))
-        choice: ChatChoice = {"index": 0, "message": self._message, "logprobs": None, "finish_reason": reason}
+        choice: ChatChoice = {
+            "index": 0,
+            "message": self._message,
+            "logprobs": self._logprobs(),
+            "finish_reason": reason,
+        }
         return {
             "id": self.request.request_id,
             "object": "chat.completion",

@@ -1,7 +1,7 @@
 """`POST /v1/completions`: OpenAI's plain completions, streamed or whole."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
@@ -12,7 +12,9 @@ from starlette.responses import Response
 
 from cache.restore_points import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
+from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output.pieces import Text
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -22,6 +24,7 @@ from server.api.errors import ApiError, Code
 from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
 from server.api.openai.fields import IN_TEXT
 from server.api.openai.generation_body import GenerationBody
+from server.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from server.api.openai.params import read_params
 from server.api.openai.usage import AnswerHead, Usage, finish_reason, usage_of
 from server.api.params import Incoming, build_request
@@ -48,6 +51,12 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, BeforeValidator(_one_prompt), Field()]
     """A text, a list of token ids, or a list that holds one of them."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """How many of the likeliest tokens are told with each token of the answer."""
+
+    def num_top_logprobs(self) -> int | None:
+        """Returns that number; None where nothing is to be told."""
+        return self.logprobs
 
 
 class TextChoice(TypedDict):
@@ -55,7 +64,7 @@ class TextChoice(TypedDict):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: str | None
 
 
@@ -115,6 +124,14 @@ class CompletionExchange(Exchange):
         super().__init__(model, request, prompt, is_streamed=body.stream is True)
         self._created = int(time.time())
         self._wants_usage = body.wants_usage()
+        self._told: list[TokenLogprob] = []
+        """Of the tokens that were not written yet."""
+        count = body.num_top_logprobs()
+        self._logprobs = TextLogprobsWriter(model.token_texts, count) if count is not None else None
+
+    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Keeps them for the next text."""
+        self._told.extend(logprobs)
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
         """Yields text, why it ended, and the usage where asked for."""
@@ -153,8 +170,13 @@ class CompletionExchange(Exchange):
         last.update(costs_of(finished, self.request.session_id))  # type: ignore[typeddict-item]
         return [end] if last is end else [end, last]
 
+    def _written(self) -> TextLogprobs | None:
+        """Returns what is told of the tokens since the last time; None where nothing is."""
+        told, self._told = self._told, []
+        return self._logprobs.write(told) if self._logprobs is not None and told else None
+
     def _body(self, text: str, reason: str | None) -> TextCompletion:
-        choice: TextChoice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+        choice: TextChoice = {"index": 0, "text": text, "logprobs": self._written(), "finish_reason": reason}
         body: TextCompletion = {
             "id": self.request.request_id,
             "object": "text_completion",

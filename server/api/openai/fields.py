@@ -212,7 +212,7 @@ IN_CHAT: Rules = {
     ),
     **no_effect("the model decides", "parallel_tool_calls verbosity", is_read=True),
     **no_effect("it could only save time", "prediction", is_read=True),
-    **refused(_NO_TOKEN_DATA, logprobs=(False, 0), top_logprobs=(0, -1)),
+    **honoured("logprobs top_logprobs"),
     **refused("its newer names are tools and tool_choice", functions=([],), function_call=("none",)),
     **refused("prompts and answers are text only", modalities=(["text"],), audio=()),
     **refused(
@@ -250,7 +250,7 @@ IN_TEXT: Rules = {
         stream_reasoning=(True,),
         reasoning_format=("none", "auto"),
     ),
-    **refused(_NO_TOKEN_DATA, logprobs=()),
+    **honoured("logprobs"),
     **refused("a prompt always begins with the model's first token, where it has one", add_special_tokens=(True,)),
     **refused(
         _NO_TEMPLATE,
