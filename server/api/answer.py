@@ -66,7 +66,9 @@ class Answer:
             match event:
                 case Started():
                     yield event
-                case Delta(text):
+                case Delta(text, _, logprobs):
+                    if logprobs:
+                        self._exchange.take_logprobs(logprobs)
                     for piece in parser.feed(text):
                         yield piece
                 case Finished(FinishReason.CANCELLED):
@@ -145,7 +147,7 @@ class Answer:
                 self._report_if_last()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps what was evaluated, for the next turn to be compared with; what was kept before counts."""
+        """Keeps what was evaluated, so that the next turn can be compared with it; only the first call counts."""
         figures = self.figures
         num_evaluated = (figures.started.hit_tokens if figures.started else 0) + figures.num_evaluated
         # The last token of an answer that was cut off is not evaluated.

@@ -56,6 +56,11 @@ class Choices(ABC):
         """The choice that speaks for all."""
         return self.exchanges[0]
 
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is."""
+        return self.first.is_streamed
+
     def repeats_prompt(self, index: int) -> bool:
         """Whether the choice before has the same prompt."""
         return index > 0 and self.exchanges[index].prompt is self.exchanges[index - 1].prompt

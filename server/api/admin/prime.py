@@ -43,7 +43,7 @@ class PrimedBody(TypedDict):
 
 async def prime_cache(request: Request) -> Response:
     """Evaluates a prefix. A client that leaves ends it; what was computed until then stays."""
-    return await generate(request, "prime-", open_prime)
+    return await generate(request, "prime-", open_prime, may_stream=False)
 
 
 def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -32,6 +33,7 @@ from server.api.openai.chat_types import (
 from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
 from server.api.openai.dialect import SYSTEM_FINGERPRINT
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
+from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.api.openai.params import read_params
 from server.api.openai.usage import finish_reason
 from server.api.params import Incoming, build_request
@@ -177,7 +179,12 @@ class ChatExchange(ChoiceExchange):
 
     def choice(self, reason: str) -> ChatChoice:
         """Returns the choice of an answer that is not streamed."""
-        return {"index": self.index, "message": self._message, "logprobs": None, "finish_reason": reason}
+        return {
+            "index": self.index,
+            "message": self._message,
+            "logprobs": self._logprobs(self.told),
+            "finish_reason": reason,
+        }
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
@@ -220,9 +227,16 @@ class ChatExchange(ChoiceExchange):
         """Returns a chunk; without a delta, one without choices."""
         choices: list[ChunkChoice] = []
         if delta is not None:
-            choices = [{"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}]
+            choices = [
+                {
+                    "index": self.index,
+                    "delta": delta,
+                    "logprobs": self._logprobs(self.untold()),
+                    "finish_reason": reason,
+                }
+            ]
         chunk: ChatChunk = {
-            "id": self.request.request_id,
+            "id": self.answer_id,
             "object": "chat.completion.chunk",
             "created": self._created,
             "model": self.model.id,
@@ -232,6 +246,10 @@ class ChatExchange(ChoiceExchange):
         if self.wants_usage:
             chunk["usage"] = None
         return chunk
+
+    def _logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        """Returns what is told of some tokens; None where nothing is."""
+        return chat_logprobs(told, self.model.token_texts) if told else None
 
     @property
     def _message(self) -> MessageBody:
@@ -249,7 +267,7 @@ class ChatExchange(ChoiceExchange):
     def answer(self, choices: list[ChatChoice]) -> ChatAnswer:
         """Returns an answer that is not streamed, without its costs."""
         return {
-            "id": self.request.request_id,
+            "id": self.answer_id,
             "object": "chat.completion",
             "created": self._created,
             "model": self.model.id,

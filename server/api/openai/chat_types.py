@@ -7,10 +7,13 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.prompt.chat_template import Message
 from models.unicode_text import read_object
+from server.api.errors import ApiError, Code
 from server.api.openai.errors import ErrorObject
 from server.api.openai.generation_body import GenerationBody
+from server.api.openai.logprobs import ChatLogprobs
 from server.api.openai.usage import AnswerHead, Usage
 from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
@@ -221,6 +224,16 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the model's chat template."""
     prediction: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    """Tell how likely the model held each token of the answer."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """And so many of the likeliest tokens in its place."""
+
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many of the likeliest tokens are told with each token; raises ApiError for some with none."""
+        if not self.logprobs and self.top_logprobs:
+            raise ApiError(Code.INVALID_VALUE, "top_logprobs: it needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def thinking_wish(self) -> ThinkingWish:
         """Returns what the body wants of thoughts, under whichever names; the plainest counts."""
@@ -323,7 +336,7 @@ class ChunkChoice(TypedDict):
 
     index: int
     delta: DeltaBody
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
     error: NotRequired[ErrorObject]
     """What went wrong with this choice, where others were completed."""
@@ -334,7 +347,7 @@ class ChatChoice(TypedDict):
 
     index: int
     message: MessageBody
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str
     error: NotRequired[ErrorObject]
     """What went wrong with this choice, where others were completed."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from models.output.pieces import Piece
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
 from server.api.choices import AllEnded, ChoiceEvent, ChoiceFailed, Choices
 from server.api.context import ServedModel
@@ -42,7 +43,21 @@ class ChoiceExchange(Exchange):
     ) -> None:
         super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=conversation)
         self.index = index
+        self.answer_id = request.request_id
+        """As the answer is named; the same for all of its choices."""
+        self.told: list[TokenLogprob] = []
+        """Of all tokens of the output, where the request asks for them."""
+        self._num_streamed_logprobs = 0
         self.wants_usage = body.wants_usage()
+
+    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Keeps them for the next chunk, or for the answer."""
+        self.told.extend(logprobs)
+
+    def untold(self) -> Sequence[TokenLogprob]:
+        """Returns those that were taken since it was last called."""
+        since, self._num_streamed_logprobs = self._num_streamed_logprobs, len(self.told)
+        return self.told[since:]
 
     @abstractmethod
     def opening(self) -> Sequence[Payload]:
@@ -116,6 +131,11 @@ class SeveralChoices(Choices):
     """Writes an answer with several choices, interleaved in a stream, each named by its index."""
 
     exchanges: tuple[ChoiceExchange, ...]
+
+    def __init__(self, exchanges: Sequence[ChoiceExchange]) -> None:
+        super().__init__(exchanges)
+        for exchange in exchanges:
+            exchange.answer_id = exchanges[0].answer_id
 
     @property
     def _first(self) -> ChoiceExchange:

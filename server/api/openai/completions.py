@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cache.restore_points import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
+from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output.pieces import Piece, Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api.auth import namespace_of
@@ -23,6 +24,7 @@ from server.api.openai.dialect import SYSTEM_FINGERPRINT
 from server.api.openai.errors import ErrorObject
 from server.api.openai.fields import IN_TEXT
 from server.api.openai.generation_body import GenerationBody
+from server.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from server.api.openai.params import read_params
 from server.api.openai.usage import AnswerHead, Usage, finish_reason
 from server.api.params import Incoming, build_request
@@ -50,6 +52,12 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
     """A text, a list of token ids, or a list of several of either; once checked, a list."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """How many of the likeliest tokens are told with each token of the answer."""
+
+    def num_top_logprobs(self) -> int | None:
+        """Returns that number; None where nothing is to be told."""
+        return self.logprobs
 
 
 class TextChoice(TypedDict):
@@ -57,7 +65,7 @@ class TextChoice(TypedDict):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: str | None
     error: NotRequired[ErrorObject]
     """What went wrong with this choice, where others were completed."""
@@ -143,6 +151,8 @@ class CompletionExchange(ChoiceExchange):
         super().__init__(body, model, request, prompt, index=index)
         self._created = int(time.time())
         self._texts: list[str] = []
+        count = body.num_top_logprobs()
+        self._logprobs = TextLogprobsWriter(model.token_texts, count) if count is not None else None
 
     def opening(self) -> list[TextCompletion]:
         """Returns nothing: a completion begins with its text."""
@@ -168,16 +178,23 @@ class CompletionExchange(ChoiceExchange):
 
     def choice(self, reason: str) -> TextChoice:
         """Returns the choice of an answer that is not streamed."""
-        return {"index": self.index, "text": "".join(self._texts), "logprobs": None, "finish_reason": reason}
+        text = "".join(self._texts)
+        told = self._logprobs.again().write(self.told) if self._logprobs is not None else None
+        return {"index": self.index, "text": text, "logprobs": told, "finish_reason": reason}
 
     def answer(self, choices: list[TextChoice]) -> TextCompletion:
         """Returns an answer that is not streamed, without its costs."""
         return {**self._body("", None), "choices": choices}
 
+    def _untold(self) -> TextLogprobs | None:
+        """Returns what is told of the tokens since the last chunk; None where nothing is."""
+        told = self.untold()
+        return self._logprobs.write(told) if self._logprobs is not None and told else None
+
     def _body(self, text: str, reason: str | None) -> TextCompletion:
-        choice: TextChoice = {"index": self.index, "text": text, "logprobs": None, "finish_reason": reason}
+        choice: TextChoice = {"index": self.index, "text": text, "logprobs": self._untold(), "finish_reason": reason}
         body: TextCompletion = {
-            "id": self.request.request_id,
+            "id": self.answer_id,
             "object": "text_completion",
             "created": self._created,
             "model": self.model.id,

@@ -105,6 +105,10 @@ class GenerationBody(BoundBody):
     safety_identifier: str | None = None
     store: bool | None = None
 
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many of the likeliest tokens are told with each token; None where nothing is to be told."""
+        return None
+
     def wants_usage(self) -> bool:
         """Whether a stream shall hold the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage is True

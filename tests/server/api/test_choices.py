@@ -1,5 +1,6 @@
 """Several answers to one request: each is one of its own, and together they are one request to whoever asks."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -67,12 +68,14 @@ def test_each_choice_is_an_answer_of_its_own(client: openai.OpenAI, engine: Fake
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert texts_of(answer) == ["answer 0.", "answer 1.", "answer 2."]
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
-    assert len({id for id in (r.request_id for r in engine.requests)}) == 3
+    assert len({request.request_id for request in engine.requests}) == 3
     assert answer.id == engine.requests[0].request_id
 
 
 @pytest.mark.parametrize("kind", [CHAT, TEXT])
-def test_the_prompt_counts_once_and_the_answers_together(client: openai.OpenAI, engine: FakeEngine, kind: str) -> None:
+def test_the_prompt_counts_once_and_the_answers_together(
+    client: openai.OpenAI, engine: FakeEngine, kind: str
+) -> None:
     answer = ask(client, kind, n=3)
     num_prompt = len(engine.requests[0].tokens)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (num_prompt, 6)
@@ -209,11 +212,13 @@ def test_where_all_choices_fail_the_request_does(client: openai.OpenAI, engine: 
 def test_a_client_that_leaves_ends_all_choices(address: str, engine: FakeEngine, stream: bool) -> None:
     engine.script = SLOW
     body = {"messages": HI, "n": 3, "stream": stream}
-    with httpx.Client() as http, pytest.raises(httpx.ReadTimeout):
-        with http.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=0.3) as answer:
-            for _ in answer.iter_bytes():
-                until(lambda: len(engine.requests) == 3)
-                raise httpx.ReadTimeout("enough")
+    with (
+        contextlib.suppress(httpx.ReadTimeout),
+        httpx.stream("POST", f"{address}/v1/chat/completions", json=body, timeout=0.3) as answer,
+    ):
+        for _ in answer.iter_bytes():
+            until(lambda: len(engine.requests) == 3)
+            break
     until(lambda: len(engine.cancelled) == 3)
 
 
@@ -227,9 +232,7 @@ def test_several_choices_are_one_request_to_a_person(
     assert entries[0].prompt_tokens == len(engine.requests[0].tokens)
     assert [request.session_id for request in engine.requests] == ["s", None, None]
     sessions = httpx.get(f"{address}/v1/sessions").json()["data"]
-    assert [(session["id"], session["turns"]) for session in sessions] == [("s", 1)]
-    turns = httpx.get(f"{address}/v1/sessions/s").json()["turns"]
-    assert [turn["predicted_tokens"] for turn in turns] == [6]
+    assert [(session["id"], session["num_turns"]) for session in sessions] == [("s", 1)]
 
 
 # ---------------------------------------------------------------------------------------------- with a real model

@@ -97,7 +97,8 @@ def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
         for fact in ("tiny, 152096 parameters", "900 tokens", "64.0 MB", "3 conversations at once, 5 more", "curl"):
             assert fact in report
         assert get(port, "/health")[0] == 200
-        assert [model["id"] for model in get(port, "/v1/models")[1]["data"]] == ["tiny"]
+        listed = get(port, "/v1/models")[1]["data"]
+        assert [(model["id"], model["loaded"]) for model in listed][:2] == [("tiny", True), ("demo", False)]
         idle = socket.create_connection(("127.0.0.1", port))
 
         stream = Stream(port, max_tokens=600)
@@ -191,9 +192,9 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
         raise Exited
 
     async def signal_twice() -> None:
-        engine = SimpleNamespace(stats=lambda: SimpleNamespace(num_open=num_open), drain=asyncio.sleep, stop=list)
+        pool = SimpleNamespace(num_running=num_open, drain=asyncio.sleep, stop=list)
         app = SimpleNamespace(state=SimpleNamespace(api=SimpleNamespace()))
-        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, engine), cast(Any, app), 0)
+        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, pool), cast(Any, app), 0)
         stopper.signalled()
         stopper.signalled()
 
