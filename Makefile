@@ -5,7 +5,7 @@ PY := $(BIN)/python
 CODE := mlx_serve.py server models cache scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev install run test check fix bench clients lock
+.PHONY: help venv dev install run test check fix bench clients load lock
 
 help:
 	@echo "make install         set up .venv with what running needs (CUDA=1: with the CUDA backend, on Linux)"
@@ -17,6 +17,7 @@ help:
 	@echo "make fix             format, and mend what the linter can mend"
 	@echo "make bench           run the benchmarks; results go to results/ (ARGS='decode trie')"
 	@echo "make clients         try client packages and coding agents, as pip and npm bring them (ARGS='opencode litellm')"
+	@echo "make load            prove that bad input, many clients and slow ones do no harm (ARGS='fuzz --seed 7')"
 	@echo "make lock            resolve the dependencies anew into requirements.lock and requirements-dev.lock"
 
 venv:
@@ -50,6 +51,9 @@ bench: dev
 
 clients: dev
 	@$(PY) -m scripts.clients $(ARGS)
+
+load: dev
+	@$(PY) -m scripts.load $(ARGS)
 
 # Versions stay as they are unless UPGRADE=1; both files have the same ones. No address of an index may enter them.
 COMPILE = $(PY) -m uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --extra checkout \

@@ -40,7 +40,7 @@ class CacheRequest:
     expected_tokens: int
     """Output to reserve memory for."""
     reuse: bool
-    """Whether state may be reused, and left to others."""
+    """Whether it may reuse stored state, and leave its own state to later requests."""
     is_volatile: bool
     """Its state must not be written to disk."""
     is_background: bool
@@ -103,7 +103,7 @@ class Admission:
 
     def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
         """Returns what memory holds of a prompt, after reading what disk adds to it, and whether any was read."""
-        self._pager.trie(request.namespace)  # made now, so that what is read has a place
+        self._pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         if request.reuse:
             return self._promotion.promote(request.lookup, is_background=request.is_background)
         return self._promotion.result_of(Match([], 0)), False
@@ -182,7 +182,7 @@ class Admission:
             if left == offset:
                 self._pager.page_in(slot, trie, landing, request.tokens[:offset], capacity)
         except Exception:
-            # Layers may rest at different offsets, and moved state may be half gone.
+            # Layers may have stopped at different offsets, and part of the state may have been moved already.
             self._pager.give_up(slot, arriving)
             raise
         if left < offset:

@@ -3,9 +3,9 @@
 NEW_SESSION_COUNT = 200
 """How far the clock moves when a new session begins; it moves by 1 when any request begins or ends.
 
-A client that begins a conversation has often ended another, one of the silent ones: so all of these age."""
+A client that begins a conversation has often ended another one. Nobody knows which, so all silent ones age."""
 MAX_SESSIONS = 10_000
-"""So many sessions are remembered; a session that was forgotten counts as new."""
+"""The most sessions that are remembered; a session that was forgotten counts as new."""
 
 
 class RequestClock:

@@ -121,7 +121,8 @@ class Lease:
 
         Stored state is evicted for it. The caches must be evaluated; after an error they are damaged.
         """
-        self._make_known()  # the restore point at the prompt's end can go only once the trie knows what follows it
+        # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
+        self._record_all()
         return self._owner.try_grow(self._slot, max_tokens)
 
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
@@ -155,7 +156,7 @@ class Lease:
         self._end()
         self._owner.discard(self._slot)
 
-    def _make_known(self) -> None:
+    def _record_all(self) -> None:
         self._owner.commit(self._slot)
 
     def _record_here(self) -> None:
@@ -181,7 +182,7 @@ class PrivateLease(Lease):
     def advance(self, tokens: TokenArray) -> None:
         """Records tokens in the slot alone."""
         self._slot.log.append(tokens)
-        self._make_known()
+        self._record_all()
 
     def close(self) -> None:
         """Ends the sequence and forgets it."""
@@ -191,5 +192,6 @@ class PrivateLease(Lease):
         """Forgets the sequence; its next lease evaluates it again."""
         self.discard()
 
-    def _make_known(self) -> None:
+    def _record_all(self) -> None:
+        """Only charges the slot: nothing is recorded in the trie."""
         self._owner.measure(self._slot)

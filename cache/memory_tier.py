@@ -19,11 +19,12 @@ from cache.snapshots import Snapshot, has_shared_rows
 from cache.trie import Node, PrefixTrie
 
 MAX_NAMESPACES = 1024
-"""So many namespaces have tries: eviction chooses among all of them."""
+"""The most namespaces that have tries: eviction looks at all of them."""
 FORGOTTEN_SHARE = 64
-"""At the limit, one in so many namespaces is forgotten at once, so that not every new one has to forget another."""
+"""At the limit, one in this many namespaces is forgotten at once, so that not every new namespace has to forget
+one."""
 MAX_EXTRA = 32
-"""At most so many superseded or unusable candidates are evicted in one round beyond what is needed."""
+"""The most superseded or unusable candidates that one round evicts beyond its target."""
 
 
 class _Namespace(NamedTuple):

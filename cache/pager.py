@@ -26,7 +26,7 @@ from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache
 
 CLEAR_BYTES = 64 << 20
-"""A slot of this size that is paged out leaves buffers of sizes that nothing will ask for: MLX lets go of them."""
+"""After a slot of at least this size was paged out, MLX frees its pool: nothing else needs buffers of those sizes."""
 
 
 class Pager:
@@ -46,6 +46,11 @@ class Pager:
     def trie(self, namespace: str) -> PrefixTrie:
         """Returns the trie of a namespace, made now if there is none; tries of the slots are never forgotten."""
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
+
+    def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
+        """Makes layer caches in another way from now on; all slots must be empty."""
+        assert not any(slot.caches for slot in self.slots), "a slot holds caches of a model that has gone"
+        self._make_caches = make_caches
 
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
         """Assigns a slot to a namespace; if it is empty, its tip becomes the root there, and it gets layer caches.

@@ -170,6 +170,18 @@ class PrefixCache:
         """Evicts half of what is stored: the device has less memory than the budget says."""
         self.reclaimer.relieve()
 
+    def try_resize(self, budget_bytes: int) -> int:
+        """Has all state keep within another budget, by paging out and evicting what no running request holds.
+
+        Returns by how many bytes these exceed it; if by any, the budget stays what it was.
+        """
+        before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
+        self.reclaimer.free_excess()
+        excess_bytes = max(self.ledger.excess_bytes(), 0)
+        if excess_bytes:
+            self.ledger.budget_bytes = before
+        return excess_bytes
+
     # ------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:
@@ -206,6 +218,23 @@ class PrefixCache:
         if self.disk is not None:
             self.disk.close(self.save(), timeout_seconds)
             self.disk = self._promotion.disk = self._demotion.disk = None
+
+    def park(self) -> None:
+        """Pages all slots out, so that nothing here refers to the model any more. No request may be running.
+
+        Until `resume` nothing but `try_resize` and reports may be asked for, on any one thread.
+        """
+        assert not any(slot.is_leased for slot in self.slots), "a request still runs"
+        for slot in self.slots:
+            self.pager.page_out(slot, 0)
+        self.pager.use_caches_of(_no_caches)
+
+    def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
+        """Goes on after `park` with the same model, loaded anew, and another budget; on its worker thread."""
+        for slot in self.slots:
+            slot.caches = []
+        self.pager.use_caches_of(make_caches)
+        self.try_resize(budget_bytes)
 
     # ------------------------------------------------------------------------------------------------- state
 
@@ -272,3 +301,7 @@ class PrefixCache:
         for trie, node in self.memory.nodes():
             if self.disk is not None:
                 self.disk.check(trie.namespace, node)
+
+
+def _no_caches() -> list[LayerCache]:
+    raise AssertionError("a parked cache was asked for a sequence")

@@ -70,7 +70,8 @@ class Promotion:
             disk_match = self._find_on_disk(lookup, found)
             if disk_match is None or self.disk is None or disk_match.num_bytes > self._memory.ledger.budget_bytes:
                 break
-            # Freeing memory may write to disk, and a write may delete files. Not these: they are in use.
+            # Freeing memory may write to disk, and a write may evict files. A use that is recorded now protects
+            # these.
             self.disk.touch(disk_match)
             excess = self._memory.ledger.excess_bytes(disk_match.num_bytes)
             if self._reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
@@ -95,7 +96,7 @@ class Promotion:
         assert_attachable(trie, tokens, segment)
         tip = trie.extend(trie.root, tokens)
         for node in tip.path():
-            node.is_volatile = False  # the disk has these tokens from an ordinary request
+            node.is_volatile = False  # only ordinary requests are written to disk
         if segment is not None:
             trie.store(tip, segment)
         if snapshot is not None:

@@ -50,7 +50,7 @@ class Recorder:
             tip = trie.extend(slot.tip, slot.log.view(recorded), may_split=may_split)
             for node in tip.path():
                 is_new = node.home is None and node.span is None
-                # What an ordinary request has had too is no secret of the volatile one that brought it.
+                # Once an ordinary request has had these tokens, they may be written to disk, whoever had them first.
                 node.is_volatile = slot.turn.is_volatile and (node.is_volatile or is_new)
                 if node.start >= recorded and node.home is None:
                     trie.make_live(node, slot)

@@ -57,13 +57,13 @@ class SlotTurn:
     is_background: bool = False
     """It is of the background class."""
     leaves_background: bool = False
-    """And the conversation that it continues had no other requests: its end is marked as background, too."""
+    """Like all earlier requests of its conversation it is of the background class; so is then the end."""
     is_on_probation: bool = False
     """It has no session and continues no earlier turn."""
     landing: int = 0
     """The offset at which it was restored."""
     start: int = 0
-    """The offset in its prompt from which on the next turn may render it differently."""
+    """The offset in its prompt from which the next turn may render the same messages differently."""
     last_used: int = 0
     """When it began, or ended."""
 

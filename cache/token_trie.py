@@ -151,7 +151,7 @@ class TokenTrie(Generic[TrieNode]):
                     break
                 node = child
             edge_done, edge_left = length - node.start, node.stop - length
-            # A path has many edges, most of them known in full: this is what takes the time of a match.
+            # A path has many edges, and nearly all of them match whole: this comparison takes most of the time.
             piece = data[TOKEN_BYTES * done : TOKEN_BYTES * (done + edge_left)]
             if node.data.startswith(piece, TOKEN_BYTES * edge_done):
                 matched = len(piece) // TOKEN_BYTES

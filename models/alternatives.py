@@ -5,7 +5,7 @@ import re
 from models.names import SHORT_NAMES
 
 BYTES_PER_WEIGHT = 0.6
-"""Of the 4-bit weights that short names stand for, scales and embeddings included."""
+"""Bytes per weight of the 4-bit weights that short names stand for, scales and embeddings included."""
 
 
 def estimated_bytes(short_name: str) -> int:

@@ -1,7 +1,7 @@
 """Has MLX multiply matrices with a fast BLAS of the system, where MLX brings a plain one. Knows no MLX.
 
 On Linux, MLX's CPU backend links the reference BLAS, which is about 30 times slower in float32 than OpenBLAS. A
-library that is loaded before MLX, for all to see, takes its place: the dynamic linker resolves each name in the order
+library that is loaded before MLX with global symbols replaces it: the dynamic linker resolves each name in the order
 of loading (ELF gABI, "Shared Object Dependencies"). So `load_fast_blas` must run before MLX is imported.
 
 No package of Python's brings such a library: those of numpy and scipy have names of their own in it.

@@ -83,10 +83,7 @@ def load(
 
     Raises `ModelNotFound` if there is no model, and `ModelBroken`, saying what is wrong, if it cannot be used.
     """
-    _check_folder(path, name)
-    config = _load_config(path, name)
-    _check_model_type(config, name)
-    weights.find_weight_files(path)
+    check(path, name)
     tell("reading weights")
     model, config = _load_weights(path, name)
     precision = Precision.STORED
@@ -119,6 +116,29 @@ def load(
         state_fingerprint=_state_fingerprint(fingerprint, precision),
         precision=precision,
     )
+
+
+def check(path: Path, name: str) -> None:
+    """Raises what `load` raises for files that are missing, damaged or of an unknown kind; reads little of them."""
+    _check_folder(path, name)
+    _check_model_type(_load_config(path, name), name)
+    weights.find_weight_files(path)
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the configuration in a model folder, and how many tokens prompt and output may have together.
+
+    Raises ModelBroken and ModelNotFound.
+    """
+    _check_folder(path, path.name)
+    config = _load_config(path, path.name)
+    return config, _context_tokens(config)
+
+
+def release(loaded: LoadedModel) -> None:
+    """Lets go of a model's weights, whoever still refers to the model: it cannot be called any more."""
+    for module in cast(list[Module], loaded.model.modules()):  # type: ignore[no-untyped-call]
+        module.clear()
 
 
 def _state_fingerprint(fingerprint: str, precision: Precision) -> str:
@@ -163,7 +183,7 @@ def _check_folder(path: Path, name: str) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises ModelBroken for a folder or a file in it that may not be read; libraries would call it anything."""
+    """Raises ModelBroken for a folder or a file in it that may not be read; the libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:
@@ -197,7 +217,7 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
 def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
     try:
         model, config = load_model(path)
-    except (Exception, SystemExit) as error:  # whatever an architecture's code makes of a configuration it dislikes
+    except (Exception, SystemExit) as error:  # an architecture's code raises anything for a wrong configuration
         raise ModelBroken(f"{name}: cannot be loaded: {_first_lines(error)}") from error
     # What is no parameter (rotary frequencies, for one) is still lazy, and lazy arrays belong to their thread.
     mx.eval(list(_arrays(model)))

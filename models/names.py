@@ -41,7 +41,9 @@ IGNORED_PATTERNS = ["*/*"]
 """Subfolders hold other formats of the same weights."""
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?"
-_REPOSITORY = re.compile(rf"(?!.*(?:--|\.\.)){_PART}/{_PART}(?:@[A-Za-z0-9][A-Za-z0-9_./+-]*)?")
+_REPOSITORY = re.compile(
+    rf"(?!.*(?:--|\.\.))(?!(?i:www\.)?(?i:huggingface\.co|hf\.co)/){_PART}/{_PART}(?:@[A-Za-z0-9][A-Za-z0-9_./+-]*)?"
+)
 
 _ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>[^/?#]+/[^/?#]+)"
@@ -111,6 +113,22 @@ def resolve(name: str) -> Path:
     if repository is None:
         raise ModelNotFound(f"There is no model {name!r}: {suggest(name)}")
     return _cached(name, repository)
+
+
+def find_installed(name: str) -> tuple[str, Path] | None:
+    """Returns the full name and the folder of an installed model; None where there is none of that name.
+
+    Never takes a name for a path, so that it may come from anyone. Raises ModelBroken for half a download.
+    """
+    if name == DEMO:
+        return DEMO, _complete(DEMO_FOLDER, "the model 'demo'", "reinstall mlx-serve")
+    repository = parse_repository(name)
+    if repository is None:
+        return None
+    try:
+        return str(repository), _cached(name, repository)
+    except ModelNotFound:
+        return None
 
 
 def installed() -> list[InstalledModel]:

@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from models.mlx_lm_import import QuantizedSwitchLinear, SwitchLinear
 
 Progress = Callable[[int, int], object]
-"""Is told how many of how many weights are converted."""
+"""Called with the number of weights converted so far and the number of all."""
 
 
 class Precision(StrEnum):
@@ -43,7 +43,6 @@ class WeightSizes:
     """Bytes of one model's weights in each precision."""
 
     stored: int
-    with_float32_scales: int
     as_float32: int
     is_quantized: bool
 
@@ -65,13 +64,13 @@ def measure(model: Module) -> WeightSizes:
     arrays = list(_arrays(model))
     packed = [module for _, module in _packed(model)]
     stored = sum(array.nbytes for array in arrays)
-    scales = sum(_float32_bytes(array) for array in arrays)
+    all_float32 = sum(_float32_bytes(array) for array in arrays)
     packs = sum(_float32_bytes(module[name]) for module in packed for name in _PACK if module.get(name) is not None)
-    return WeightSizes(stored, scales, scales - packs + sum(4 * _num_weights(m) for m in packed), bool(packed))
+    return WeightSizes(stored, all_float32 - packs + sum(4 * _num_weights(m) for m in packed), bool(packed))
 
 
 def convert(model: Module, precision: Precision, tell: Progress = lambda done, total: None) -> None:
-    """Gives `model` weights in another precision, evaluated. Old ones go as new ones come, layer by layer."""
+    """Converts the weights of `model` to another precision, evaluated, layer by layer to spare memory."""
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))

@@ -22,6 +22,7 @@ from server.api.admin.cache import (
     unpin_session,
 )
 from server.api.admin.health import HealthBody, ReadyBody, health, ready
+from server.api.admin.models import ModelNameBody, ModelStateBody, load_model, unload_model
 from server.api.admin.prime import PrimedBody, prime_cache
 from server.api.admin.sessions import (
     DeletedBody,
@@ -34,7 +35,7 @@ from server.api.admin.sessions import (
 from server.api.anthropic.routes import ANTHROPIC
 from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
-from server.api.context import ApiContext, EnginePort, ServedModel
+from server.api.context import ApiContext, PoolPort, ServedModel
 from server.api.dialect import Api, find_dialect, routes_of
 from server.api.json_body import JsonBody
 from server.api.llama_cpp.routes import LLAMA_CPP
@@ -49,6 +50,8 @@ from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.key_file import read_keys
+from server.pool.member import OpenedModel, PooledEngine
+from server.pool.pool import ModelPool
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers where a path is no dialect's own."""
@@ -62,6 +65,8 @@ _ADMIN = (
     Route("/cache", get_cache, methods=["GET"]),
     Route("/cache/clear", clear_cache, methods=["POST"]),
     Route("/cache/prime", prime_cache, methods=["POST"]),
+    Route("/models/load", load_model, methods=["POST"]),
+    Route("/models/unload", unload_model, methods=["POST"]),
 )
 
 _SALT, _CACHE = ("cache_salt", "namespace"), ("cache_salt", "namespace", "model")
@@ -75,6 +80,8 @@ ADMIN_OPERATIONS: Operations = {
     get_cache: Operation(answer=CacheStateBody, query=(*_CACHE, "limit")),
     clear_cache: Operation(answer=ClearedBody, query=_CACHE),
     prime_cache: Operation((ChatBody, CompletionBody), PrimedBody),
+    load_model: Operation((ModelNameBody,), ModelStateBody),
+    unload_model: Operation((ModelNameBody,), ModelStateBody),
     health: Operation(answer=HealthBody),
     ready: Operation(answer=ReadyBody),
 }
@@ -94,13 +101,20 @@ ADMIN_ROUTES = (
 
 
 def create_app(
-    engine: EnginePort,
+    engine: PooledEngine,
     model: ServedModel,
     config: ServerConfig,
     apis: Sequence[Api] = APIS,
     keys: KeyRing | None = None,
 ) -> Starlette:
-    """Returns the application that serves `model` by `engine`. `app.state.api` is its `ApiContext`.
+    """Returns the application that serves one model, and no other, by `engine`; see `create_pool_app`."""
+    return create_pool_app(ModelPool.of(OpenedModel(model, engine)), config, apis, keys)
+
+
+def create_pool_app(
+    pool: PoolPort, config: ServerConfig, apis: Sequence[Api] = APIS, keys: KeyRing | None = None
+) -> Starlette:
+    """Returns the application that serves the models of `pool`. `app.state.api` is its `ApiContext`.
 
     `keys` are those of `config` where they have been read already.
     """
@@ -118,9 +132,7 @@ def create_app(
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )
     app.state.openapi = openapi_document(apis)
-    app.state.api = ApiContext(
-        config, {model.id: model}, {model.id: engine}, keys=read_keys(config) if keys is None else keys
-    )
+    app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
     return app
 
 

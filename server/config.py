@@ -10,6 +10,9 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from server.pool.keep_alive import parse_keep_alive
+from server.pool.names import parse_alias
+
 MEBIBYTE = 1024 * 1024
 GIGABYTE = 10**9
 ANY_ORIGIN = "*"
@@ -50,14 +53,35 @@ class ServerConfig:
 
     models: tuple[str, ...] = _setting(
         ("demo",),
-        "Models to serve: 'demo', a folder, or a Hugging Face repository in the local cache.",
+        "Models to serve: 'demo', a folder, or a Hugging Face repository in the local cache. The first is loaded "
+        "now, others when they are asked for.",
         flag="MODEL",
+    )
+    aliases: tuple[str, ...] = _setting(
+        (),
+        "Another name for a model, or a pattern of names, such as 'gpt-*=qwen3:8b'; may be given several times.",
+        flag="--alias",
+        unit="pattern=model",
+    )
+    max_models: int | None = _setting(
+        None,
+        "Models that may be loaded at once; by default as many as fit. With 1 only MODEL is served.",
+        flag="--max-models",
+        minimum=1,
+        maximum=1024,
+    )
+    keep_alive: str | None = _setting(
+        None,
+        "How long a model stays loaded that nobody uses, such as 30m, or -1 for ever; by default for ever, or 30m "
+        "where the weights take more than half of the memory.",
+        flag="--keep-alive",
+        unit="duration",
     )
     host: str = _setting("127.0.0.1", "Address to listen on.", flag="--host")
     port: int = _setting(8080, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
     name: str | None = _setting(
         None,
-        "What every answer says in its header X-Served-By, to tell several servers apart; by default this machine's "
+        "Name in the header X-Served-By of every answer, to tell several servers apart; by default this machine's "
         "name.",
         flag="--name",
     )
@@ -215,6 +239,18 @@ class ServerConfig:
         for setting in fields(self):
             _check_setting(setting.name, setting.type, getattr(self, setting.name), setting.metadata)
         self._check_origins()
+        self._check_pool()
+
+    def _check_pool(self) -> None:
+        try:
+            for alias in self.aliases:
+                parse_alias(alias)
+        except ValueError as error:
+            raise ConfigError(f"aliases is wrong: {error}") from error
+        try:
+            parse_keep_alive(self.keep_alive or 0)
+        except ValueError as error:
+            raise ConfigError(f"keep_alive is wrong: {error}") from error
 
     def _check_origins(self) -> None:
         for origin in self.cors:

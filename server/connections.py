@@ -3,13 +3,15 @@
 uvicorn bounds neither. A client that stops in the middle of a request, or does not read its answer, is given
 `client_seconds` without progress; then its connection is closed, and whatever ran for it is cancelled as for any
 client that has left. Of connections there are at most `max_connections`: a newcomer takes the place of the one that
-has been idle for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the
-application.
+has been without a whole request for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1;
+nothing of the application.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
+import math
 import resource
 import socket
 import struct
@@ -40,13 +42,17 @@ MAX_CONNECTIONS = 4096
 MIN_BODY_BYTES = 4096
 """What of a body must arrive in each `client_seconds`."""
 UNSENT_BYTES = 1 << 16
-"""What the kernel holds of an answer that is not on its way yet; more would hide that nobody reads it."""
+"""Bytes of an answer that the kernel may hold unsent; with more, a client that reads nothing would go unnoticed."""
 CHECKS = 4
 """How often a client is looked at in `client_seconds`."""
 RESET_SECONDS = 0.1
 """How often a client that sends no more is looked at."""
 REPORT_SECONDS = 60.0
 RETRY_SECONDS = 5
+MAX_LINGERING = ACCEPTED_AT_ONCE
+"""Connections that wait for their client to read why they are closed."""
+LINGER_SECONDS = 1.0
+"""How long each of them waits."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,13 @@ class HttpConfig(uvicorn.Config):
             log_level=logging.ERROR,
             access_log=False,
             server_header=False,
+            # `Connection` closes those that are idle for too long; uvicorn would after five seconds.
+            timeout_keep_alive=math.ceil(limits.client_seconds) + 1,
             **settings,
         )
         self.limits = limits
         self.reports = Reports()
+        self.num_lingering = 0
 
 
 class Connection(H11Protocol):
@@ -106,6 +115,8 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = config.limits
         self._reports = config.reports
+        self._http_config = config
+        self._is_lingering = False
         self._num_received = 0
         self._awaited: tuple[str, int] | None = None
         """What the client was to do at the last look, and how far it was."""
@@ -130,10 +141,14 @@ class Connection(H11Protocol):
         """Ends the watch."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._is_lingering:
+            self._http_config.num_lingering -= 1
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what arrives."""
+        """Counts what arrives; drops it where the last answer has been given."""
+        if self._is_lingering:
+            return
         self._num_received += len(data)
         super().data_received(data)
 
@@ -154,7 +169,12 @@ class Connection(H11Protocol):
 
     @property
     def _may_say_continue(self) -> bool:
-        if self._is_between_requests or self.cycle.more_body or self.scope["http_version"] != "1.1":
+        if (
+            self._is_lingering
+            or self._is_between_requests
+            or self.cycle.more_body
+            or self.scope["http_version"] != "1.1"
+        ):
             return False
         return self.conn.our_state is h11.SEND_RESPONSE
 
@@ -181,10 +201,12 @@ class Connection(H11Protocol):
     def _find_awaited(self) -> tuple[str, int] | None:
         """Returns what the client is to do, with a number that changes as it does so; None if it is not its turn."""
         unsent = self.transport.get_write_buffer_size()
+        if self._is_lingering:
+            return None
         if unsent:
             return "taking an answer", unsent
         if self._is_between_requests:
-            return "sending a request", self.server_state.total_requests if self.cycle is None else id(self.cycle)
+            return "sending a request", id(self.cycle)
         if self.cycle.more_body and not self.flow.read_paused:
             return "sending a body", self._num_received // MIN_BODY_BYTES
         return None
@@ -195,8 +217,10 @@ class Connection(H11Protocol):
 
     def _give_up(self, what: str) -> None:
         self._reports.add(f"closed a connection: its client stopped {what} for {self._limits.client_seconds:g} s")
-        if self.transport.is_closing() or not self._num_received or not self._may_answer:
+        if self.transport.is_closing() or not self._may_answer:
             self.drop()
+        elif self._is_between_requests and not self.conn.trailing_data[0]:
+            self.transport.close()
         else:
             self._answer(ApiError(Code.REQUEST_TIMEOUT, "the request did not arrive in time"))
 
@@ -211,10 +235,12 @@ class Connection(H11Protocol):
     # ------------------------------------------------------------------------------------------ too many of them
 
     def _make_place(self) -> None:
-        idle = [one for one in self.connections if isinstance(one, Connection) and one.is_idle and one is not self]
-        if idle:
-            self._reports.add("closed an idle connection for a new one: there are too many")
-            min(idle, key=lambda one: one._since).drop()
+        others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
+        # By time alone: were idle ones first, newcomers would take only each other's places beside dribbling bodies.
+        unfinished = [one for one in others if one.is_idle or one.is_sending]
+        if unfinished:
+            self._reports.add("closed a connection without a whole request for a new one: there are too many")
+            min(unfinished, key=lambda one: one._since).drop()
         else:
             self._reports.add("refused a connection: there are too many")
             self._answer(retry_later(Code.TOO_MANY_CONNECTIONS, "too many connections are at work", RETRY_SECONDS))
@@ -224,6 +250,11 @@ class Connection(H11Protocol):
     def is_idle(self) -> bool:
         """Whether no request has begun on it, or its last one has ended."""
         return self._is_between_requests and not self.transport.get_write_buffer_size()
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a request has begun on it that has not arrived yet."""
+        return not self._is_between_requests and self.cycle.more_body and not self.cycle.response_started
 
     def drop(self) -> None:
         """Closes it at once; the kernel forgets what it holds for the client too."""
@@ -248,7 +279,23 @@ class Connection(H11Protocol):
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Closes it once its client has had time to read: closing it with bytes unread takes the answer back."""
+        if self._is_lingering or self._http_config.num_lingering >= MAX_LINGERING:
+            self.transport.close()
+            return
+        self._is_lingering = True
+        self._http_config.num_lingering += 1
+        if not self._is_between_requests:
+            # To the application it is closed already; nothing may follow the answer.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        # The client may have left just now.
+        with contextlib.suppress(OSError):
+            self.transport.write_eof()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
 
 def _hold_little(connection: socket.socket | None) -> None:

@@ -1,4 +1,4 @@
-"""Reads the keys that a server takes: the one of its settings, and those of a file that nobody else may read."""
+"""Reads the keys that a server takes: the one of its settings, and those of a file that only its owner may read."""
 
 import os
 import shlex

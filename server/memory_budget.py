@@ -11,13 +11,14 @@ from typing import Any
 from server.sizes import size_text
 
 USABLE_SHARE = 0.75
-"""Of the machine's memory; the rest is for the system, other programs and the buffers of a step."""
+"""The share of the machine's memory for weights and state; the rest is for the system, other programs and a step's
+buffers."""
 RECOMMENDED_SHARE = 0.9
-"""Of what the device recommends to use: above that, Metal pages and everything becomes slow."""
+"""The share of what the device recommends that is used: above that, Metal pages and everything becomes slow."""
 SMALLEST_BUDGET_BYTES = 256 << 20
-"""Granted even where the weights leave nothing: less would hold no conversation at all."""
+"""The least budget, even where the weights leave nothing: less would hold no conversation at all."""
 POOL_SHARE = 1 / 16
-"""Of the budget, for buffers that were freed and that MLX keeps to use again: they are not counted in the budget."""
+"""Bytes of freed buffers that MLX may keep to use again, as a share of the budget, in which they are not counted."""
 SMALLEST_POOL_BYTES = 128 << 20
 LARGEST_POOL_BYTES = 1 << 30
 """What the buffers of one step take, with a reserve: a smaller pool would have each step allocate them anew."""

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,21 +18,23 @@ from models import weights
 from models.alternatives import suggest_smaller
 from models.errors import InvalidParameter, ModelError
 from models.inference.grammar_compiler import GrammarCompiler
-from models.inference.sampling_params import SamplingParams, check
-from models.loader import LoadedModel, load
+from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_params import check as check_sampling
+from models.loader import LoadedModel, check, load, read_config, release
 from models.mlx_lm_import import get_total_parameters
 from models.names import DEMO, resolve, shorten
 from models.output.reasoning_format import ReasoningFormat
 from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
-from server.api.context import ServedModel
+from server.api.context import ListedModel, ServedModel
 from server.api.model_facts import ModelFacts, architecture_facts
 from server.claims import Claim
 from server.config import ServerConfig
 from server.engine.engine import Engine, EngineConfig
 from server.errors import StartError
 from server.memory_budget import (
+    SMALLEST_BUDGET_BYTES,
     Machine,
     MemoryPlan,
     choose_budget_bytes,
@@ -41,12 +44,17 @@ from server.memory_budget import (
     read_machine,
     usable_bytes,
 )
+from server.pool.errors import ModelTooLarge
+from server.pool.loading import Around
+from server.pool.member import OpenedModel
+from server.pool.memory import PoolMemory
+from server.pool.source import ModelSource
 from server.sizes import size_text
 
 logger = logging.getLogger(__name__)
 
 FLOAT32_SHARE = 0.5
-"""Of the memory for weights and state: what float32 weights may have of it, so that the rest is for state."""
+"""The share of the memory for weights and state that float32 weights may take; the rest is for state."""
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -68,6 +76,13 @@ class Service:
     """About how long a token of an answer takes, measured on one matrix; None on a graphics processor."""
     model_context_tokens: int
     """The model's own limit; `model.context_tokens` may be lower."""
+    release: Callable[[], object] = lambda: None
+    """Lets go of the weights, once the engine has ended."""
+
+    @property
+    def opened(self) -> OpenedModel:
+        """The model as the pool takes it; its engine must have been started."""
+        return OpenedModel(self.model, self.engine, self.memory.weights_bytes, self.release)
 
 
 def open_service(
@@ -84,7 +99,7 @@ def open_service(
     stored_bytes = weights.total_bytes(path)
     _check_weights_fit(name, stored_bytes, largest_weights_bytes(machine))
     others_bytes = sum(claim.memory_bytes for claim in others)
-    is_cpu = mx.default_device().type == mx.cpu
+    is_cpu = not _is_on_gpu()
     float32_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
     loaded = load(path, model_id(name), max_float32_bytes=float32_bytes, tell=tell)
     plan = _plan(config, machine, _weights_bytes(loaded.model), others_bytes)
@@ -93,14 +108,93 @@ def open_service(
     served = _served_model(loaded, facts, config)
     return Service(
         model=served,
-        engine=Engine.for_model(loaded, _engine_config(config, plan, served)),
+        engine=Engine.for_model(loaded, _engine_config(config, plan.budget_bytes, served)),
         num_parameters=facts.num_parameters,
         memory=plan,
         precision=loaded.precision,
         stored_bytes=stored_bytes,
         seconds_per_token=seconds_per_token(loaded.model, _active_share(loaded.config)) if is_cpu else None,
         model_context_tokens=loaded.context_tokens,
+        release=partial(_release, loaded),
     )
+
+
+def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim]) -> PoolMemory:
+    """Returns what the models of one server may take of a machine, beside other servers."""
+    if config.cache_memory_bytes is not None:
+        return PoolMemory(machine.memory_bytes, config.cache_memory_bytes)
+    left_bytes = max(usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
+    return PoolMemory(
+        left_bytes,
+        largest_alone_bytes=largest_weights_bytes(machine),
+        smallest_alone_bytes=SMALLEST_BUDGET_BYTES,
+    )
+
+
+@dataclass(frozen=True)
+class ServiceOpener:
+    """Loads models while the server runs. For any thread, but one model at a time."""
+
+    config: ServerConfig
+    memory: PoolMemory
+
+    def measure(self, source: ModelSource) -> int:
+        """Returns what the weights take as they are stored; raises ModelError for files that cannot be used."""
+        check(source.path, source.id)
+        return weights.total_bytes(source.path)
+
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+        """Returns the model with its engine running.
+
+        Raises ModelError, and ModelTooLarge where the weights take more than they seemed to.
+        """
+        try:
+            return self._open(source, around, tell)
+        finally:
+            # A thread that ends with streams of its own can abort the process when that ends.
+            mx.synchronize()
+            mx.clear_streams()
+
+    def describe(self, source: ModelSource) -> ListedModel:
+        """Returns what the files of a model tell without being loaded; of damaged ones, nothing but the name."""
+        try:
+            config, limit = read_config(source.path)
+            created = int((source.path / "config.json").stat().st_mtime)
+            facts = ModelFacts(stored_bytes=weights.total_bytes(source.path), **architecture_facts(config))
+        except (ModelError, OSError):
+            return ListedModel(source.id, 0, None, ModelFacts())
+        return ListedModel(source.id, created, min(self.config.context_tokens or limit, limit), facts)
+
+    def _open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+        float32_bytes = None if _is_on_gpu() else self._float32_bytes(around.weights)
+        loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, tell=tell)
+        try:
+            return self._started(source, loaded, around, tell)
+        except BaseException:
+            _release(loaded)
+            raise
+
+    def _started(
+        self, source: ModelSource, loaded: LoadedModel, around: Around, tell: Callable[[str], object]
+    ) -> OpenedModel:
+        weights_bytes = _weights_bytes(loaded.model)
+        together = [*around.weights, weights_bytes]
+        if not self.memory.fits(together):
+            raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
+        facts = _facts(loaded, weights.total_bytes(source.path), weights_bytes, is_on_gpu=_is_on_gpu())
+        served = _served_model(loaded, facts, self.config)
+        share_bytes = self.memory.share_bytes(together, around.dormant_bytes)
+        engine = Engine.for_model(loaded, _engine_config(self.config, share_bytes, served), around.dormant)
+        tell("trying it out")
+        engine.start()
+        return OpenedModel(served, engine, weights_bytes, partial(_release, loaded))
+
+    def _float32_bytes(self, others: Sequence[int]) -> int:
+        """Returns how much float32 weights may take: the same at each loading, unless other models leave less.
+
+        Stored state fits weights of the same precision only.
+        """
+        return min(int(self.memory.total_bytes * FLOAT32_SHARE), self.memory.largest_weights_bytes(others))
 
 
 def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
@@ -128,10 +222,10 @@ def _plan(config: ServerConfig, machine: Machine, weights_bytes: int, others_byt
     return plan
 
 
-def _engine_config(config: ServerConfig, plan: MemoryPlan, served: ServedModel) -> EngineConfig:
+def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel) -> EngineConfig:
     return EngineConfig(
         max_slots=config.slots,
-        budget_bytes=plan.budget_bytes,
+        budget_bytes=budget_bytes,
         context_tokens=served.context_tokens,
         chunk_tokens=config.chunk_tokens,
         max_waiting=config.max_waiting,
@@ -240,13 +334,22 @@ def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
         if recommended.get("do_sample") is False:
             given["temperature"] = 0.0
         params = SamplingParams(**given)
-        check(params, vocab_size)
+        check_sampling(params, vocab_size)
     except FileNotFoundError:
         return SamplingParams()
     except (OSError, ValueError, TypeError, AttributeError, InvalidParameter) as error:
         logger.warning("%s is not used: %s", path, error)
         return SamplingParams()
     return params
+
+
+def _is_on_gpu() -> bool:
+    return mx.default_device().type != mx.cpu
+
+
+def _release(loaded: LoadedModel) -> None:
+    release(loaded)
+    mx.clear_cache()
 
 
 def _weights_bytes(model: Any) -> int:

@@ -23,7 +23,8 @@ from cache.layers.segments import Segment
 from mlx_lm.models import cache as mlx_lm_cache
 
 BLOCK_TOKENS = 256
-"""Tokens of one pack under one checksum. Reads are in whole blocks, so at either end up to this many too many."""
+"""Tokens of one pack that share a checksum. A read takes whole blocks, so it may read up to this many more at each
+end."""
 
 _MLX_TYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_,

@@ -237,7 +237,7 @@ class DiskConnector:
 
 
 def _on_disk(place: Place[TokenNode]) -> DiskPlace:
-    """Returns a place that was kept on a node in memory as what it is: the tries in memory know of no other tier."""
+    """Narrows the type of a place that a node keeps: the tries in memory do not know the types of this tier."""
     return cast(DiskPlace, place)
 
 

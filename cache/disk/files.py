@@ -160,7 +160,7 @@ def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int
 
 
 def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
-    """Returns the checksum of some contiguous buffers. SHA-256 is what processors have instructions for."""
+    """Returns the checksum of some contiguous buffers. SHA-256, since processors have instructions for it."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

@@ -129,13 +129,13 @@ class ReadAhead:
             self._pieces.remove(piece)
             self._num_bytes -= piece.num_bytes
             piece.state.cancel()
-            piece.state = _CANCELLED  # prefetches that still have the piece must not keep its memory
+            piece.state = _CANCELLED  # frees the memory although other prefetches still refer to the piece
 
     def close(self) -> None:
         """Frees all pieces and ends the thread."""
         for piece in list(self._pieces):
             self._remove(piece)
-        self._reader.submit(mx.clear_streams)  # they belong to the thread, and would outlive it
+        self._reader.submit(mx.clear_streams)  # MLX's streams of this thread would outlive it
         self._reader.shutdown()
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FileState(Enum):
-    """A file's life. It only ever moves down this list."""
+    """The states of a file, in the order in which it goes through them."""
 
     PENDING = "pending"
     """Waiting to be written, or being written."""
@@ -113,7 +113,7 @@ class FileSpan:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes on disk; of a file that holds more than this span, its share."""
+        """Bytes on disk; for a file that holds more than this span, the part that is the span."""
         return sum(part.num_bytes for part in self.parts)
 
     def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":

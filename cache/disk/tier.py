@@ -43,7 +43,7 @@ from cache.tokens import TokenArray
 logger = logging.getLogger(__name__)
 
 _HEADER_BYTES = 4096
-"""About what a file takes beside its data."""
+"""Estimated bytes that a file takes besides its data."""
 
 _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that never goes back and counts the time that the machine sleeps: macOS and Linux name it differently."""

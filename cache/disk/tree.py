@@ -20,7 +20,7 @@ from cache.token_trie import Place, TokenNode, TokenTrie
 from cache.tokens import TokenArray
 
 MAX_SPARE_FILES = 16
-"""So many files are evicted at once at most, unless more are needed: the worker waits meanwhile."""
+"""The most files that are evicted at once, unless more are needed: the worker waits meanwhile."""
 
 
 class Hasher(Protocol):
@@ -320,7 +320,7 @@ def _files(node: DiskNode) -> list[StoredFile]:
 
 
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
-    """Returns whether the chosen files free the excess, and the spare bytes too as far as few files do."""
+    """Returns whether the chosen files free the excess, and are `MAX_SPARE_FILES` or free the spare bytes too."""
     return excess_bytes <= 0 and (excess_bytes <= -spare_bytes or num_chosen >= MAX_SPARE_FILES)
 
 

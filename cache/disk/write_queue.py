@@ -116,7 +116,7 @@ class WriteQueue:
         for write in self._writes:
             write.receipt.cancel()
         if self._store is not None:
-            self._thread.submit(mx.clear_streams)  # they belong to the thread, and would outlive it
+            self._thread.submit(mx.clear_streams)  # MLX's streams of this thread would outlive it
         self._thread.shutdown()
         self._store = None
 

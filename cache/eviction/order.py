@@ -1,9 +1,9 @@
 """The order in which stored state is evicted, updated as nodes change.
 
-There are too many nodes to value all of them for each request. So a node is valued anew when a change there, or
-elsewhere, may have lowered its value. A value that has risen meanwhile, since state before the node was evicted or
-another request used it, is noticed when the node is about to be evicted: it is then valued again and put back.
-Invariant: no value in the order is too high. How values fall with age is for `cache.eviction.policy.Queue`.
+There are too many nodes to value all of them for each request. So a node is valued again only when a change, of the
+node or of another one, may have lowered its value. A value that has risen meanwhile, since state before the node was
+evicted or another request used it, is noticed when the node is about to be evicted: it is then valued again and put
+back. Invariant: no value in the order is too high. How values fall with age is for `cache.eviction.policy.Queue`.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,11 +15,12 @@ from cache.trie import Node
 from cache.types import LayerKinds
 
 MANY_CHANGED = 64
-"""So many changed nodes are valued anew even if memory is not short, so that eviction later takes less time."""
+"""At this many changed nodes all are valued again, although memory is not short, so that eviction takes less time
+later."""
 MIN_GARBAGE = 1024
-"""So few outdated entries are never removed from the queue."""
+"""Up to this many outdated entries may stay in the queue."""
 SWEPT_PER_CHANGE = 4
-"""Entries of the queue looked at for each one added, once there are too many outdated ones: about every second is."""
+"""Entries that are looked at, to remove outdated ones, for each changed node. Only while half of all are outdated."""
 
 
 class EvictionOrder:
@@ -91,7 +92,7 @@ class EvictionOrder:
             fresh = self._valuation.candidate(namespace, node)
             if fresh.num_bytes > 0 and fresh.rank(now) <= candidate.rank(now):
                 return fresh
-            self.push(fresh)  # used since, or the restore point before it was evicted
+            self.push(fresh)  # its value has risen: it was used since, or the restore point before it was evicted
         return None
 
     def put_back(self, candidate: Candidate) -> None:
@@ -121,7 +122,7 @@ class EvictionOrder:
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, str]:
-        """Returns the nodes that have changed and those whose value that may have lowered, with namespaces."""
+        """Returns the changed nodes and those whose value may be lower because of them, with namespaces."""
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
             end = self._valuation.leaf_counting(node)

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 LONG_TOKENS = 70_000
-"""Beyond this a conversation goes on the less likely the longer it is."""
+"""The longer a conversation is beyond this, the less likely it goes on."""
 
 
 class Chance(float, Enum):
@@ -92,11 +92,11 @@ class Candidate:
 
 
 AGE_SHARE = 4
-"""Candidates are ranked as if of one age if they were used within one part in so many of it."""
+"""Candidates count as equally old if their ages differ by less than one part in this many."""
 MAX_HEAPS = 256
-"""At so many heaps neighbours are joined, even if nothing is evicted meanwhile."""
+"""At this many heaps neighbours are joined, even if nothing is evicted."""
 MAX_JOINED = 4096
-"""Heaps that would hold more together are not joined while there are few of them, so that each is swept quickly."""
+"""Two heaps are not joined if they hold more than this together and there are few heaps: so each is swept quickly."""
 
 
 class Queue:
@@ -173,7 +173,7 @@ class Queue:
         heapq.heappush(self._firsts, (heap.rank(self._now), next(self._count), heap))
 
     def _heap(self, last_used: int) -> "_Heap":
-        """Returns the heap for what was used then, a new one if there is none."""
+        """Returns the heap of the candidates that were used then; makes it if there is none."""
         index = bisect.bisect_right(self._heaps, last_used, key=lambda heap: heap.start)
         if index and last_used < self._heaps[index - 1].stop:
             return self._heaps[index - 1]
@@ -213,7 +213,7 @@ class _Heap:
         return is_explicit, value / max(1, now - last_used)
 
     def take(self, later: "_Heap") -> None:
-        """Adds all of a heap of what was used later."""
+        """Adds all candidates of another heap, which were used later."""
         self.stop = later.stop
         if len(later.entries) > len(self.entries):
             self.entries, later.entries = later.entries, self.entries

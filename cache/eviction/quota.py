@@ -73,7 +73,7 @@ class FairQueue:
         if namespace not in self._queues:
             self._queues[namespace] = Queue()
             if len(self._queues) == 2:
-                # What came while one namespace was alone has not been ranked.
+                # Candidates that came while there was only one namespace were not ranked.
                 self._over.forget()
                 self._all.forget()
         self._queues[namespace].push(candidate)

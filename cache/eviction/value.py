@@ -61,7 +61,7 @@ class Valuation:
                 below += next_node.children.values()
 
     def leaf_counting(self, node: Node) -> Node | None:
-        """Returns the leaf that a node's bytes may be counted with; None if it is one itself or the path branches."""
+        """Returns the only leaf below a node, which the node's bytes may count for; None for a leaf or a fork."""
         if not self._needs_snapshots or not node.children:
             return None
         while len(node.children) == 1 and not self._is_point(node):
@@ -69,11 +69,11 @@ class Valuation:
         return None if node.children else node
 
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
-        """Yields the nodes above `node` whose chance may have fallen by a change there; `held` says what it was.
+        """Yields the nodes above `node` whose chance a change there may have lowered.
 
-        They are found upwards because the chance of a restore point depends on the next two below it, and on
-        the sessions that end below it. Nodes further above are added to `seen`, so that several changes on one
-        path look at them once.
+        `held` has their values so far. They are found upwards because the chance of a restore point depends on the
+        next two below it, and on the sessions that end below it. Nodes further above are added to `seen`, so that
+        several changes on one path look at them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):

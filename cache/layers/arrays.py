@@ -11,7 +11,7 @@ import mlx.core as mx
 
 _PROBE_BYTES = 1 << 20
 _SMALLEST_BYTES = 8
-"""On CUDA, where sizes below a page are powers of two."""
+"""The smallest allocation on CUDA, where sizes below a page are powers of two."""
 
 
 def owned(array: mx.array) -> mx.array:

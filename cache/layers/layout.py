@@ -32,8 +32,8 @@ from cache.layers.segments import (
 from cache.types import LayerCache
 
 GROWTH_TOKENS = 256
-"""Rows by which a full span buffer grows. Each growth copies all rows: of what attention reads while so many tokens
-are generated that is one in 128, and half of the step is what a live sequence leaves unused in the mean."""
+"""Rows by which a full span buffer grows. Each growth reads and writes all rows once, and attention reads them once a
+token: growing adds one part in 128. On average a live sequence leaves half of a step unused."""
 
 
 class Layout:

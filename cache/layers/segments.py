@@ -105,7 +105,7 @@ class Segment:
 def assert_rows(rows: mx.array, start: int, stop: int) -> None:
     """Raises AssertionError unless an array, [..., num_tokens, width], has a row for each token `[start, stop)`.
 
-    No `assert`, which can be switched off: wrong rows answer with wrong tokens, and nobody would know.
+    Does not use `assert`, which can be switched off: with wrong rows the model says wrong tokens, and nobody notices.
     """
     if rows.shape[-2] != stop - start:
         raise AssertionError(f"{rows.shape[-2]} rows for the tokens [{start}, {stop})")
@@ -165,7 +165,7 @@ class LiveRows:
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
     """Returns how many rows segments hold up to `offset`; raises AssertionError unless the last `num_rows` are there.
 
-    No `assert`, as in `assert_rows`.
+    Does not use `assert`, for the reason that `assert_rows` gives.
     """
     starts, stops = [segment.start for segment in rows], [segment.stop for segment in rows]
     if starts[1:] != stops[:-1] or min(starts, default=offset) > offset - num_rows or max(stops, default=0) < offset:

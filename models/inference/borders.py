@@ -1,8 +1,8 @@
 """The lengths at which a model's attention may change: sliding windows, chunks, an indexer's selection.
 
 Sizes come from three places: layer caches that keep a bounded number of rows, windows that the model asks its caches'
-masks for, and numbers of its configuration whose names suggest a bound of attention. A name that was misread only
-costs a probe of one more length."""
+masks for, and numbers of its configuration whose names suggest a bound of attention. A number that has nothing to do
+with attention only costs the probe one more length."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -23,7 +23,7 @@ from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 MAX_KEPT = 64
 """Compiled grammars that are kept."""
 MAX_CHARACTERS: Final = 1 << 18
-"""Of a grammar's text."""
+"""The most characters of the text of a grammar."""
 MAX_MESSAGE: Final = 400
 _WORD_BITS = 32
 
@@ -69,7 +69,7 @@ class GrammarCompiler:
         if self._tokenizer is None:
             try:
                 self._tokenizer = llguidance.LLTokenizer(self._describe_tokenizer(), eos_token=self._eos or None)
-            except Exception as error:  # whatever it makes of a tokenizer that it does not know
+            except Exception as error:  # the library raises anything for a tokenizer that it cannot read
                 raise InvalidGrammar(f"this model's tokenizer cannot be bound: {_brief(error)}") from error
         return self._tokenizer
 

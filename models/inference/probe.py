@@ -35,15 +35,16 @@ from models.mlx_lm_import import ArraysCache, make_prompt_cache
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 30.0
-"""For the whole probe; exceeded by one model call at most. A slower machine gains little from ragged decode."""
+"""Time limit of the whole probe, which one model call may exceed. A slower machine gains little from ragged
+decode."""
 MAX_STATE_BYTES = 2 << 30
-"""Of all made-up rows that exist at a time."""
+"""The most bytes that all synthetic rows of a trial take together."""
 
 _NUM_TRIALS = 4
 _SPREADS = 3.0
 """A larger difference, in spreads, is not rounding. Both are maxima over several values of the same kind."""
 _LARGEST_ERROR = 0.25
-"""Allowed at most, however large the spread is."""
+"""The largest difference that is allowed, however large the spread is."""
 _SMALLEST_SPREAD = 1e-5
 """Lower bound of the spread; one unit in the last place is another."""
 
@@ -84,7 +85,7 @@ def is_ragged(
     except NotProven as reason:
         logger.warning("rows decode one after another: not proven that they may together: %s", reason)
         return False
-    except Exception as reason:  # what a model's code raises here tells only that it cannot be called like this
+    except Exception as reason:  # an error only shows that this model cannot be called in this way
         logger.info("rows decode one after another: %s: %s", type(reason).__name__, reason)
         return False
     if fault is not None:

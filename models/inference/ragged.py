@@ -38,7 +38,7 @@ class NotRagged(Exception):
     """A layer cache of this class cannot take part in a ragged batch."""
 
 
-_MISFIT = mx.zeros(10_007)  # a prime, so that it cannot be reshaped either
+_MISFIT = mx.zeros(10_007)  # a prime number, so that no reshape can fit it either
 mx.eval(_MISFIT)
 
 

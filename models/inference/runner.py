@@ -37,11 +37,13 @@ from numpy.typing import NDArray
 
 from cache.types import LayerCache
 from models.inference import probe
+from models.inference.logprobs import StepLogprobs
 from models.inference.ragged import RaggedBatch, own_point_state, ragged_attention
 from models.inference.sampling import BatchSampler, RowSampling, TokenIds
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords
+from models.output.token_logprob import TokenLogprob
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_STEPS = 256
@@ -66,11 +68,17 @@ class DecodeStep:
     logits: mx.array | None
     """`[num_rows, vocab_size]` until the tokens are sampled from them."""
     sampled: mx.array | None = None
+    logprobs: StepLogprobs | None = None
+    """Of the rows that tell them."""
 
     def tokens(self) -> list[int]:
         """Blocks until the step is done; returns the sampled token of each row, in the order of `rows`."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         return cast(list[int], self.sampled.tolist())
+
+    def logprob(self, index: int, token: int) -> TokenLogprob | None:
+        """Returns how likely the model held `token` in a row, once the step is done; None where it was not asked."""
+        return None if self.logprobs is None else self.logprobs.read(index, token)
 
 
 class Runner:
@@ -159,13 +167,17 @@ class Runner:
         """
         assert step.logits is not None, "a step samples once"
         with self._dropping_merged_state_on_error():
+            step.logprobs = StepLogprobs.of(step.logits, [row.sampling.params for row in step.rows])
             step.sampled = self._sampler.sample(step.logits, [row.sampling for row in step.rows], masks)
         step.logits = None
 
     def start(self, step: DecodeStep) -> None:
         """Has the device compute what of a step is prepared; does not wait for its end."""
         with self._dropping_merged_state_on_error():
-            mx.async_eval(step.logits if step.sampled is None else step.sampled)  # type: ignore[no-untyped-call]
+            wanted = [step.logits if step.sampled is None else step.sampled]
+            if step.logprobs is not None:
+                wanted += step.logprobs.arrays
+            mx.async_eval(wanted)  # type: ignore[no-untyped-call]
         if step.sampled is None:
             return
         self._num_steps += 1

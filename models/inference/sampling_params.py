@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from models.errors import InvalidParameter
 
+MAX_TOP_LOGPROBS = 20
+"""As OpenAI has it."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
 
@@ -31,6 +33,9 @@ class SamplingParams:
     """These two look at the output tokens of the request only; range [-2, 2]."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias, range [-100, 100]."""
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens are told with each token of the output, and how likely that one was; None
+    tells nothing. Range [0, `MAX_TOP_LOGPROBS`]."""
 
     @property
     def is_greedy(self) -> bool:
@@ -51,6 +56,8 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_number("min_p", params.min_p, 0.0, 1.0)
     if params.seed is not None:
         _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
+    if params.top_logprobs is not None:
+        _check_integer("top_logprobs", params.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
     _check_number("repetition_penalty", params.repetition_penalty, 0.0, 10.0, exclusive_low=True)
     _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)

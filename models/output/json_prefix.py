@@ -24,7 +24,8 @@ class JsonPrefix:
 
     def __init__(self) -> None:
         self.is_broken = False
-        """Whether the text cannot go on to be an object; or holds halves of characters, whose JSON is left alone."""
+        """Whether no continuation can make the text an object, or it holds half a character, so that it is not passed
+        on."""
         self._text = ""
         """What was pushed and is not certain yet."""
         self._at = 0

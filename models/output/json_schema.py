@@ -1,7 +1,7 @@
 """Takes a JSON schema as people mean it where it is to bind an answer. Pure.
 
-By the letter, an object with `properties` may have any others too, and a small model then goes on with members of its
-own making until it has no tokens left. A schema that does not speak of other members is read as having none.
+By the specification, an object may have members besides those in `properties`, and a small model then invents members
+until it has no tokens left. So a schema that says nothing about other members is read as forbidding them.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """A call whose arguments are passed on while they arrive.
 
-They are JSON, and each letter is passed on once it is certain to be valid so far (`json_prefix.py`). Whether the call
-as a whole is one, only its end says: until then nothing is sure but what was passed on.
+They are JSON, and each letter is passed on once it is certain to be valid so far (`json_prefix.py`). Only the end of
+a call shows whether all of it is valid; until then, only what was passed on is certain.
 """
 
 from models.output.json_prefix import JsonPrefix

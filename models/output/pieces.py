@@ -44,7 +44,7 @@ class ToolCallEnded:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFailed:
-    """The open call is none, or was cut off: what was said of its arguments does not count."""
+    """The open call is malformed or was cut off: the arguments that were passed on so far do not count."""
 
     text: str
     """All that the model wrote of it, markers included: a part of the answer's text."""

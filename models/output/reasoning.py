@@ -116,7 +116,7 @@ class ThoughtWatch:
         """Tokens of the thought that may turn out to be part of the end marker."""
         self._num_forced = 0
         self.answer_begun = ""
-        """What the token that ended the thought has put out of the answer, white space before it left away."""
+        """Text of the answer that came with the token that ended the thought, without the white space before it."""
 
     @property
     def is_thinking(self) -> bool:

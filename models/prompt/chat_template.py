@@ -10,10 +10,8 @@ This module knows neither HTTP nor MLX. Everything here may run on any thread, s
 """
 
 import copy
-import hashlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -146,13 +144,14 @@ class ChatRenderer:
         tokenized = self._tokenize(text, namespace)
         boundaries = list(conversation.boundaries(text))
         points = {RestorePoint(tokenized.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
-        # Most first messages part only after the header; some texts would merge with it, so this comes on top.
+        # First messages usually differ only behind their common header, but a text may merge with the header's last
+        # token. So there is a second point before it.
         points |= {
             RestorePoint(tokenized.before(boundary), RestorePointKind.BRANCH)
             for boundary, kind in boundaries
             if kind is RestorePointKind.SYSTEM_END
         }
-        outline = conversation.outline(text, tokenized.before, points)
+        outline = conversation.outline(text, tokenized.before)
         kept = tuple(sorted(point for point in points if point.offset > 0))
         return RenderedPrompt(tokenized.ids, kept, text, outline, tokenized.tail)
 
@@ -282,7 +281,7 @@ class _Conversation:
                 continue
             yield shared_length(text, variant), kind
 
-    def outline(self, text: str, tokens_before: Callable[[int], int], points: Iterable[RestorePoint]) -> Outline:
+    def outline(self, text: str, tokens_before: Callable[[int], int]) -> Outline:
         """Returns where each message begins in `text`, in tokens; a message begins where the one before ended."""
         starts, position, num_missing = list[int](), 0, 0
         for message in self._messages:
@@ -293,15 +292,7 @@ class _Conversation:
             found = text.find(content, position, position + len(content) + _NEAR_CHARACTERS if is_near else None)
             num_missing += found < 0
             position = found + len(content) if found >= 0 else position
-        ends = {point.kind: point.offset for point in points}
-        return Outline(
-            starts=tuple(starts),
-            roles=tuple(str(message["role"]) for message in self._messages),
-            head_end=ends.get(RestorePointKind.SYSTEM_END, 0),
-            prompt_end=ends.get(RestorePointKind.PROMPT_END, 0),
-            tools_digest=_digest(self._tools) if self._tools else "",
-            tools_set_digest=_digest(sorted(map(_canonical, self._tools))) if self._tools else "",
-        )
+        return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
         """Yields conversations that share with this one just what the restore point is to keep."""
@@ -404,14 +395,6 @@ class _SlowlyTokenized(_Tokenized):
         length = min(len(start), len(self.ids))
         differs = np.flatnonzero(self.ids[:length] != np.array(start[:length], dtype=np.int32))
         return int(differs[0]) if len(differs) else length
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _canonical(tool: Mapping[str, Any]) -> str:
-    return json.dumps(tool, sort_keys=True)
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:

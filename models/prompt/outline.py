@@ -11,14 +11,6 @@ class Outline:
     starts: tuple[int, ...] = ()
     """Where each message of the client begins, ascending; what stands before it belongs to the template."""
     roles: tuple[str, ...] = ()
-    head_end: int = 0
-    """Where tools and system messages end."""
-    prompt_end: int = 0
-    """Where the conversation ends and the header of the answer begins; 0 if there is none."""
-    tools_digest: str = ""
-    """Equal for equal tools."""
-    tools_set_digest: str = ""
-    """Equal for the same tools, in whatever order they and their keys were written."""
 
     def message_at(self, offset: int) -> tuple[int | None, str | None]:
         """Returns index and role of the message that the token at `offset` belongs to; None without messages."""
@@ -29,4 +21,4 @@ class Outline:
 
 
 NO_OUTLINE = Outline()
-"""Of a prompt that is no conversation."""
+"""The outline of a prompt that is no conversation."""

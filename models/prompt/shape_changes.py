@@ -22,7 +22,7 @@ def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def arguments_as_object(messages: Sequence[Message]) -> list[Message]:
-    """For templates that go through a call's arguments one by one: what is no object becomes the only one of them."""
+    """For templates that go through a call's arguments one by one: anything else becomes an object of one."""
     return _each_call(messages, lambda given: given if isinstance(given, Mapping) else {"arguments": given})
 
 

@@ -1,4 +1,4 @@
-"""Conversations in a shape that a model's template takes: what it refuses or drops is said in another way.
+"""Changes conversations that a model's template would refuse, or drop a part of, into a shape that it shows whole.
 
 Clients send what OpenAI's interface allows; templates were written for less. For each shape that some templates do
 not take, a small sample is rendered once, as it is and changed. Only where the template refuses or drops the first

@@ -23,7 +23,7 @@ SEGMENT_CHARACTERS = 16_384
 _WINDOW_CHARACTERS = 65_536
 """Looked through at once: a search holds Python's lock."""
 _AHEAD_CHARACTERS = 256
-"""Of what words are found in, the end does not count: what follows may change its words."""
+"""Words are not looked for in this many characters at the end of a searched text: what follows may change them."""
 
 
 @dataclass(frozen=True)

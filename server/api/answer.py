@@ -32,17 +32,21 @@ class Answer:
         on_turn: OnTurn | None = None,
         conversations: Conversations | None = None,
         key_name: str | None = None,
+        *,
+        speaks: bool = True,
     ) -> None:
         """Submits the request; raises QueueFull or EngineStopped at once. `received` is `time.monotonic()`.
 
         `on_turn` is called once for each request that got a slot, however it ended. `conversations` are those that it
-        may go on from. `key_name` is for the log.
+        may go on from. `key_name` is for the log, which says nothing of an answer where `speaks` is false: another
+        one tells of both.
         """
         self._exchange = exchange
         self._on_turn = on_turn
         self._account = TurnAccount(conversations if conversations is not None else Conversations(), exchange)
-        self._figures = AnswerFigures()
-        self._log = AnswerLog(exchange.request, exchange.model.id, received, self._figures, key_name)
+        self.figures = AnswerFigures(len(exchange.request.tokens))
+        self._speaks = speaks
+        self._log = AnswerLog(exchange.request, exchange.model.id, received, self.figures, key_name)
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._reported: tuple[TurnRecord, int | None] | None = None
@@ -57,12 +61,14 @@ class Answer:
             if isinstance(event, Started):
                 event = await self._account.explained(event)
             if isinstance(event, Finished):
-                event = replace(event, started=self._figures.started, token_ids=self.token_ids)
+                event = replace(event, started=self.figures.started, token_ids=self.token_ids)
             self._observe(event)
             match event:
                 case Started():
                     yield event
-                case Delta(text):
+                case Delta(text, _, logprobs):
+                    if logprobs:
+                        self._exchange.take_logprobs(logprobs)
                     for piece in parser.feed(text):
                         yield piece
                 case Finished(FinishReason.CANCELLED):
@@ -79,17 +85,17 @@ class Answer:
     @property
     def has_started(self) -> bool:
         """Whether the request holds a slot, or did."""
-        return self._figures.started is not None
+        return self.figures.started is not None
 
     @property
     def is_complete(self) -> bool:
         """Whether the model ended the answer by itself."""
-        return self._figures.is_complete
+        return self.figures.is_complete
 
     @property
     def has_ended(self) -> bool:
         """Whether the answer was given to its end or limit, neither cancelled nor failed."""
-        return self._figures.has_ended
+        return self.figures.has_ended
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -98,20 +104,26 @@ class Answer:
 
     def progress(self) -> str:
         """Returns in a few words what the request is waiting for."""
-        return self._figures.progress
+        return self.figures.progress
 
     def close(self) -> None:
         """Cancels what still runs and logs the request, once; call it on every way out."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._figures.outcome is None:
+        if self.figures.outcome is None:
             self._generation.cancel()
-        if self._figures.started is not None and self._figures.error is None:
+        if self.figures.started is not None and self.figures.error is None:
             self._keep_turn(None)
-        self._report_turn()
+        self.report_turn()
         turn, number = self._reported or (None, None)
-        self._log.end(self._session_id, turn, number)
+        if self._speaks:
+            self._log.end(self._session_id, turn, number)
+
+    def withdraw(self) -> None:
+        """Cancels the request without a word: it is refused after all."""
+        self._is_closed = True
+        self._generation.cancel()
 
     @property
     def _session_id(self) -> str | None:
@@ -120,34 +132,39 @@ class Answer:
         return name.id if name is not None else self._exchange.request.session_id
 
     def _observe(self, event: Event) -> None:
-        self._figures.observe(event)
+        self.figures.observe(event)
         match event:
             case Progress():
-                self._log.note_progress(event, self._session_id)
+                if self._speaks:
+                    self._log.note_progress(event, self._session_id)
             case Delta(text, token_ids):
                 self._texts.append(text)
                 self._token_ids.extend(token_ids)
             case Finished():
                 self._remember_reply(event)
-                self._report_turn()
+                self._report_if_last()
             case Failed():
-                self._report_turn()
+                self._report_if_last()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps what was evaluated, for the next turn to be compared with; what was kept before counts."""
-        figures = self._figures
+        """Keeps what was evaluated, so that the next turn can be compared with it; only the first call counts."""
+        figures = self.figures
         num_evaluated = (figures.started.hit_tokens if figures.started else 0) + figures.num_evaluated
         # The last token of an answer that was cut off is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self._token_ids[:-1] if is_cut else self._token_ids
         self._account.record(num_evaluated, ids, "".join(self._texts) if finished is not None else None)
 
-    def _report_turn(self) -> None:
-        """Calls `on_turn` once: at the last event, or when the client left before it."""
-        started, request = self._figures.started, self._exchange.request
+    def _report_if_last(self) -> None:
+        if not any(other.outcome is None for other in self.figures.others):
+            self.report_turn()
+
+    def report_turn(self) -> None:
+        """Calls `on_turn` once: at the last event of all choices, or when the client left before it."""
+        started, request = self.figures.started, self._exchange.request
         if started is None or self._reported is not None:
             return
-        turn, number = self._figures.turn(request, self._exchange.model.id, started, self._account.previous_id), None
+        turn, number = self.figures.turn(request, self._exchange.model.id, started, self._account.previous_id), None
         if self._on_turn is not None and self._account.name is not None:
             number = self._on_turn(self._account.name, turn)
         self._reported = turn, number

@@ -1,6 +1,7 @@
 """What is counted and timed of one answer, from its events. Knows the clock, but no dialect and no conversation."""
 
 import time
+from dataclasses import dataclass
 
 from server.api.session_records import TurnRecord
 from server.engine.diagnosis import Miss
@@ -8,10 +9,26 @@ from server.engine.events import Delta, Event, Failed, Finished, FinishReason, P
 from server.engine.request import GenerationRequest
 
 
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of a request with all of its choices; those of a prompt that several choices have count once."""
+
+    prompt: int
+    cached: int
+    evaluated: int
+    predicted: int
+
+
 class AnswerFigures:
     """One answer so far. Used on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_prompt: int) -> None:
+        """`num_prompt` is the number of the prompt's tokens."""
+        self.others: list[AnswerFigures] = []
+        """Those of the request's other choices, for the one that tells of all."""
+        self.repeats_prompt = False
+        """Whether the prompt's tokens are counted with another choice."""
+        self._num_prompt = num_prompt
         self.started: Started | None = None
         self.started_at = 0.0
         """`time.monotonic()` when the request got a slot."""
@@ -36,6 +53,18 @@ class AnswerFigures:
     def has_ended(self) -> bool:
         """Whether the answer was given to its end or limit, neither cancelled nor failed."""
         return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
+
+    @property
+    def counts(self) -> TokenCounts:
+        """The tokens so far, those of the other choices included."""
+        every = [self, *self.others]
+        prompts = [one for one in every if not one.repeats_prompt]
+        return TokenCounts(
+            prompt=sum(one._num_prompt for one in prompts),
+            cached=sum(one.started.hit_tokens for one in prompts if one.started is not None),
+            evaluated=sum(one.num_evaluated for one in prompts),
+            predicted=sum(one.num_predicted for one in every),
+        )
 
     def observe(self, event: Event) -> None:
         """Counts an event."""
@@ -62,16 +91,16 @@ class AnswerFigures:
         self, request: GenerationRequest, model_id: str, started: Started, previous_id: str | None = None
     ) -> TurnRecord:
         """Returns the turn that the request was, as far as it has come."""
-        reuse = started.reuse
+        reuse, counts = started.reuse, self.counts
         return TurnRecord(
             request_id=request.request_id,
             model_id=model_id,
             ended=time.time(),
             finish=self.outcome or "cancelled",
-            prompt_tokens=len(request.tokens),
-            cached_tokens=started.hit_tokens,
-            evaluated_tokens=self.num_evaluated,
-            predicted_tokens=self.num_predicted,
+            prompt_tokens=counts.prompt,
+            cached_tokens=counts.cached,
+            evaluated_tokens=counts.evaluated,
+            predicted_tokens=counts.predicted,
             prompt_ms=self._prompt_ms(),
             tier=started.tier,
             kept=reuse.kept,

@@ -61,17 +61,17 @@ class AnswerLog:
         """Tells how the request ended; `turn` is None for one that never held a slot."""
         if not logger.isEnabledFor(logging.INFO):
             return
-        figures, started = self._figures, self._figures.started
+        figures, counts = self._figures, self._figures.counts
         first = figures.first_text_at
         entry = RequestEnded(
             request_id=self._request.request_id,
             session_id=session_id,
             model=self._model_id,
             turn=turn_number,
-            prompt_tokens=len(self._request.tokens),
-            cached_tokens=started.hit_tokens if started else 0,
-            evaluated_tokens=figures.num_evaluated,
-            predicted_tokens=figures.num_predicted,
+            prompt_tokens=counts.prompt,
+            cached_tokens=counts.cached,
+            evaluated_tokens=counts.evaluated,
+            predicted_tokens=counts.predicted,
             first_token_ms=None if first is None else round(1000 * (first - self._received), 1),
             total_ms=round(1000 * (time.monotonic() - self._received), 1),
             tokens_per_second=_speed_of(figures.timings) if figures.timings else None,

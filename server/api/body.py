@@ -103,7 +103,7 @@ def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
     """Yields, block by block, how many texts and containers begin there, and how many values end with a comma."""
     start, is_in_text = 0, False
     while start < len(raw):
-        # A block ends behind a byte that is no backslash, so that what a backslash escapes is in it.
+        # A block never ends with a backslash, so that an escaped character is in the block of its backslash.
         found = _NO_BACKSLASH.search(raw, start + _BLOCK_BYTES - 1)
         stop = found.end() if found else len(raw)
         parts = raw[start:stop].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
@@ -127,9 +127,9 @@ def _parse_leniently(raw: bytes) -> Any:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot serve another request.
-    message = f"the body is larger than the {max_bytes} bytes that this server accepts"
-    return ApiError(Code.BODY_TOO_LARGE, message, headers={"Connection": "close"})
+    # The connection stays open: closed, a client that sends all before it reads would be cut off from the answer.
+    # The rest of the body is read and dropped, for as long as a request may take to arrive.
+    return ApiError(Code.BODY_TOO_LARGE, f"the body is larger than the {max_bytes} bytes that this server accepts")
 
 
 async def _arriving(request: Request) -> AsyncIterator[bytes]:

@@ -14,7 +14,8 @@ from server.api.auth import key_name_of, namespace_of
 from server.api.context import context_of
 from server.api.dialect import Dialect
 from server.api.errors import ApiError, Code, explain
-from server.api.other_apis import explain_unknown_path
+from server.api.header_text import ascii_text
+from server.api.other_apis import explain_unknown_path, find_other_api
 from server.api.refusals import Origin, Refusal
 from server.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
@@ -36,7 +37,7 @@ class ErrorBoundary:
         """`server_name` is what every answer says it was served by."""
         self._app = app
         self._find_dialect = find_dialect
-        self._server_name = server_name
+        self._server_name = ascii_text(server_name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one connection's request; raises only once an answer has begun."""
@@ -109,10 +110,13 @@ class _TrackedSend:
 
 
 def raise_http_error(request: Request, error: Exception) -> Response:
-    """Raises the router's own errors as ours: an unknown path, a method that a path does not take."""
+    """Raises the router's own errors as ours: an unknown path, a method that a path does not take.
+
+    A path of another API is unknown, even where it fits a pattern of ours, as `/responses/compact` does.
+    """
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     code, message = Code.UNKNOWN_PATH, explain_unknown_path(method, path)
-    if error.status_code == 405:
+    if error.status_code == 405 and find_other_api(path) is None:
         code, message = Code.METHOD_NOT_ALLOWED, f"{path} does not take the method {method}"
     raise ApiError(code, message, headers=error.headers or {})

@@ -31,10 +31,10 @@ from server.engine.command import Command
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
+from server.pool.errors import ModelNameNeeded, ModelUnknown
+from server.pool.source import ModelSource
 
 Kept = TypeVar("Kept")
-LATEST = ":latest"
-"""What Ollama's clients may add to a name that has no tag, whichever API they then use."""
 
 
 class PromptRenderer(Protocol):
@@ -166,14 +166,115 @@ class ServedModel:
         return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
 
 
+@dataclass(frozen=True, eq=False)
+class ListedModel:
+    """A model that requests may name, loaded or not, as far as it is known."""
+
+    id: str
+    created: int
+    """Seconds since 1970: when it was loaded, or when its files were written."""
+    context_tokens: int | None
+    facts: ModelFacts
+    served: ServedModel | None = None
+    """The model, if it is loaded."""
+
+    @classmethod
+    def of(cls, served: ServedModel) -> "ListedModel":
+        """Returns the entry of a loaded model."""
+        return cls(served.id, served.created, served.context_tokens, served.facts, served)
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """A loaded model, and until when it is there."""
+
+    model: ServedModel
+    num_requests: int
+    """Those that use it now."""
+    idle_seconds_left: float
+    """After which it is unloaded if nobody asks for it; infinite if it stays."""
+
+
+class HoldPort(Protocol):
+    """Somebody's use of a loaded model, which stays loaded meanwhile. Event loop only."""
+
+    @property
+    def model(self) -> ServedModel:
+        """The model."""
+        ...
+
+    def set_keep_alive(self, seconds: float) -> None:
+        """Has the model stay loaded for so long after its last request, from now on."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use; more than once is the same as once."""
+        ...
+
+
+class PoolPort(Protocol):
+    """The part of the model pool that the HTTP side uses. Event loop only, but for what says otherwise."""
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The loaded models by id."""
+        ...
+
+    @property
+    def engines(self) -> Mapping[str, EnginePort]:
+        """Their engines, under the same ids."""
+        ...
+
+    def find(self, name: str | None) -> ServedModel:
+        """Returns the loaded model that a name stands for. For any thread; raises PoolError."""
+        ...
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """The models on their way, each with what is being done."""
+        ...
+
+    @property
+    def occupancy(self) -> Sequence[Occupancy]:
+        """The loaded models, the one used last at the end."""
+        ...
+
+    def listed(self) -> Sequence[ListedModel]:
+        """Returns every model that requests may name. For any thread; reads the disk."""
+        ...
+
+    def describe(self, name: str) -> ListedModel:
+        """Returns one of them. For any thread; reads the disk; raises PoolError."""
+        ...
+
+    def source_of(self, name: str | None) -> ModelSource:
+        """Returns which model a name stands for. For any thread; raises PoolError."""
+        ...
+
+    async def unload(self, source: ModelSource) -> bool:
+        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
+        ...
+
+    def forget_dormant(self, source: ModelSource, namespace: str) -> tuple[int, int]:
+        """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
+        ...
+
+    def try_hold(self, model: ServedModel) -> HoldPort | None:
+        """Returns a hold on a model that `find` returned; None if it has been unloaded since."""
+        ...
+
+    async def load(self, source: ModelSource) -> HoldPort:
+        """Returns a hold on a model once it is loaded; raises PoolError and EngineStopped."""
+        ...
+
+
 @dataclass(eq=False)
 class ApiContext:
     """All that the endpoints share. Used on the event loop, but for what says otherwise."""
 
     config: ServerConfig
-    models: Mapping[str, ServedModel]
-    engines: Mapping[str, EnginePort]
-    """One engine per model, under the same ids."""
+    pool: PoolPort
+    """The models, and the engine of each that is loaded."""
     keys: KeyRing = field(default_factory=KeyRing)
     """Those that are taken; replaced while the server runs."""
     rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
@@ -203,26 +304,32 @@ class ApiContext:
         self.background.add(task)
         task.add_done_callback(self.background.discard)
 
-    def find_model(self, name: str | None) -> ServedModel:
-        """Returns the model of that id, with or without the tag `:latest`; the only one where no name is given.
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The loaded models by id."""
+        return self.pool.models
 
-        Raises ApiError (404, 400).
+    @property
+    def engines(self) -> Mapping[str, EnginePort]:
+        """One engine per loaded model, under the same ids."""
+        return self.pool.engines
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """Returns the loaded model that a name stands for; the only one where no name is given. For any thread.
+
+        Raises ApiError (404, 400), and ModelNotLoaded.
         """
-        if not name and len(self.models) == 1:
-            return next(iter(self.models.values()))
-        served = ", ".join(self.models)
-        if not name:
-            raise ApiError(Code.MISSING_PARAMETER, f"model: name one of {served}", "model")
-        model = self.models.get(name) or self.models.get(name.removesuffix(LATEST))
-        if model is None:
-            message = f"the model {name[:200]!r} is not served here, only {served}"
-            raise ApiError(Code.MODEL_NOT_FOUND, message, "model")
-        return model
+        try:
+            return self.pool.find(name)
+        except ModelNameNeeded as error:
+            raise ApiError(Code.MISSING_PARAMETER, str(error), "model") from error
+        except ModelUnknown as error:
+            raise ApiError(Code.MODEL_NOT_FOUND, str(error), "model") from error
 
     def running_engine(self, model: ServedModel) -> EnginePort:
         """Returns the engine of a model; raises ApiError (503) where it takes no requests."""
-        engine = self.engines[model.id]
-        if self.is_draining or not engine.is_running:
+        engine = self.engines.get(model.id)
+        if self.is_draining or engine is None or not engine.is_running:
             raise stopped()
         return engine
 

@@ -20,6 +20,7 @@ from starlette.types import Scope
 
 from models.output.pieces import OutputParser, Piece
 from models.output.plain import PlainParser
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ServedModel
 from server.api.conversation import Conversation
@@ -56,6 +57,10 @@ class Dialect(ABC):
         """Returns the session that a body's fields or the headers name, or None; raises SessionIdError."""
         return resolve_session_id(fields, headers)
 
+    def wants_stream(self, fields: Mapping[str, Any]) -> bool:
+        """Returns whether a body that was not checked yet asks for a stream."""
+        return fields.get("stream") is True
+
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
         """Returns what the headers of every answer hold besides those that all dialects have."""
         return {}
@@ -77,8 +82,21 @@ class Dialect(ABC):
         return self.heartbeat(progress)
 
 
+@dataclass(frozen=True, eq=False)
+class ModelReady:
+    """A request that asks for no more than that a model is loaded, and what it is answered with."""
+
+    model: ServedModel
+    payload: Payload
+    keep_alive_seconds: float | None = None
+    """How long it stays loaded after its last request; None: as it was."""
+
+
 class Exchange(ABC):
     """One checked request, and how its answer is written. Used once: either `frames` or `body` is called."""
+
+    keep_alive_seconds: float | None = None
+    """How long the model stays loaded after its last request; None: as it was."""
 
     def __init__(
         self,
@@ -108,6 +126,10 @@ class Exchange(ABC):
     @abstractmethod
     async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
         """Returns the body of an answer that is not streamed."""
+
+    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Takes what is told of the tokens of the output that comes next; called only where the request asks."""
+        raise NotImplementedError("a dialect whose requests ask for logprobs takes them")
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""

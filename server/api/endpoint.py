@@ -1,9 +1,10 @@
-"""What every generation endpoint does around its dialect: body, thread, engine, stream or whole, disconnect."""
+"""What every generation endpoint does around its dialect: body, thread, model, engine, answer, a client that left."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,12 +15,14 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
 from server.api.auth import key_name_of, known_key_of, namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
-from server.api.context import ApiContext, EnginePort, context_of
+from server.api.choices import Choices, ChoicesAnswer
+from server.api.context import ApiContext, EnginePort, HoldPort, ServedModel, context_of
 from server.api.conversation import Conversation
-from server.api.dialect import Dialect, Exchange, Payload, dialect_of
+from server.api.dialect import Dialect, Exchange, ModelReady, Payload, dialect_of
 from server.api.errors import stopped
 from server.api.header_text import ascii_text
 from server.api.json_body import JsonBody
+from server.api.model_use import InUse, LoadingUse, plan_held
 from server.api.next_turn import next_turn_requests, sent_back
 from server.api.params import Incoming
 from server.api.rate_limits import Permit
@@ -27,6 +30,7 @@ from server.api.refusals import Origin
 from server.api.session_id import SessionIdError
 from server.api.stream import AnswerStream
 from server.engine.commands import HoldTurn
+from server.pool.errors import ModelNotLoaded
 
 logger = logging.getLogger(__name__)
 
@@ -34,29 +38,35 @@ CLIENT_LEFT = 499
 """Status for a client that is no longer there; nobody reads it but the access log."""
 
 Result = TypeVar("Result")
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | Payload]
+Opened: TypeAlias = Exchange | Choices | ModelReady | Payload
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Opened]
 """Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
 
-A request that needs no answer of the model is answered with the payload returned.
+A request that needs no answer of the model is answered with the payload returned. It is called anew where the model
+was not loaded, and so changes nothing before it has found the model.
 """
 
 
-async def generate(request: Request, id_prefix: str, open_exchange: OpenExchange) -> Response:
+async def generate(
+    request: Request, id_prefix: str, open_exchange: OpenExchange, *, may_stream: bool = True
+) -> Response:
     """Serves one request with a body. Raises what `server.api.errors` knows; a client that left is not an error.
 
-    `id_prefix` is what the dialect's names of answers begin with.
+    `id_prefix` is what the dialect's names of answers begin with. `may_stream` is False for an endpoint that never
+    streams, whatever the body says.
     """
     received = time.monotonic()
     context = context_of(request)
     raw = await read_body(request, context.config.max_body_bytes)
     if context.is_draining:
         raise stopped()
+    request.state.may_stream = may_stream
     work = _admitted(context, request, raw, received, id_prefix, open_exchange)
     return await _unless_disconnected(request, work)
 
 
 async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
-    """Answers from the body alone, which `describe` checks on another thread; no engine is asked.
+    """Answers from the body and its model, which `describe` looks at on another thread; no engine is asked.
 
     Raises what `describe` and `server.api.errors` know; a client that left is not an error.
     """
@@ -65,7 +75,9 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
 
     async def described() -> Response:
         work = partial(_decoded, context, request, raw, "", describe)
-        return JsonBody(await context.planning.run(_client_of(request), len(raw), work))
+        plan = partial(context.planning.run, _client_of(request), len(raw), work)
+        found = await plan_held(context.pool, plan, lambda payload: None)
+        return JsonBody(found.planned)
 
     return await _unless_disconnected(request, described())
 
@@ -96,24 +108,205 @@ async def _answer(
     permit: Permit,
 ) -> Response:
     work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
-    exchange = await context.planning.run(_client_of(request), len(raw), work)
-    if not isinstance(exchange, Exchange):
-        return JsonBody(exchange)
-    engine = context.running_engine(exchange.model)
-    if exchange.request.session_id is not None:
-        request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-    key_name = key_name_of(request.scope)
-    answer = Answer(engine, exchange, received, context.sessions.record, context.conversations, key_name)
-    close = partial(_close, context, answer, exchange, engine, permit)
-    if not exchange.is_streamed:
-        return await _whole(answer, exchange, close)
+    plan = partial(context.planning.run, _client_of(request), len(raw), work)
+    try:
+        use = await plan_held(context.pool, partial(_loaded_first, plan), _model_of)
+    except _Unloaded as unloaded:
+        return await _answer_later(context, request, received, plan, unloaded.error, permit)
+    return await _answer_now(context, request, use, received, permit)
+
+
+class _Unloaded(Exception):
+    """The request's model must be loaded first; kept apart from what `plan_held` does about that."""
+
+    def __init__(self, error: ModelNotLoaded) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+async def _loaded_first(plan: Callable[[], Awaitable[Opened]]) -> Opened:
+    try:
+        return await plan()
+    except ModelNotLoaded as error:
+        raise _Unloaded(error) from error
+
+
+def _model_of(opened: Opened) -> ServedModel | None:
+    if isinstance(opened, Choices):
+        return opened.first.model
+    return opened.model if isinstance(opened, Exchange | ModelReady) else None
+
+
+async def _answer_now(
+    context: ApiContext, request: Request, use: InUse[Opened], received: float, permit: Permit
+) -> Response:
+    """Answers with a model that is loaded."""
+    opened = use.planned
+    if not isinstance(opened, Exchange | Choices):
+        return JsonBody(_payload(opened, use))
+    begun = _begin(context, request, opened, use, received, permit)
+    if not opened.is_streamed:
+        return await _whole(begun)
+    heartbeat = partial(_heartbeat, dialect_of(request), begun.answer)
+    return _stream(context, request, begun.frames(), heartbeat, begun.close)
+
+
+async def _answer_later(
+    context: ApiContext,
+    request: Request,
+    received: float,
+    plan: Callable[[], Awaitable[Opened]],
+    error: ModelNotLoaded,
+    permit: Permit,
+) -> Response:
+    """Answers once the model is loaded. A stream begins before, if that takes long, and is kept open meanwhile."""
+    work = _plan_loaded(context, plan, error)
+    loading = LoadingUse(context.pool, error, work)
+    is_streamed = request.state.may_stream and request.state.wants_stream
+    try:
+        if await loading.is_done_within(context.config.heartbeat_seconds if is_streamed else None):
+            return await _answer_now(context, request, await loading.result(), received, permit)
+    except BaseException:
+        loading.close()
+        raise
+    later = _LaterStream(context, request, loading, received, permit)
+    return _stream(context, request, later.frames(), later.heartbeat, later.close)
+
+
+async def _plan_loaded(
+    context: ApiContext, plan: Callable[[], Awaitable[Opened]], error: ModelNotLoaded
+) -> InUse[Opened]:
+    hold = await context.pool.load(error.source)
+    return await plan_held(context.pool, plan, _model_of, hold)
+
+
+class _LaterStream:
+    """A stream that began before its model was loaded."""
+
+    def __init__(
+        self, context: ApiContext, request: Request, loading: LoadingUse[Opened], received: float, permit: Permit
+    ) -> None:
+        self._context = context
+        self._request = request
+        self._loading = loading
+        self._received = received
+        self._permit = permit
+        self._answer: Answer | ChoicesAnswer | None = None
+        self._close: Callable[[], None] = lambda: permit.close(0)
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yields the stream once the model is there; raises what kept it from being loaded."""
+        use = await self._loading.result()
+        opened = use.planned
+        if not isinstance(opened, Exchange | Choices):
+            yield bytes(JsonBody(_payload(opened, use)).body) + b"\n"
+            return
+        begun = _begin(self._context, self._request, opened, use, self._received, self._permit)
+        self._answer, self._close = begun.answer, begun.close
+        async for frame in begun.frames():
+            yield frame
+
+    def heartbeat(self) -> bytes:
+        """Returns what says how far the loading is, or the answer."""
+        dialect = dialect_of(self._request)
+        return (
+            dialect.early_heartbeat(self._loading.progress)
+            if self._answer is None
+            else _heartbeat(dialect, self._answer)
+        )
+
+    def close(self) -> None:
+        """Ends it on every way out."""
+        self._loading.close()
+        self._close()
+
+
+def _payload(planned: ModelReady | Payload, use: InUse[Opened]) -> Payload:
+    """Returns the answer to a request that the engine has nothing to do with."""
+    try:
+        if not isinstance(planned, ModelReady):
+            return planned
+        _keep_alive(use.hold, planned.keep_alive_seconds)
+        return planned.payload
+    finally:
+        use.close()
+
+
+def _keep_alive(hold: HoldPort | None, seconds: float | None) -> None:
+    if hold is not None and seconds is not None:
+        hold.set_keep_alive(seconds)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """An answer under way, and how it is written: one of `frames` and `body` is called, `close` on every way out."""
+
+    answer: Answer | ChoicesAnswer
+    frames: Callable[[], AsyncIterator[bytes]]
+    body: Callable[[], Awaitable[Payload]]
+    close: Callable[[], None]
+
+
+def _begin(
+    context: ApiContext,
+    request: Request,
+    opened: Exchange | Choices,
+    use: InUse[Opened],
+    received: float,
+    permit: Permit,
+) -> _Begun:
+    """Submits a request and returns its answer to come. Raises QueueFull and ApiError (503)."""
+    exchange = opened.first if isinstance(opened, Choices) else opened
+    try:
+        engine = context.running_engine(exchange.model)
+        _keep_alive(use.hold, exchange.keep_alive_seconds)
+        if exchange.request.session_id is not None:
+            request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
+        told = (received, context.sessions.record, context.conversations, key_name_of(request.scope))
+        if isinstance(opened, Choices):
+            return _begun_choices(context, opened, ChoicesAnswer(engine, opened, *told), engine, permit, use)
+        answer = Answer(engine, opened, *told)
+    except BaseException:
+        use.close()
+        raise
+    return _Begun(
+        answer,
+        lambda: opened.frames(answer.events()),
+        lambda: opened.body(answer.events()),
+        partial(_close, context, answer, opened, engine, permit, use),
+    )
+
+
+def _begun_choices(
+    context: ApiContext,
+    choices: Choices,
+    answers: ChoicesAnswer,
+    engine: EnginePort,
+    permit: Permit,
+    use: InUse[Opened],
+) -> _Begun:
+    return _Begun(
+        answers,
+        lambda: choices.frames(answers.events()),
+        lambda: choices.body(answers.events()),
+        partial(_close_choices, context, answers, choices, engine, permit, use),
+    )
+
+
+def _stream(
+    context: ApiContext,
+    request: Request,
+    frames: AsyncIterator[bytes],
+    heartbeat: Callable[[], bytes],
+    close: Callable[[], None],
+) -> AnswerStream:
     return AnswerStream(
-        exchange.frames(answer.events()),
+        frames,
         dialect_of(request),
-        request_id=exchange.request.request_id,
+        request_id=request.state.request_id,
         heartbeat_seconds=context.config.heartbeat_seconds,
         drain_seconds=context.config.drain_seconds,
-        heartbeat=partial(_heartbeat, dialect_of(request), answer),
+        heartbeat=heartbeat,
         on_close=close,
     )
 
@@ -125,17 +318,18 @@ def _decoded(
     check_amount(raw)
     fields, is_finite = parse_object(raw)
     request.state.origin = _origin_of(request, fields)
+    request.state.wants_stream = dialect_of(request).wants_stream(fields)
     check_messages(fields)
     name = request.state.request_id.removeprefix("req_")
     result = read(context, Incoming(request, fields, id_prefix + name))
     if not is_finite:
-        # The check of no typed field has refused the number, so it stands inside an object of any content.
+        # No typed field has refused the number, so it stands inside an object whose content is not checked.
         raise not_finite()
     return result
 
 
 def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
-    """Returns whose request it is, as far as its fields are what they should be: for the case that it is refused."""
+    """Returns whose request it is, as far as its fields can be read; a refusal is recorded under that."""
     salt = fields.get("cache_salt")
     try:
         session_id = dialect_of(request).session_id(fields, request.headers)
@@ -150,22 +344,50 @@ def _client_of(request: Request) -> str:
     return f"{host} {dialect_of(request).api_key(request.headers)}"
 
 
-def _heartbeat(dialect: Dialect, answer: Answer) -> bytes:
+def _heartbeat(dialect: Dialect, answer: Answer | ChoicesAnswer) -> bytes:
     progress = answer.progress()
     return dialect.heartbeat(progress) if answer.has_started else dialect.early_heartbeat(progress)
 
 
-async def _whole(answer: Answer, exchange: Exchange, close: Callable[[], None]) -> Response:
+async def _whole(begun: _Begun) -> Response:
     try:
-        return JsonBody(await exchange.body(answer.events()))
+        return JsonBody(await begun.body())
     finally:
-        close()
+        begun.close()
 
 
-def _close(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort, permit: Permit) -> None:
-    """Ends an answer on every way out. The state of one that asks for tools is held until they have answered."""
+def _close(
+    context: ApiContext,
+    answer: Answer,
+    exchange: Exchange,
+    engine: EnginePort,
+    permit: Permit,
+    use: InUse[Opened],
+) -> None:
+    """Ends an answer on every way out."""
     answer.close()
+    use.close()
     permit.close(len(exchange.request.tokens) + len(answer.token_ids))
+    _prepare_next_turn(context, answer, exchange, engine)
+
+
+def _close_choices(
+    context: ApiContext,
+    answers: ChoicesAnswer,
+    choices: Choices,
+    engine: EnginePort,
+    permit: Permit,
+    use: InUse[Opened],
+) -> None:
+    """Ends the answers of all choices on every way out. The first is the one that most clients go on with."""
+    answers.close()
+    use.close()
+    permit.close(answers.first.figures.counts.prompt + answers.num_predicted)
+    _prepare_next_turn(context, answers.first, choices.first, engine)
+
+
+def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort) -> None:
+    """Has an answered turn evaluated ahead. The state of one that asks for tools is held until they have answered."""
     request, conversation = exchange.request, exchange.conversation
     if answer.has_ended and conversation is not None and request.cache_prompt:
         context.in_background(_evaluate_ahead(exchange, conversation, engine, answer.token_ids))

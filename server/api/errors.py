@@ -14,6 +14,7 @@ from models.prompt.chat_template import ChatTemplateError
 from server.api.rate_limits import OverLimit
 from server.api.session_id import SessionIdError
 from server.engine.errors import EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
+from server.pool.errors import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,12 @@ class Code(StrEnum):
     INVALID_API_KEY = "invalid_api_key"
     HOST_NOT_ALLOWED = "host_not_allowed"
     ORIGIN_NOT_ALLOWED = "origin_not_allowed"
+    OPERATOR_ONLY = "operator_only"
     MODEL_NOT_FOUND = "model_not_found"
+    MODEL_NOT_LOADED = "model_not_loaded"
+    MODEL_IN_USE = "model_in_use"
+    MODEL_UNUSABLE = "model_unusable"
+    MODELS_BUSY = "models_busy"
     SESSION_NOT_FOUND = "session_not_found"
     RESPONSE_NOT_FOUND = "response_not_found"
     UNKNOWN_PATH = "unknown_path"
@@ -68,7 +74,10 @@ STATUS: Mapping[Code, int] = {
     Code.INVALID_API_KEY: 401,
     Code.HOST_NOT_ALLOWED: 403,
     Code.ORIGIN_NOT_ALLOWED: 403,
+    Code.OPERATOR_ONLY: 403,
     Code.MODEL_NOT_FOUND: 404,
+    Code.MODEL_NOT_LOADED: 409,
+    Code.MODEL_IN_USE: 409,
     Code.SESSION_NOT_FOUND: 404,
     Code.RESPONSE_NOT_FOUND: 404,
     Code.UNKNOWN_PATH: 404,
@@ -82,6 +91,8 @@ STATUS: Mapping[Code, int] = {
     Code.RATE_LIMIT_EXCEEDED: 429,
     Code.GENERATION_FAILED: 500,
     Code.INTERNAL_ERROR: 500,
+    Code.MODEL_UNUSABLE: 503,
+    Code.MODELS_BUSY: 503,
     Code.OUT_OF_MEMORY: 503,
     Code.NO_FREE_SLOT: 503,
     Code.SERVER_STOPPING: 503,
@@ -146,6 +157,8 @@ def as_api_error(error: Exception) -> ApiError | None:
             return retry_later(Code.RATE_LIMIT_EXCEEDED, str(error), error.retry_after_seconds)
         case EngineStopped():
             return stopped()
+        case PoolError():
+            return _of_the_pool(error)
         case PromptTooLong():
             return context_exceeded(error.num_tokens, error.max_tokens, error.param, is_exact=False)
         case PromptTooLarge():
@@ -156,6 +169,22 @@ def as_api_error(error: Exception) -> ApiError | None:
             # Its own message speaks of arrays and layers: that is for the log.
             return ApiError(Code.GENERATION_FAILED, "the model failed on this request")
     return None
+
+
+def _of_the_pool(error: PoolError) -> ApiError:
+    match error:
+        case ModelUnknown():
+            return ApiError(Code.MODEL_NOT_FOUND, str(error), "model")
+        case ModelNameNeeded():
+            return ApiError(Code.MISSING_PARAMETER, str(error), "model")
+        case PoolBusy():
+            return retry_later(Code.MODELS_BUSY, str(error), error.retry_after_seconds)
+        case ModelNotLoaded():
+            return ApiError(Code.MODEL_NOT_LOADED, str(error), "model")
+        case ModelInUse():
+            return ApiError(Code.MODEL_IN_USE, str(error), "model")
+        case _:
+            return ApiError(Code.MODEL_UNUSABLE, str(error), "model")
 
 
 def explain(error: Exception, request_id: str) -> ApiError:

@@ -13,5 +13,6 @@ def header_text(value: str) -> str:
 
 
 def ascii_text(value: str) -> str:
-    """Returns a value that any client can read: as it is if it is ASCII, else in UTF-8 with percent signs."""
-    return value if value.isascii() else quote(value, safe="")
+    """Returns a value that a header can hold: as it is if it is printable ASCII, else in UTF-8 with percent signs."""
+    is_plain = value.isascii() and value.isprintable() and value == value.strip()
+    return value if is_plain else quote(value, safe="", errors="replace")

@@ -17,7 +17,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.engine.request import GenerationRequest, Priority
 
 MIN_TOKENS_AHEAD = 16
-"""Fewer tokens are left for the next turn to evaluate."""
+"""With fewer tokens to evaluate ahead, the next turn evaluates them itself."""
 
 _THOUGHT = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
@@ -46,7 +46,6 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
         prompt,
         tokens=prompt.tokens[:stop],
         restore_points=tuple(point for point in prompt.restore_points if point.offset <= stop),
-        outline=replace(prompt.outline, prompt_end=stop),
     )
 
 

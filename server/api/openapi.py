@@ -93,7 +93,8 @@ class Document:
         content = {operation.answer_type: {"schema": self.schema_of(operation.answer)}}
         if operation.stream is not None:
             content[operation.stream_type] = {
-                "schema": {"type": "string"},
+                # Readers of the document differ in what the schema of a stream is about: its text, or each event.
+                "schema": {"description": "Events, or lines, one after the other; each holds what x-event says."},
                 "x-event": self.schema_of(operation.stream),
             }
         described: Schema = {

@@ -14,6 +14,17 @@ class OtherApi:
     paths: tuple[str, ...]
 
 
+_OF_AGENTS = (
+    "agents",
+    "deployments",
+    "deployment_runs",
+    "dreams",
+    "environments",
+    "memory_stores",
+    "tunnels",
+    "vaults",
+)
+
 OTHER_APIS = (
     OtherApi("Anthropic's Text Completions API", ("complete",)),
     OtherApi("Anthropic's Message Batches API", ("messages/batches",)),
@@ -22,11 +33,22 @@ OTHER_APIS = (
     OtherApi("OpenAI's images API", ("images",)),
     OtherApi("OpenAI's videos API", ("videos",)),
     OtherApi("OpenAI's moderations", ("moderations",)),
-    OtherApi("OpenAI's files and uploads", ("files", "uploads", "vector_stores", "containers")),
+    OtherApi("the files of OpenAI's and Anthropic's APIs", ("files",)),
+    OtherApi("the skills of OpenAI's and Anthropic's APIs", ("skills",)),
+    OtherApi("OpenAI's uploads and stores of files", ("uploads", "vector_stores", "containers")),
+    OtherApi("the compaction of OpenAI's Responses API", ("responses/compact",)),
     OtherApi("OpenAI's batches", ("batches",)),
     OtherApi("OpenAI's fine-tuning", ("fine_tuning",)),
     OtherApi("OpenAI's Assistants API", ("assistants", "threads")),
-    OtherApi("OpenAI's Realtime API", ("realtime",)),
+    OtherApi("OpenAI's Realtime API", ("realtime", "live")),
+    OtherApi("OpenAI's evals", ("evals",)),
+    OtherApi("OpenAI's ChatKit", ("chatkit",)),
+    OtherApi(
+        "the part of OpenAI's API that is about its own platform",
+        ("content_provenance_checks", "decisions", "safety", "webhook_endpoints", "webhook_event_types"),
+    ),
+    OtherApi("the agents that OpenAI and Anthropic run themselves", _OF_AGENTS),
+    OtherApi("the accounts at OpenAI and Anthropic", ("organization", "organizations", "projects", "user_profiles")),
     OtherApi("Azure OpenAI", ("openai/deployments",)),
     OtherApi("LM Studio's own API", ("api/v0", "api/v1")),
     OtherApi("Ollama's embeddings", ("api/embed", "api/embeddings")),

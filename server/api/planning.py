@@ -110,21 +110,29 @@ class Turns:
             raise
 
     def give_back(self) -> None:
-        """Gives a place to whoever is next."""
-        if not self._waiting:
-            self._num_free += 1
-            return
+        """Gives a place to whoever is next and has not left."""
+        while self._waiting:
+            turn = self._next_turn()
+            # One that is cancelled stands in the queue until its task has run once more.
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+    def _next_turn(self) -> "asyncio.Future[None]":
         client, turns = self._waiting.popitem(last=False)
         turn = turns.popleft()
         if turns:
             self._waiting[client] = turns
-        turn.set_result(None)
+        return turn
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
-        turns = self._waiting[client]
-        turns.remove(turn)
-        if not turns:
-            del self._waiting[client]
+        """Takes a turn out of the queue, unless it was passed over already."""
+        turns = self._waiting.get(client, deque())
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[client]
 
 
 def _call(has_left: threading.Event, work: Callable[[], Result]) -> Result:

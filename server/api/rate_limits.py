@@ -1,8 +1,8 @@
 """What each key may use in a minute and at once. Pure: the time is handed in, in seconds of any steady clock.
 
 An allowance is a bucket that holds a minute's worth and fills steadily. A request takes one from the bucket of
-requests. What tokens it will take is known only at its end, so it is let in while the bucket of tokens is not empty,
-and what it takes beyond that must flow in before the next one: a prompt longer than the bucket is never impossible.
+requests. How many tokens it takes is known only at its end, so it is let in while the bucket of tokens is not empty.
+What it takes beyond that must flow in before the next one. So even a prompt larger than the bucket is possible.
 """
 
 import math

@@ -6,7 +6,8 @@ each by what a page cannot change:
 * *Host*. A page can have its own name point to 127.0.0.1 (DNS rebinding), and for the browser it is this server's own
   page then. But the browser still sends that name. Addresses and names that nobody can register on the internet are
   taken; others only if `--allowed-host` has them, or if a key is required, which such a page does not have.
-* *Origin*. Browsers send it with all that may change something. One that is not this server's own is refused.
+* *Origin*. Browsers send it with all that may change something. One that is not this server's own is refused. What a
+  page embeds, as a script or an image, has none, and is told by `Sec-Fetch-Site`; only links are followed.
 * *Content type*. A body must be JSON: without asking first (a CORS preflight), a page can send text and forms only.
   A dialect may take other types from programs: browsers send `Origin` or `Sec-Fetch-…` with every body.
 
@@ -77,7 +78,7 @@ class WebAccess:
         host, origin = headers.get("host"), headers.get("origin")
         if not self.takes_host(host):
             return _wrong_host(host or "")
-        is_foreign = origin is None and method not in _READING and _is_cross_site(headers)
+        is_foreign = origin is None and _is_cross_site(headers) and not _follows_link(method, headers)
         if is_foreign or not self.takes_origin(origin, host):
             return _wrong_origin(origin or "another page")
         may_be_any = takes_any_type and not _is_from_browser(headers)
@@ -138,6 +139,11 @@ def _same_server(origin: str, host: str) -> bool:
 def _is_cross_site(headers: Headers) -> bool:
     """Whether a browser says that another page asks; some requests without an origin are told from others so."""
     return headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
+
+
+def _follows_link(method: str, headers: Headers) -> bool:
+    """Whether a browser asks in order to show the answer as a page, where no other page can read it."""
+    return method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
 
 
 def _is_from_browser(headers: Headers) -> bool:

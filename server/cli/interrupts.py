@@ -17,3 +17,17 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Has a Ctrl-C wait until the block is left; main thread only.
+
+    Threads that start in the block never take one. The C library's `system()` has the whole process ignore Ctrl-C
+    while its command runs, and then it is lost, unless every thread holds it back.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

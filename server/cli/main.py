@@ -1,4 +1,4 @@
-"""The command line: `mlx-serve serve`, `run`, `list`, `pull`, `doctor`, `gateway-config` and `cache`.
+"""The command line: `mlx-serve serve`, `run`, `list`, `ps`, `stop`, `pull`, `doctor`, `gateway-config` and `cache`.
 
 The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
 What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -25,7 +25,7 @@ from cache.errors import FolderError
 from models.errors import ModelError, reason
 from models.fast_blas import load_fast_blas
 from models.names import resolve
-from server.cli.interrupts import interruptible
+from server.cli.interrupts import held_back, interruptible
 from server.config import GIGABYTE, ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
@@ -116,12 +116,11 @@ def _root(
 
 
 def _serve(**given: Any) -> None:
-    """Serve a model over HTTP, with an OpenAI-compatible API."""
+    """Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama."""
     config = config_from(given, os.environ)
-    if len(config.models) > 1:
-        raise ConfigError(f"{len(config.models)} models were named; one model at a time for now")
-    with _loading(config.models[0]):
-        fast_blas = load_fast_blas()
+    for name in config.models[1:]:
+        resolve(name)
+    with _loading(config.models[0]) as fast_blas:
         from server.cli.serve import serve
 
     raise typer.Exit(serve(config, runtime_folder(os.environ, tempfile.gettempdir()), fast_blas))
@@ -152,7 +151,7 @@ def run(
 
     config = config_from({"models": [model], "context_tokens": context, "cache_memory_bytes": cache_memory})
     opening = Opening(system, " ".join(question or ()))
-    # Limits are for a copy of one's own, and a folder may have another's name.
+    # Only a model loaded here has these limits, and a server may have another model by a folder's name.
     wants_own = local or context is not None or cache_memory is not None or Path(model).expanduser().is_dir()
     served = None if wants_own else _find_served(model, api_key)
     if served is not None:
@@ -160,22 +159,27 @@ def run(
 
         raise typer.Exit(chat(JoinedModel(served, api_key), opening, f" · joined the server at {served.url}"))
     with _loading(config.models[0]):
-        load_fast_blas()
         from server.cli.repl.local import local_model
     with local_model(config) as answerer:
         raise typer.Exit(chat(answerer, opening))
 
 
-def _find_served(model: str, api_key: str | None) -> "Served | None":
-    """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
+def _known_urls() -> list[str]:
+    """Returns where servers of this machine may be asked: those that this user runs, and the usual address."""
     from server.claims import running
-    from server.cli.repl.joined import KeyNeeded, find_served
     from server.doctor.fetch import DEFAULT_URL
 
     # One of another user, or in a container, is known by its usual address only.
     known = [claim.url for claim in running(runtime_folder(os.environ, tempfile.gettempdir())) if claim.url]
+    return list(dict.fromkeys([*known, DEFAULT_URL]))
+
+
+def _find_served(model: str, api_key: str | None) -> "Served | None":
+    """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
+    from server.cli.repl.joined import KeyNeeded, find_served
+
     try:
-        return find_served(model, list(dict.fromkeys([*known, DEFAULT_URL])), api_key)
+        return find_served(model, _known_urls(), api_key)
     except KeyNeeded as error:
         typer.echo(f"The server at {error} asks for a key; give it with --api-key to join it.", err=True)
         return None
@@ -189,6 +193,35 @@ def list_models(
     from server.cli.models import show_installed
 
     show_installed(as_json=as_json)
+
+
+_Key = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", envvar="MLX_SERVE_API_KEY", help="The key of a server that asks for one."),
+]
+
+
+@app.command()
+def ps(
+    api_key: _Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """List the models that servers on this machine have loaded."""
+    from server.cli.loaded import show_loaded
+
+    show_loaded(_known_urls(), api_key, as_json=as_json)
+
+
+@app.command()
+def stop(
+    model: Annotated[str, typer.Argument(metavar="NAME", help="A loaded model, as `mlx-serve ps` shows it.")],
+    api_key: _Key = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Unload a model; its conversations are found again when it is loaded again."""
+    from server.cli.loaded import unload
+
+    unload(model, _known_urls(), api_key, as_json=as_json)
 
 
 @app.command()
@@ -212,16 +245,22 @@ def doctor(
         str | None, typer.Argument(metavar="URL", help="Address of a running server. Default: http://127.0.0.1:8080.")
     ] = None,
     file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Read recorded requests from JSON lines, without a server.")
+        str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The key that the client sends: a key sees its own sessions.")
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            envvar="MLX_SERVE_API_KEY",
+            help="The key that the client sends: a key sees its own sessions.",
+        ),
     ] = None,
     cache_salt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
     ] = None,
     speed: Annotated[
-        float | None, typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to tell seconds.")
+        float | None,
+        typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to show seconds too."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, for a program.")] = False,
 ) -> None:
@@ -242,17 +281,17 @@ def doctor(
 @app.command("gateway-config")
 def print_gateway_config(
     replica: Annotated[
-        list[str] | None, typer.Option(metavar="HOST:PORT", help="A server; give it once for each.")
+        list[str] | None, typer.Option(metavar="HOST:PORT", help="Address of a server; give this once for each.")
     ] = None,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where clients come.")] = DEFAULT_LISTEN,
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address that clients use.")] = DEFAULT_LISTEN,
     certificate: Annotated[
-        str | None, typer.Option(metavar="FILE", help="PEM file of certificate and key: clients come by HTTPS.")
+        str | None, typer.Option(metavar="FILE", help="PEM file of certificate and key, to serve HTTPS.")
     ] = None,
     buffer: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much of a body HAProxy holds to find the session.")
+        str, typer.Option(metavar="SIZE", help="How much of a body HAProxy keeps to look for the session.")
     ] = "1MiB",
     admin_socket: Annotated[
-        str, typer.Option(metavar="PATH", help="Where HAProxy takes commands.")
+        str, typer.Option(metavar="PATH", help="Socket for commands to HAProxy, such as to add a server.")
     ] = DEFAULT_ADMIN_SOCKET,
 ) -> None:
     """Print the configuration for HAProxy in front of several servers."""
@@ -260,13 +299,11 @@ def print_gateway_config(
     typer.echo(gateway_config(gateway), nl=False)
 
 
-cache_app = typer.Typer(help="Manage what --cache-disk keeps of conversations.", invoke_without_command=True)
+cache_app = typer.Typer(help="List or delete the conversations that --cache-disk keeps.", invoke_without_command=True)
 app.add_typer(cache_app, name="cache")
 
 _CACHE_DIR = ServerConfig.cache_dir
-_CacheDir = Annotated[
-    str, typer.Option(metavar="TEXT", help=f"The folder that servers were given. Default: {_CACHE_DIR}.")
-]
+_CacheDir = Annotated[str, typer.Option(metavar="TEXT", help="The folder that servers have as --cache-dir.")]
 
 
 @cache_app.callback()
@@ -288,11 +325,11 @@ def list_cache(
 
 @cache_app.command("rm")
 def remove_cache(
-    folders: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` shows it.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove every folder.")] = False,
+    folders: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` names it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete every folder.")] = False,
     cache_dir: _CacheDir = _CACHE_DIR,
 ) -> None:
-    """Remove the conversations of a model from the disk."""
+    """Delete the conversations of a model from the disk."""
     from server.cli.cache import remove_folders
 
     if bool(folders) == everything:
@@ -413,8 +450,11 @@ def _usage_message(error: typer.TyperException) -> str:
 
 
 @contextmanager
-def _loading(model: str) -> Iterator[None]:
-    """Tells a person at a terminal that something happens while MLX and transformers are imported."""
+def _loading(model: str) -> Iterator[str | None]:
+    """Tells a person at a terminal that something happens while MLX and transformers are imported.
+
+    Gives the name of the fast BLAS that was loaded for MLX, if there is one.
+    """
     from rich.console import Console
 
     # Else transformers advises to install PyTorch; it reads this when it is imported.
@@ -422,10 +462,24 @@ def _loading(model: str) -> Iterator[None]:
     # A name that stands for nothing is told at once.
     resolve(model)
     console = Console()
-    with interruptible(), console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
-        # Ctrl-C would leave the terminal without one.
-        console.show_cursor(True)
-        yield
+    with interruptible():
+        # Before any other thread is there: one could take a Ctrl-C that is held back.
+        fast_blas = _prepare_mlx()
+        with console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
+            # Ctrl-C would leave the terminal without a cursor.
+            console.show_cursor(True)
+            yield fast_blas
+
+
+def _prepare_mlx() -> str | None:
+    """Imports MLX so that no Ctrl-C is lost meanwhile; returns the name of the fast BLAS that it uses, if any."""
+    with held_back():
+        fast_blas = load_fast_blas()
+    from models.compiler import find_compiler
+
+    with held_back():
+        find_compiler()
+    return fast_blas
 
 
 def _tell(message: str, status: int) -> int:

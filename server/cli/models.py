@@ -30,7 +30,7 @@ def show_installed(*, as_json: bool = False) -> None:
         if not any("/" in model.name for model in models):
             console.print("\nMore models: mlx-serve pull qwen3:0.6b, or any repository of MLX weights.", style="dim")
     else:
-        console.out(_plain_table([HEADINGS, *map(_cells, models)]))
+        console.out(plain_table([HEADINGS, *map(_cells, models)]))
 
 
 def _figures(model: InstalledModel) -> dict[str, str | int | None]:
@@ -58,7 +58,7 @@ def _table(models: Sequence[InstalledModel]) -> Table:
     return table
 
 
-def _plain_table(rows: Sequence[tuple[str, ...]]) -> str:
+def plain_table(rows: Sequence[tuple[str, ...]]) -> str:
     """Returns one line per row, however long, with columns as wide as their longest cell."""
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     lines = (

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import mlx.core as mx
 import uvicorn
 from rich.console import Console
 from rich.markup import escape
@@ -30,18 +31,24 @@ from models import weights
 from models.names import resolve
 from server import claims
 from server.api_keys import KeyRing
-from server.app import create_app, replace_keys, start_draining
+from server.app import create_pool_app, replace_keys, start_draining
 from server.claims import Claim, OwnClaim
 from server.cli.addresses import is_for_this_machine, urls
 from server.cli.interrupts import interruptible
 from server.cli.start_report import Surroundings, example_call, facts, slowness
 from server.config import ConfigError, ServerConfig
 from server.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
-from server.engine.engine import Engine
 from server.errors import StartError
 from server.key_file import read_keys
 from server.log import configure_logging
-from server.service import Service, model_id, open_service
+from server.memory_budget import read_machine
+from server.pool.catalog import InstalledCatalog
+from server.pool.keep_alive import parse_keep_alive
+from server.pool.names import parse_alias
+from server.pool.pool import ModelPool
+from server.pool.settings import PoolSettings
+from server.pool.source import ModelSource
+from server.service import Service, ServiceOpener, model_id, open_service, pool_memory
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +79,15 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         claim, others = _claim(runtime, stack)
         around = Surroundings(others, fast_blas, urls(address, port))
         service = _start(config, console, around, claim)
+        pool = _make_pool(service, config, around, claim)
         try:
             on_listening = partial(show_banner, console, service, config, around)
-            return asyncio.run(_serve(service, config, keys, listener, max_connections, on_listening))
+            return asyncio.run(_serve(pool, config, keys, listener, max_connections, on_listening))
         finally:
             # It ends in a moment anyway, and a signal now would only change the exit status.
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-            service.engine.stop()
+            pool.stop()
 
 
 def _check_exposure(config: ServerConfig, address: str) -> None:
@@ -138,6 +146,33 @@ def _start(config: ServerConfig, console: Console, around: Surroundings, claim: 
     return service
 
 
+def _make_pool(service: Service, config: ServerConfig, around: Surroundings, claim: OwnClaim | None) -> ModelPool:
+    """Returns the pool that has the first model, and loads the others that are named or installed when asked to.
+
+    Raises ModelError for a model of the command line that is not there.
+    """
+    sources = [ModelSource(service.model.id, resolve(config.models[0]))]
+    sources += [ModelSource(model_id(name), resolve(name)) for name in config.models[1:]]
+    memory = pool_memory(config, read_machine(mx.device_info()), around.others)
+    settings = PoolSettings(
+        memory,
+        max_models=config.max_models,
+        keep_alive_seconds=None if config.keep_alive is None else parse_keep_alive(config.keep_alive),
+        aliases=tuple(map(parse_alias, config.aliases)),
+        default_id=service.model.id,
+    )
+    catalog = InstalledCatalog(sources, has_others=config.max_models != 1)
+    pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
+    if claim is not None:
+        pool.on_change = partial(_tell_claim, pool, claim, around.urls[0])
+    return pool
+
+
+def _tell_claim(pool: ModelPool, claim: OwnClaim, url: str) -> None:
+    """Tells other servers what the loaded models take together."""
+    claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.taken_bytes, url))
+
+
 @contextlib.contextmanager
 def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]:
     """Gives a function that shows what is being done, in place of what was done before; on a terminal only."""
@@ -146,7 +181,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
         return
     handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
     with console.status(f"Loading {escape(model)} …") as status:
-        # Whoever ends the process now would leave the terminal without one.
+        # A process that ended now would leave the terminal without a cursor.
         console.show_cursor(True)
         # While the line is there, what goes to standard error is written above it.
         streams = [handler.setStream(sys.stderr) for handler in handlers]
@@ -184,17 +219,18 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
 
 
 async def _serve(
-    service: Service,
+    pool: ModelPool,
     config: ServerConfig,
     keys: KeyRing,
     listener: socket.socket,
     max_connections: int,
     on_listening: Callable[[], None],
 ) -> int:
-    app = create_app(service.engine, service.model, config, keys=keys)
+    app = create_pool_app(pool, config, keys=keys)
+    pool.watch()
     limits = Limits(config.client_seconds, max_connections)
     server = _Server(app, limits, on_listening)
-    stopper = _Stopper(server, service.engine, app, config.drain_seconds)
+    stopper = _Stopper(server, pool, app, config.drain_seconds)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopper.signalled)
@@ -247,9 +283,9 @@ class _Server(uvicorn.Server):
 class _Stopper:
     """Ends the server: gently at the first signal, at once at the second. Event loop only."""
 
-    def __init__(self, server: _Server, engine: Engine, app: Starlette, drain_seconds: float) -> None:
+    def __init__(self, server: _Server, pool: ModelPool, app: Starlette, drain_seconds: float) -> None:
         self._server = server
-        self._engine = engine
+        self._pool = pool
         self._app = app
         self._drain_seconds = drain_seconds
         self._draining: asyncio.Task[None] | None = None
@@ -257,7 +293,7 @@ class _Stopper:
     def signalled(self) -> None:
         """Handles one SIGTERM or SIGINT."""
         if self._draining is not None:
-            num_running = self._engine.stats().num_open
+            num_running = self._pool.num_running
             logger.warning("stopped at once%s", ": answers that were running are cut off" if num_running else "")
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
@@ -271,12 +307,12 @@ class _Stopper:
             await self._draining
 
     async def _drain(self) -> None:
-        num_running = self._engine.stats().num_open
+        num_running = self._pool.num_running
         if num_running:
             logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
-        if not await self._engine.drain(self._drain_seconds):
+        if not await self._pool.drain(self._drain_seconds):
             logger.warning("stopping: what still runs ends now")
-        await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self._pool.stop)
         self._server.should_exit = True
 
 

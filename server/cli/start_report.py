@@ -39,7 +39,9 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     yield "cache", _cache_text(service, config)
     yield "rest", _rest_text(service)
     for other in around.others:
-        yield "beside", f"{size_text(other.memory_bytes)} are claimed by {other.model}, process {other.pid}"
+        # A server tells its model and what it takes once it has loaded.
+        told = f"{size_text(other.memory_bytes)} are claimed by {other.model}"
+        yield "beside", f"{told if other.model else 'a server is starting'}, process {other.pid}"
     limit = "" if model.context_tokens < service.model_context_tokens else " (the model's limit)"
     yield "context", f"{model.context_tokens} tokens{limit}"
     if config.cache_disk_bytes is not None:

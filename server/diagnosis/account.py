@@ -14,7 +14,7 @@ from server.diagnosis.prompt import Prompt
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
 EDGE_TOKENS = 16
-"""The header of an answer, which the end of a prompt may be restorable before."""
+"""The most tokens of an answer's header. A prompt may be restorable only before this header, which is no miss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hi
     kept: float | None = min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0
     costliest = max(misses, key=lambda miss: miss.lost_tokens, default=None)
     if any(miss.cause is Cause.SIDE_REQUEST for miss in misses):
-        # It goes on from nothing.
+        # A side request goes on from no turn, so there is no share to tell.
         kept = None
     return Reuse(match, hit, kept, costliest, sum(miss.lost_tokens for miss in misses), misses)
 
@@ -104,16 +104,15 @@ class _Loss:
         return [*state, *self._change_misses(changes, by_change)]
 
     def _is_consequence(self, changes: Sequence[Change], by_state: int) -> bool:
-        """Whether nothing would be missing before the change without it: state is kept for turns that go on.
+        """Whether state is missing only because of the change: it is kept for prompts that go on unchanged.
 
-        A template that changes a reply parts within the header of the answer, which the end of the prompt is restored
-        before.
+        Where a template changes a reply, prompts part within the answer's header; the restore point is before it.
         """
         if self._match < self._common or self._previous.was_cleared:
             return False
         if not changes:
             return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
-        # What begins like another conversation could go on from there, if that is not just where its own text begins.
+        # A request beside the conversation shares its beginning, and could have been restored at the end of that.
         is_other = changes[0].cause is Cause.SIDE_REQUEST and by_state > EDGE_TOKENS
         return changes[0].cause is not Cause.BRANCHED and not is_other
 

@@ -149,7 +149,7 @@ class _MessageDiff:
         return [change for block in self._blocks() for change in self._changes_of(*block)]
 
     def _are_similar(self) -> bool:
-        """Whether what was said first, the system aside, is a version of what was said first before."""
+        """Whether the first messages of both turns, system messages aside, are versions of each other."""
         firsts = [next((part for part in parts if not part.is_system), None) for parts in (self._ours, self._theirs)]
         return firsts[0] is not None and firsts[1] is not None and _is_version(firsts[0], firsts[1])
 
@@ -232,12 +232,12 @@ class _MessageDiff:
             yield self._change(Cause.REMOVED, MissReason.HISTORY_TRIMMED, j, part)
 
     def _is_asked_anew(self, i: int, stop: int, j: int) -> bool:
-        """Whether only the newest messages are others, and no answer to them has come back."""
+        """Whether only the newest messages differ, and the later request holds no answer to them."""
         is_last = stop == len(self._ours) and i != self._reply and i >= self._prompt.num_head
         return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
 
     def _is_newest(self, i: int) -> bool:
-        """Whether only what a person or a tool said last stands from there to the end of the prompt."""
+        """Whether the assistant said nothing from there to the end of the prompt."""
         return all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
 
     def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Change]:

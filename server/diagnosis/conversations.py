@@ -148,7 +148,7 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 
 
 def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
-    """Whether an unnamed request is of a conversation: it holds its reply, most of it, or is its beginning."""
+    """Whether an unnamed request holds the reply of a turn or most of its messages, or begins like it."""
     earlier, later = turn.turn, request.prompt
     if earlier.is_answered and earlier.reply in later.said:
         return True

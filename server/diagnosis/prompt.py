@@ -78,11 +78,6 @@ class Prompt:
         return "\n".join(self.tools)
 
     @property
-    def num_characters(self) -> int:
-        """Length of everything that the prompt is made of."""
-        return len(self.tools_text) + sum(len(part.shown) for part in self.parts)
-
-    @property
     def num_bytes(self) -> int:
         """Memory that keeping it takes, about."""
         return text_bytes(self.tools_text) + sum(part.num_bytes for part in self.parts)

@@ -60,7 +60,9 @@ class Sessions:
     def _check_status(self, error: HTTPError) -> None:
         with error:
             if error.code == 401:
-                raise DoctorError(f"the server at {self.url} asks for a key; give it with --api-key") from error
+                raise DoctorError(
+                    f"the server at {self.url} asks for a key; give it with --api-key or MLX_SERVE_API_KEY"
+                ) from error
             if error.code != 404:
                 raise DoctorError(f"the server at {self.url} answers with status {error.code}") from error
 

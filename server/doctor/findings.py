@@ -7,12 +7,13 @@ from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import UNBLAMED, Cause, MissReason
 
 NEGLIGIBLE_TOKENS = 128
-"""What it costs that state is kept at some offsets only, or that another request shares a name: nothing to mend."""
+"""Up to so many lost tokens nothing is to be mended: state is kept at some offsets only, and requests may share a
+name."""
 SECONDS_PER_DAY = 86_400
 SHORTEST_SECONDS = 60.0
-"""Turns within less say nothing of a day."""
+"""From turns within a shorter time no rate per day is computed."""
 _SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
-"""Causes that are told only where they cost more than that."""
+"""Causes that are reported only above `NEGLIGIBLE_TOKENS`."""
 _PLACELESS = _SMALL | {Cause.CLEARED, Cause.DECLINED}
 """Causes that no single message has."""
 

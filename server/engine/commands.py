@@ -144,3 +144,14 @@ class HoldTurn:
         tokens = np.concatenate([self.prompt, np.array(self.reply, np.int32)])
         name = PinName(self.namespace, self.label, is_soft=True)
         worker.prefix_cache.pin_until(name, tokens, worker.now() + HOLD_SECONDS)
+
+
+@dataclass(frozen=True)
+class ResizeBudget:
+    """Gives the state of past tokens another budget."""
+
+    budget_bytes: int
+
+    def run(self, worker: Worker) -> int:
+        """Does it; returns the bytes by which running requests exceed it. If there are any, nothing has changed."""
+        return worker.prefix_cache.try_resize(self.budget_bytes)

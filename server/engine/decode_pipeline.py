@@ -139,7 +139,7 @@ class DecodePipeline:
             return None
         try:
             return sequence.output.mask()
-        except Exception as error:  # the grammar's: no other row has it
+        except Exception as error:  # an error of the grammar concerns this row only
             logger.warning("request %s failed: %s", sequence.request.request_id, error)
             self._table.fail(sequence, StepFailed(str(error)))
             return None
@@ -151,24 +151,25 @@ class DecodePipeline:
         launched.is_read = True
         try:
             tokens = launched.step.tokens()
-        except Exception as error:  # a device's fault shows only when the step is waited for
+        except Exception as error:  # an error of the device is raised only when the step is waited for
             newer = self._newer_than(launched)
             self._in_flight = None
             self._recover(list(dict.fromkeys([*launched.sequences, *newer])), error)
             return
-        for sequence, token in zip(launched.sequences, tokens, strict=True):
+        for index, (sequence, token) in enumerate(zip(launched.sequences, tokens, strict=True)):
             if sequence.output.reason is None and sequence in self._table:
                 forced = sequence.output.forced_token()
                 if forced is not None and sequence not in self._newer_than(launched):
                     self._force(sequence, forced)
-                self._accept(sequence, token if forced is None else forced, launched)
+                self._accept(sequence, index, token if forced is None else forced, launched)
 
-    def _accept(self, sequence: Sequence, token: int, launched: InFlightStep) -> None:
+    def _accept(self, sequence: Sequence, index: int, token: int, launched: InFlightStep) -> None:
         sequence.decode.is_suspect = False
         sequence.decode.unrecorded = token
         if sequence in self._newer_than(launched):
             sequence.record()
-        self._table.post(sequence, sequence.accept(token, self._clock()))
+        logprob = launched.step.logprob(index, token)
+        self._table.post(sequence, sequence.accept(token, self._clock(), logprob))
         if sequence.output.reason is None:
             return
         if sequence.decode.unrecorded is None or not sequence.request.cache_prompt:
@@ -202,6 +203,6 @@ def _error_of(act: Callable[[], None]) -> Exception | None:
     """Returns what a part of a launch raised: it is handled after the tokens of the step before are read."""
     try:
         act()
-    except Exception as error:  # the model's: which row is at fault is found out by replaying them
+    except Exception as error:  # an error of the model: replaying the rows shows which one is at fault
         return error
     return None

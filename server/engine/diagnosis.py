@@ -86,11 +86,6 @@ class Miss:
     lost_tokens: int = 0
     """Prompt tokens evaluated because of it; 0 for a change behind another one, which cost all that follows."""
 
-    @property
-    def is_blamed(self) -> bool:
-        """Whether the client, or who runs the server, can mend it."""
-        return self.cause not in UNBLAMED
-
 
 @dataclass(frozen=True)
 class Reuse:

@@ -26,6 +26,8 @@ from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
 from server.engine.command import Command
+from server.engine.commands import ResizeBudget
+from server.engine.dormant import DormantState
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.generation import Generation
 from server.engine.inbox import Inbox, WorkerMessage
@@ -72,10 +74,16 @@ class EngineConfig:
 class Engine:
     """One model being served. `submit` and `execute` belong to the event loop, the other methods to any thread."""
 
-    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig) -> None:
-        """`make_worker` runs on the worker thread, so that whatever it builds on the device belongs there."""
+    def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig, fingerprint: str = "") -> None:
+        """`make_worker` runs on the worker thread, so that whatever it builds on the device belongs there.
+
+        `fingerprint` tells whose state may go on here.
+        """
         self._make_worker = make_worker
         self._config = config
+        self._fingerprint = fingerprint
+        self._parks = False
+        self._dormant: DormantState | None = None
         self._inbox = Inbox(max_slots=config.max_slots, max_waiting=config.max_waiting)
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._is_accepting = False
@@ -86,19 +94,17 @@ class Engine:
         self._stats = EngineStats()
 
     @classmethod
-    def for_model(cls, loaded: LoadedModel, config: EngineConfig) -> "Engine":
-        """Returns an engine for a loaded model; `start` begins its work."""
+    def for_model(cls, loaded: LoadedModel, config: EngineConfig, dormant: DormantState | None = None) -> "Engine":
+        """Returns an engine for a loaded model; `start` begins its work.
+
+        `dormant` is what the model's last engine left, and is consumed; state of another model or precision is not
+        used.
+        """
+        resumed = dormant if dormant is not None and dormant.fingerprint == loaded.state_fingerprint else None
 
         def make_worker() -> Worker:
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size)
-            disk = _open_disk(config, loaded)
-            prefix_cache = PrefixCache(
-                runner.make_caches,
-                num_slots=config.max_slots,
-                budget_bytes=config.budget_bytes - (2 * _in_flight_bytes(config) if disk is not None else 0),
-                chunk_tokens=config.chunk_tokens,
-                disk=disk,
-            )
+            prefix_cache = _make_prefix_cache(runner, config, loaded, resumed)
             _calibrate(runner, prefix_cache)
             return Worker(
                 runner,
@@ -109,9 +115,10 @@ class Engine:
                 expected_tokens=config.expected_tokens,
                 clock=time.monotonic,
                 detokenize=lambda tokens: str(loaded.tokenizer.decode(tokens.tolist())),
+                sessions=None if resumed is None else resumed.sessions,
             )
 
-        return cls(make_worker, config)
+        return cls(make_worker, config, loaded.state_fingerprint)
 
     # ---------------------------------------------------------------------------------------------- lifecycle
 
@@ -139,6 +146,13 @@ class Engine:
         self._inbox.put_end()
         if self._thread.is_alive():
             self._thread.join()
+
+    def park(self) -> DormantState | None:
+        """Stops, and returns the state in memory for the next engine of this model; None where the disk has it."""
+        self._parks = True
+        self.stop()
+        dormant, self._dormant = self._dormant, None
+        return dormant
 
     # ----------------------------------------------------------------------------------------------- requests
 
@@ -169,6 +183,14 @@ class Engine:
         """
         return await asyncio.wrap_future(self._inbox.put_command(command))
 
+    async def try_resize(self, budget_bytes: int) -> int:
+        """Gives the state of conversations another budget; returns the bytes by which running requests exceed it.
+
+        If there are any, the budget stays what it was. Raises as `execute` does.
+        """
+        own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
+        return await self.execute(ResizeBudget(own_bytes))
+
     def execute_later(self, command: Command[Worker, object]) -> None:
         """Has a command run like `execute`, without waiting for it; its error is only logged. For any thread."""
         with contextlib.suppress(QueueFull, EngineStopped):
@@ -193,10 +215,19 @@ class Engine:
                 self._stats = worker.stats()
         finally:
             try:
-                worker.stop()
+                worker.stop(parks=self._parks)
+                if self._parks:
+                    self._dormant = self._dormant_state(worker)
             finally:
                 self._is_accepting = False
                 self._inbox.close()
+
+    def _dormant_state(self, worker: Worker) -> DormantState | None:
+        state = DormantState(worker.prefix_cache, worker.sessions, self._fingerprint)
+        if self._config.disk_folder is None:
+            return state
+        state.drop()
+        return None
 
     def _step(self, worker: Worker) -> None:
         try:
@@ -261,6 +292,11 @@ def _in_flight_bytes(config: EngineConfig) -> int:
     return min(MAX_IN_FLIGHT_BYTES, config.budget_bytes // 16)
 
 
+def _disk_bytes_in_memory(config: EngineConfig) -> int:
+    """Returns the part of the budget that is for state between memory and disk."""
+    return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
+
+
 def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     if config.disk_folder is None:
         return None
@@ -271,6 +307,23 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
         write_budget_bytes_per_day=config.disk_write_bytes_per_day,
         fingerprint=loaded.state_fingerprint,
         max_in_flight_bytes=_in_flight_bytes(config),
+    )
+
+
+def _make_prefix_cache(
+    runner: Runner, config: EngineConfig, loaded: LoadedModel, dormant: DormantState | None
+) -> PrefixCache:
+    """Returns a new cache, or the one of an earlier engine of the same model."""
+    budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
+    if dormant is not None:
+        dormant.prefix_cache.resume(runner.make_caches, budget_bytes)
+        return dormant.prefix_cache
+    return PrefixCache(
+        runner.make_caches,
+        num_slots=config.max_slots,
+        budget_bytes=budget_bytes,
+        chunk_tokens=config.chunk_tokens,
+        disk=_open_disk(config, loaded),
     )
 
 

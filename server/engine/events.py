@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from models.output.token_logprob import TokenLogprob
 from server.engine.diagnosis import Reuse
 
 
@@ -25,7 +26,6 @@ class Timings:
     prompt_ms: float
     predicted_tokens: int
     predicted_ms: float
-    queue_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Delta:
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of these tokens, where the request asks for them."""
 
 
 @dataclass(frozen=True)

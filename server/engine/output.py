@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from models.output.grammar import MaskWords
 from models.output.reasoning import ThoughtWatch
+from models.output.token_logprob import TokenLogprob
 from server.engine.constraint import TokenConstraint
 from server.engine.events import Delta, FinishReason
 from server.engine.grammar_constraint import GrammarConstraint
@@ -53,12 +54,12 @@ class Output:
         forced = (constraint.forced() for constraint in self._constraints)
         return next((token for token in forced if token is not None), None)
 
-    def accept(self, token: int) -> list[Delta]:
+    def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         """Takes the next token and returns the text that it completes; sets `reason` where it is the last one."""
         self.tokens.append(token)
         if token in self._eos:
             return self.end(FinishReason.STOP)
-        deltas = self._text.push(token)
+        deltas = self._text.push(token, logprob)
         # Behind a complete grammar only the end of the turn may follow, which needs no step to be known.
         is_complete = self._grammar is not None and self._grammar.is_complete
         if self._text.stop_text is not None or is_complete:

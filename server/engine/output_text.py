@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from models.output.stop_strings import StopStringMatcher
+from models.output.token_logprob import TokenLogprob
 from server.engine.constraint import TokenConstraint
 from server.engine.events import Delta
 
@@ -35,10 +36,14 @@ class OutputText:
         self._constraints = constraints
         self._pending: list[int] = []
         """Tokens whose text is not emitted yet."""
+        self._logprobs: list[TokenLogprob] = []
+        """Theirs, where they are told."""
 
-    def push(self, token: int) -> list[Delta]:
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         """Returns the text that a token completes, at most one delta."""
         self._pending.append(token)
+        if logprob is not None:
+            self._logprobs.append(logprob)
         text = self._decoder.push(token)
         for constraint in self._constraints:
             constraint.accept(token, text)
@@ -62,5 +67,6 @@ class OutputText:
     def _delta(self, text: str) -> list[Delta]:
         if not text:
             return []
-        tokens, self._pending = tuple(self._pending), []
-        return [Delta(text, tokens)]
+        delta = Delta(text, tuple(self._pending), tuple(self._logprobs))
+        self._pending, self._logprobs = [], []
+        return [delta]

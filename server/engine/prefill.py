@@ -179,7 +179,7 @@ class Prefill:
                 prompt=sequence.request.tokens,
                 generated=sequence.output.tokens,
             )
-        except Exception as error:  # the device's: as while the prompt was evaluated
+        except Exception as error:  # an error of the device fails this request only, as in `_evaluate`
             self._table.fail_step(sequence, error)
             return
         sequence.decode.unrecorded = last
@@ -190,7 +190,7 @@ class Prefill:
         try:
             is_asked_for = not sequence.request.is_idle_work
             lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)
-        except Exception as error:  # as while the prompt was evaluated
+        except Exception as error:  # an error of the device fails this request only, as in `_evaluate`
             self._table.fail_step(sequence, error)
             return
         self._table.end(sequence, FinishReason.LENGTH)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
+from models.output.token_logprob import TokenLogprob
 from server.engine.request import TokenArray
 
 
@@ -14,6 +15,9 @@ class Step(Protocol):
 
     def tokens(self) -> list[int]:
         """Blocks until every row's next token is known and returns them in row order."""
+
+    def logprob(self, index: int, token: int) -> TokenLogprob | None:
+        """Returns how likely the model held `token` in a row, behind `tokens`; None where it was not asked for."""
 
 
 class RunnerPort(Protocol):

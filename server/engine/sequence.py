@@ -1,7 +1,6 @@
 """One request being run: its tokens, its text so far, its times. No device, no queue."""
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from cache.disk.read_ahead import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
+from models.output.token_logprob import TokenLogprob
 from server.engine.events import Event, Finished, FinishReason, Progress, Started, Timings
 from server.engine.output import Output
 from server.engine.output_text import MakeDecoder, TextDecoder
@@ -39,7 +39,6 @@ class Sink(Protocol):
 class Timestamps:
     """When a request came to which point, in seconds of the engine's clock; 0 before."""
 
-    submitted: float
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
@@ -70,9 +69,8 @@ class Sequence:
         eos_token_ids: frozenset[int],
         *,
         arrival: int,
-        now: float,
     ) -> None:
-        # With a seed in any case: a replay is to go on with the same.
+        # Gets a seed if it has none, so that a replay goes on with the same.
         self.request = replace(request, sampling=_seeded(request.sampling))
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
@@ -86,7 +84,7 @@ class Sequence:
         self.was_out_of_memory = False
         """A step of it failed for lack of memory before: the next time it waits for others, or fails alone."""
         self.started: Started | None = None
-        self.times = Timestamps(submitted=now)
+        self.times = Timestamps()
         self._reported_tokens = 0
         """Evaluated prompt tokens that the last Progress named."""
 
@@ -133,11 +131,11 @@ class Sequence:
         self._reported_tokens = evaluated
         return [Progress(evaluated, num_prompt)]
 
-    def accept(self, token: int, now: float) -> list[Event]:
+    def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
         """Takes the next token and returns the events it makes, the last one included where it ends the output."""
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
-        deltas: list[Event] = [*self.output.accept(token)]
+        deltas: list[Event] = [*self.output.accept(token, logprob)]
         return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:
@@ -172,24 +170,21 @@ class Sequence:
             prompt_ms=1000 * (first - started),
             predicted_tokens=len(self.output.tokens),
             predicted_ms=1000 * ((times.last_token or now) - first),
-            queue_ms=1000 * (started - times.submitted),
         )
 
 
 class SequenceFactory:
     """Makes sequences in the order of their arrival."""
 
-    def __init__(self, make_decoder: MakeDecoder, eos_token_ids: frozenset[int], clock: Callable[[], float]) -> None:
+    def __init__(self, make_decoder: MakeDecoder, eos_token_ids: frozenset[int]) -> None:
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
-        self._clock = clock
         self._num_arrivals = 0
 
     def __call__(self, request: GenerationRequest, sink: Sink) -> Sequence:
         """Returns the sequence of a request that has just arrived."""
         self._num_arrivals += 1
-        decoder, now = self._make_decoder(), self._clock()
-        return Sequence(request, sink, decoder, self._eos, arrival=self._num_arrivals, now=now)
+        return Sequence(request, sink, self._make_decoder(), self._eos, arrival=self._num_arrivals)
 
 
 def _seeded(sampling: SamplingParams) -> SamplingParams:

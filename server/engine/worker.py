@@ -52,10 +52,11 @@ class Worker:
         expected_tokens: int,
         clock: Callable[[], float],
         detokenize: Detokenize,
+        sessions: EngineSessions | None = None,
     ) -> None:
-        """`expected_tokens` is the output that live buffers are sized for."""
+        """`expected_tokens` is the output that live buffers are sized for; `sessions` are those of the same cache."""
         self.prefix_cache = prefix_cache
-        self.sessions = EngineSessions(prefix_cache)
+        self.sessions = sessions or EngineSessions(prefix_cache)
         self.detokenize = detokenize
         self.now = clock
         """Reads the engine's clock, in seconds."""
@@ -71,7 +72,7 @@ class Worker:
             chunk_tokens=chunk_tokens,
             expected_tokens=expected_tokens,
         )
-        self._make_sequence = SequenceFactory(make_decoder, eos_token_ids, clock)
+        self._make_sequence = SequenceFactory(make_decoder, eos_token_ids)
         self._close_runner = runner.close
 
     @property
@@ -119,11 +120,16 @@ class Worker:
         for sequence in self._table:
             self._table.fail(sequence, error)
 
-    def stop(self) -> None:
-        """Ends every request because the engine ends, and what the runner holds of the device."""
+    def stop(self, *, parks: bool = False) -> None:
+        """Ends every request because the engine ends, and what the runner holds of the device.
+
+        With `parks` the state in memory refers to the model no more: another worker may go on with it, or drop it.
+        """
         try:
             self.fail_all(EngineStopped("the server is shutting down"))
             self.prefix_cache.end(SAVE_SECONDS)
+            if parks:
+                self.prefix_cache.park()
         finally:
             self._close_runner()
 
@@ -159,7 +165,7 @@ class Worker:
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the tokens of the step under way and closes what has ended: a chunk is not to hold them up."""
+        """Reads the tokens of the step under way and closes ended sequences, since a chunk would delay them."""
         self._decode.read()
         self._table.close_finished(list(self._table))
 
@@ -174,7 +180,7 @@ class Worker:
                 self._grow(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Grows one sequence at the cost of younger ones, or has it wait itself; alone, it ends here."""
+        """Grows the buffers of a sequence; others, or it, wait for that. One that runs alone ends here."""
         while sequence.lease is not None and sequence.lease.is_open:
             try:
                 if sequence.lease.try_grow(sequence.max_offset):
@@ -185,7 +191,7 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Has others give up their slots for a sequence: those that are over, else one; alone, it ends here."""
+        """Frees slots: of ended sequences, else of the one that ranks last. One that runs alone ends here."""
         running = self._table.leased()
         ended = [other for other in running if other.output.reason is not None]
         waits = choose_to_wait(other.ticket for other in running)

@@ -202,6 +202,8 @@ def test_an_address_of_the_hub_is_the_repository(address: str, name: str) -> Non
         "https://huggingface.co/datasets/org/name",
         "https://example.com/org/name",
         "hf.co",
+        "hf.co/org",
+        "www.hf.co/org",
     ],
 )
 def test_an_address_of_anything_else_is_no_repository(address: str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.connections import Limits, Reports, quieten_accept_errors
+from server.connections import MAX_LINGERING, HttpConfig, Limits, Reports, quieten_accept_errors
 from server.engine.events import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
@@ -90,12 +91,28 @@ def test_a_client_that_never_sends_is_closed_without_a_word(address: str) -> Non
     [HEAD, HEAD + b"Content-Length: 1000\r\n\r\n{", HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"],
     ids=["head", "body", "chunk"],
 )
-def test_a_half_sent_request_is_told_so_and_closed(address: str, engine: FakeEngine, half: bytes) -> None:
+def test_a_half_sent_request_is_told_so_and_closed(
+    address: str, engine: FakeEngine, half: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with connect(address, half) as connection:
         head, _, body = received(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert json.loads(body)["error"]["code"] == "request_timeout"
     assert not engine.requests and is_served(address)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_half_sent_head_is_closed_in_time_though_others_are_served(address: str) -> None:
+    with connect(address, HEAD) as connection:
+        connection.setblocking(False)
+
+        def is_told() -> bool:
+            assert is_served(address)
+            with contextlib.suppress(BlockingIOError):
+                return b" 408 " in connection.recv(1 << 16)
+            return False
+
+        until(is_told)
 
 
 def test_the_half_of_a_second_request_is_closed_too(address: str) -> None:
@@ -247,6 +264,19 @@ def test_what_follows_an_early_answer_is_not_answered_again(address: str, caplog
     assert is_served(address)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/nothing"])
+def test_a_refused_client_that_sends_its_whole_body_first_reads_the_answer(engine: FakeEngine, path: str) -> None:
+    body = b"x" * (8 << 20)
+    head = HEAD.replace(b"/v1/chat/completions", path.encode()) + b"Content-Length: %d\r\n\r\n" % len(body)
+    with (
+        running(create_app(engine, fake_model(), ServerConfig(max_body_bytes=2000))) as address,
+        connect(address, head + body) as connection,
+    ):
+        assert connection.recv(1 << 16).startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 404 "))
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_offer_to_change_the_protocol_is_passed_over(address: str, caplog: pytest.LogCaptureFixture) -> None:
     offer = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
     with connect(address, b"GET /health HTTP/1.1\r\nHost: here\r\n" + offer) as connection:
@@ -274,6 +304,51 @@ def test_where_every_connection_is_at_work_a_newcomer_is_told_to_come_back(addre
     assert httpx.get(f"{address}/health").status_code == 200
     for connection in connections:
         connection.close()
+
+
+def test_a_newcomer_takes_the_place_of_one_whose_body_does_not_come(engine: FakeEngine) -> None:
+    limits = Limits(client_seconds=60, max_connections=6)
+    begun = HEAD + b"Content-Length: 100000\r\n\r\n{"
+    with (
+        running(create_app(engine, fake_model(), ServerConfig()), limits) as address,
+        contextlib.ExitStack() as stack,
+    ):
+        for _ in range(3 * limits.max_connections):
+            stack.enter_context(connect(address, begun))
+        assert is_served(address)
+
+
+def test_a_newcomer_that_has_just_come_keeps_its_place_beside_bodies_that_do_not(engine: FakeEngine) -> None:
+    limits = Limits(client_seconds=60, max_connections=6)
+    begun = HEAD + b"Content-Length: 100000\r\n\r\n{"
+    app = create_app(engine, fake_model(), ServerConfig())
+    with running(app, limits) as address, contextlib.ExitStack() as stack:
+        for _ in range(limits.max_connections):
+            stack.enter_context(connect(address, begun))
+        newcomers = [stack.enter_context(connect(address)) for _ in range(3)]
+        assert is_served(address)
+        newcomers[0].sendall(chat())
+        assert newcomers[0].recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_newcomer_that_is_refused_reads_why_though_it_sent_all_first(address: str, engine: FakeEngine) -> None:
+    engine.script = ENDLESS
+    with contextlib.ExitStack() as stack:
+        for _ in range(LIMITS.max_connections):
+            stack.enter_context(connect(address, chat(stream=True)))
+        until(lambda: len(engine.requests) == LIMITS.max_connections)
+        for _ in range(3 * MAX_LINGERING):
+            request = chat(metadata={"padding": "x" * 200_000})
+            with connect(address, request) as newcomer:
+                assert received(newcomer).startswith(b"HTTP/1.1 503 ")
+
+
+def test_an_idle_connection_is_closed_without_a_word_in_the_time_that_clients_have(address: str) -> None:
+    with connect(address, b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n") as connection:
+        answers = received(connection)
+    assert answers.startswith(b"HTTP/1.1 200 ") and answers.count(b"HTTP/1.1") == 1
+    config = HttpConfig(create_app(FakeEngine(), fake_model(), ServerConfig()), Limits(client_seconds=30))
+    assert config.timeout_keep_alive > 30
 
 
 def test_want_of_descriptors_is_logged_once_and_other_failures_as_ever(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,6 +63,10 @@ class FakeEngine:
     finished: set[str] = field(default_factory=set)
     commands: list[Command[Any, Any]] = field(default_factory=list)
     cancel_seen: threading.Event = field(default_factory=threading.Event)
+    budget_bytes: int | None = None
+    """What it was given last by `try_resize`."""
+    excess_bytes: int = 0
+    """What `try_resize` says that running requests hold beyond any budget."""
 
     def submit(self, request: GenerationRequest) -> Generation:
         if not self.is_running:
@@ -88,6 +92,20 @@ class FakeEngine:
         if not self.is_running:
             raise EngineStopped("stopped")
         self.commands.append(command)
+
+    async def try_resize(self, budget_bytes: int) -> int:
+        self.budget_bytes = budget_bytes
+        return self.excess_bytes
+
+    async def drain(self, timeout_seconds: float) -> bool:
+        self.is_running = False
+        return len(self.requests) == len(self.finished)
+
+    def stop(self) -> None:
+        self.is_running = False
+
+    def park(self) -> None:
+        self.stop()
 
     def execute_later(self, command: Command[Any, Any]) -> None:
         self.commands.append(command)

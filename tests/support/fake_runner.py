@@ -13,6 +13,7 @@ from cache.tokens import TokenArray
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
+from models.output.token_logprob import TokenLogprob
 from tests.support import fake_model
 
 OVERLAPS = True
@@ -39,12 +40,18 @@ def reference(prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = Fals
     return tokens[len(prompt) :]
 
 
+def logprob_of(token: int, count: int) -> TokenLogprob:
+    """Returns what the fake model tells of a token: it is the likeliest, and those after it follow."""
+    return TokenLogprob(token, -token / 8, tuple((token + step, -(token + step) / 8) for step in range(count)))
+
+
 @dataclass(eq=False)
 class FakeRow:
     """One decoding sequence."""
 
     caches: list[LayerCache]
     next_token: int | None
+    top_logprobs: int | None = None
 
 
 @dataclass(eq=False)
@@ -64,6 +71,11 @@ class FakeStep:
         if self.error is not None:
             raise self.error
         return self.sampled
+
+    def logprob(self, index: int, token: int) -> TokenLogprob | None:
+        """Returns numbers that say of which token they are, for rows that ask."""
+        count = self.rows[index].top_logprobs
+        return None if count is None else logprob_of(token, count)
 
 
 @dataclass
@@ -106,7 +118,7 @@ class FakeRunner:
         """Returns a row; the fake model ignores how tokens are to be sampled, and remembers it."""
         self.samplings.append(sampling)
         self.before.append((prompt.tolist(), list(generated)))
-        return FakeRow(caches, next_token)
+        return FakeRow(caches, next_token, sampling.top_logprobs)
 
     def force(self, row: FakeRow, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """The next step feeds `token`, whatever the step before gave."""

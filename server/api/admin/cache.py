@@ -1,7 +1,7 @@
 """`/v1/cache` and pins: lists the state held for the request's namespace, clears it, and protects it from eviction.
 
 Every path reads and changes the state of one namespace: that of the request's key and, where one is given as
-`?cache_salt=`, its salt; who owns the server names another with `?namespace=`, and is told the sums of all.
+`?cache_salt=`, its salt. The owner of the server may name another with `?namespace=`, and is shown the sums of all.
 Where several models are served, `?model=` names one.
 """
 
@@ -27,6 +27,8 @@ from server.engine.commands import (
     PinSession,
     UnpinSession,
 )
+from server.pool.errors import ModelNotLoaded
+from server.pool.source import ModelSource
 
 MAX_NODES = 256
 MAX_NODES_LIMIT = 2048
@@ -89,7 +91,7 @@ class NamespaceBody(TypedDict):
 
 
 class CacheStateBody(TypedDict):
-    """What is held for one namespace; for who owns the server, also the sums of all."""
+    """What is held for one namespace; for the owner of the server, also the sums of all."""
 
     object: str
     model: str
@@ -139,13 +141,30 @@ async def get_cache(request: Request) -> Response:
 
 async def clear_cache(request: Request) -> Response:
     """Forgets what is held for the request's namespace, but for what running requests use."""
-    model, engine = _model_and_engine(request)
     namespace = _namespace(request)
+    try:
+        model, engine = _model_and_engine(request)
+    except ModelNotLoaded as error:
+        return _clear_dormant(request, error.source, namespace)
     freed: Freed = await engine.execute(ClearCache(namespace))
     context_of(request).conversations.note_cleared(namespace)
+    return _cleared(model.id, freed)
+
+
+def _clear_dormant(request: Request, source: ModelSource, namespace: str) -> Response:
+    """Forgets what memory keeps for a model that is not loaded; a disk is read and changed by its engine only."""
+    context = context_of(request)
+    if context.config.cache_disk_bytes is not None:
+        raise ModelNotLoaded(source)
+    num_tokens, num_bytes = context.pool.forget_dormant(source, namespace)
+    context.conversations.note_cleared(namespace)
+    return _cleared(source.id, Freed(num_tokens, num_bytes, 0))
+
+
+def _cleared(model_id: str, freed: Freed) -> Response:
     body: ClearedBody = {
         "object": "cache.cleared",
-        "model": model.id,
+        "model": model_id,
         "freed_tokens": freed.num_tokens,
         "freed_bytes": freed.memory_bytes,
         "freed_disk_bytes": freed.disk_bytes,

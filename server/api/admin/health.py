@@ -47,6 +47,9 @@ class HealthBody(TypedDict):
     status: str
     """"ok", "draining" (running answers finish, new requests are refused) or "stopped"."""
     models: list[str]
+    """Those that are loaded."""
+    loading: list[str]
+    """Those on their way."""
     engines: NotRequired[dict[str, EngineBody]]
     """Counters and gauges by model; shown to those who may send requests."""
 
@@ -62,7 +65,7 @@ async def health(request: Request) -> Response:
     """Answers with status 200 while requests are taken, else 503. Needs no key."""
     context = context_of(request)
     status = _status(context)
-    body: HealthBody = {"status": status, "models": list(context.models)}
+    body: HealthBody = {"status": status, "models": list(context.models), "loading": list(context.pool.loading)}
     if is_authorised(request):
         body["engines"] = {model_id: _engine_body(engine.stats()) for model_id, engine in context.engines.items()}
     return JsonBody(body, status_code=200 if status == "ok" else 503)

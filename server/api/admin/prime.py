@@ -43,7 +43,7 @@ class PrimedBody(TypedDict):
 
 async def prime_cache(request: Request) -> Response:
     """Evaluates a prefix. A client that leaves ends it; what was computed until then stays."""
-    return await generate(request, "prime-", open_prime)
+    return await generate(request, "prime-", open_prime, may_stream=False)
 
 
 def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
@@ -59,7 +59,9 @@ def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
     if isinstance(body, ChatBody):
         prefix = read_conversation(body, incoming, model, context.config, namespace).stable_prefix()
     else:
-        prefix = cut_at_last_point(text_prompt(body.prompt, model), (RestorePointKind.PROMPT_END,))
+        if len(body.prompt) != 1:
+            raise ApiError(Code.INVALID_VALUE, "prompt: one prompt is primed at a time", "prompt")
+        prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
     request = build_request(
         incoming,
         replace(read_params(body, incoming.fields, rules, model), max_tokens=0),

@@ -19,10 +19,15 @@ _OWN_NAMES = "claude-"
 def find_model(context: ApiContext, name: str | None) -> ServedModel:
     """Returns the model that a body names; raises ApiError (404, 400).
 
-    Clients name Anthropic's models without being told to, so these names stand for the only model that is served.
+    Clients name Anthropic's models without being told to, so these names stand for the model of requests that name
+    none, unless one is called so or an alias says otherwise.
     """
-    is_theirs = name is not None and name.startswith(_OWN_NAMES) and name not in context.models
-    return context.find_model(None if is_theirs else name)
+    try:
+        return context.find_model(name)
+    except ApiError:
+        if name is None or not name.startswith(_OWN_NAMES):
+            raise
+        return context.find_model(None)
 
 
 def read_params(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: ServedModel) -> GenerationParams:

@@ -1,7 +1,7 @@
 """Signatures of thoughts: what clients keep beside a thought, and send back with it.
 
-A signature proves nothing here: a thought counts as it comes back, whoever wrote it. Of a thought that is not to be
-shown it is the text itself, so that the thought can come back all the same. Pure.
+A signature proves nothing here: a thought counts as it comes back, whoever wrote it. For a thought that is not shown,
+the signature holds the text, so that the client sends the thought back with it. Pure.
 """
 
 import base64

@@ -56,9 +56,9 @@ def end_of(finished: Finished, began: float, session_id: str | None) -> OllamaEn
     }
 
 
-def loaded() -> OllamaEnd:
-    """Returns the end of the answer to a request without a prompt, by which clients have a model loaded."""
-    return {"done": True, "done_reason": "load"}
+def loaded(keep_alive_seconds: float | None) -> OllamaEnd:
+    """Returns the end of the answer to a request without a prompt: clients load and unload a model by it."""
+    return {"done": True, "done_reason": "unload" if keep_alive_seconds == 0 else "load"}
 
 
 def _whole_nanoseconds(milliseconds: float) -> int:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from models.inference.sampling_params import SamplingParams, check
 from models.output.tool_formats.harmony import HarmonyFormat
 from server.api.context import ApiContext, ServedModel
+from server.api.dialect import ModelReady, Payload
 from server.api.errors import ApiError, Code
 from server.api.field_rules import refuse_fields, refuse_windows
 from server.api.ollama.fields import IN_OPTIONS
@@ -21,6 +22,8 @@ from server.api.params import GenerationParams
 from server.api.structured_output import ANY_OBJECT, AnswerGrammar, json_grammar
 from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
+from server.pool.errors import ModelNotLoaded, ModelUnknown
+from server.pool.keep_alive import parse_keep_alive
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,15 @@ def _think(value: Any) -> Any:
     if value is None or isinstance(value, bool) or value in EFFORTS:
         return value
     raise PydanticCustomError("think", 'Input should be true, false, "high", "medium", "low" or "max"')
+
+
+def _keep_alive(value: Any) -> Any:
+    try:
+        if value is not None:
+            parse_keep_alive(value)
+    except ValueError as error:
+        raise PydanticCustomError("keep_alive", "{reason}", {"reason": str(error)}) from error
+    return value
 
 
 _Whole = Annotated[int, BeforeValidator(_whole)]
@@ -90,11 +102,18 @@ class OllamaBody(BodyModel):
     """The JSON schema that the answer is bound to; "json" for any object."""
     think: Annotated[bool | str | None, BeforeValidator(_think)] = None
     options: Options | None = None
+    keep_alive: Annotated[str | float | None, BeforeValidator(_keep_alive)] = None
+    """How long the model stays loaded after its last request."""
 
     @property
     def is_streamed(self) -> bool:
         """Whether the answer comes in pieces."""
         return self.stream is not False
+
+    @property
+    def keep_alive_seconds(self) -> float | None:
+        """How long the model stays loaded after its last request, infinite for ever; None where nothing is said."""
+        return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
 
     def answer_grammar(self) -> AnswerGrammar | None:
         """Returns what the answer is bound to."""
@@ -108,8 +127,21 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
     try:
         return context.find_model(name)
     except ApiError as error:
-        message = f"model {name[:200]!r} not found: only {', '.join(context.models)} is served here"
-        raise ApiError(error.code, message, "model") from error
+        instead = error.__cause__.instead if isinstance(error.__cause__, ModelUnknown) else error.message
+        raise ApiError(error.code, f"model {name[:200]!r} not found: {instead}", "model") from error
+
+
+def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> ModelReady | Payload:
+    """Returns the answer to a request without a prompt: it is given once the model is loaded, or is to go.
+
+    Raises as `find_model` does. A model that is not loaded is not loaded in order to be unloaded.
+    """
+    try:
+        return ModelReady(find_model(context, body.model), answer, body.keep_alive_seconds)
+    except ModelNotLoaded:
+        if body.keep_alive_seconds != 0:
+            raise
+        return answer
 
 
 def thinks(model: ServedModel) -> bool:

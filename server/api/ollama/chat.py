@@ -16,11 +16,18 @@ from models.unicode_text import well_formed_json
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
 from server.api.conversation import Conversation
-from server.api.dialect import Exchange, OutputEvent, Payload
+from server.api.dialect import Exchange, ModelReady, OutputEvent, Payload
 from server.api.endpoint import generate
 from server.api.field_rules import refuse_fields
 from server.api.ollama.answers import OllamaEnd, OllamaHead, end_of, head_of, loaded
-from server.api.ollama.body import OllamaBody, find_model, offered_tools, read_params, template_arguments
+from server.api.ollama.body import (
+    OllamaBody,
+    answer_loading,
+    find_model,
+    offered_tools,
+    read_params,
+    template_arguments,
+)
 from server.api.ollama.dialect import line
 from server.api.ollama.fields import IN_CHAT, IN_MESSAGE
 from server.api.params import Incoming, build_request
@@ -116,14 +123,14 @@ async def chat(request: Request) -> Response:
     return await generate(request, "ollama-", open_chat)
 
 
-def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | Payload:
+def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady | Payload:
     """Returns the checked request, or the answer to one without messages; raises what `generate` knows."""
     began = time.monotonic()
     body = parse_body(OllamaChatBody, dict(incoming.fields), IN_CHAT)
-    model = find_model(context, body.model)
-    name = body.model or model.id
     if not body.messages:
-        return _answer(name, {"role": "assistant", "content": ""}, loaded())
+        answer = _answer(body.model or "", {"role": "assistant", "content": ""}, loaded(body.keep_alive_seconds))
+        return answer_loading(context, body, answer)
+    model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
     tools = offered_tools(incoming.fields.get("tools"), model)
     conversation = Conversation(
@@ -192,6 +199,7 @@ class OllamaChatExchange(Exchange):
         began: float,
     ) -> None:
         super().__init__(model, request, prompt, is_streamed=body.is_streamed, conversation=conversation)
+        self.keep_alive_seconds = body.keep_alive_seconds
         self._name = body.model or model.id
         self._began = began
         self._said = ""

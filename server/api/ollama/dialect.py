@@ -31,6 +31,10 @@ class OllamaDialect(Dialect):
         """Returns the error that asks for a bearer token."""
         return wrong_bearer_key()
 
+    def wants_stream(self, fields: Mapping[str, Any]) -> bool:
+        """Returns whether a body does not ask for a whole answer."""
+        return fields.get("stream") is not False
+
     def error_response(self, error: ApiError) -> Response:
         """Returns an answer with the error's text."""
         return JsonBody(_error_text(error), status_code=error.status, headers=dict(error.headers))

@@ -7,8 +7,7 @@ does not know is ignored, as Ollama ignores it; for an unknown option it warns i
 from server.api.field_rules import Rule, Rules, Treatment, honoured, no_effect, refused
 
 IN_BOTH: Rules = {
-    **honoured("model stream format think options"),
-    **no_effect("the model stays loaded", "keep_alive"),
+    **honoured("model stream format think options keep_alive"),
     **no_effect("a prompt that is too long is answered with an error, never cut", "truncate shift"),
     **no_effect("models here write text", "width height steps"),
     **refused("answers hold text, without data on single tokens", logprobs=(False,), top_logprobs=(0,)),

@@ -1,7 +1,7 @@
 """Goes on from tokens: what `/api/generate` returned as `context`, with the next message behind it.
 
 The tokens end with the model's reply, without what the template puts behind one. So the next message is rendered
-behind a sample of a conversation, and of the text all that follows the sample's reply is taken.
+behind a sample of a conversation, and the text behind the sample's reply is taken.
 """
 
 from collections.abc import Sequence

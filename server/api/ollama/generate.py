@@ -12,11 +12,11 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
 from server.api.conversation import Conversation
-from server.api.dialect import Exchange, OutputEvent, Payload
+from server.api.dialect import Exchange, ModelReady, OutputEvent, Payload
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
 from server.api.ollama.answers import OllamaEnd, OllamaHead, end_of, head_of, loaded
-from server.api.ollama.body import OllamaBody, find_model, read_params, template_arguments
+from server.api.ollama.body import OllamaBody, answer_loading, find_model, read_params, template_arguments
 from server.api.ollama.dialect import line
 from server.api.ollama.fields import IN_GENERATE
 from server.api.ollama.follow_up import follow_up
@@ -56,13 +56,14 @@ async def generate_text(request: Request) -> Response:
     return await generate(request, "ollama-", open_generate)
 
 
-def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | Payload:
+def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady | Payload:
     """Returns the checked request, or the answer to one without a prompt; raises what `generate` knows."""
     began = time.monotonic()
     body = parse_body(OllamaGenerateBody, dict(incoming.fields), IN_GENERATE)
-    model = find_model(context, body.model)
     if not body.prompt:
-        return _answer(body.model or model.id, {"response": ""}, loaded())
+        answer = _answer(body.model or "", {"response": ""}, loaded(body.keep_alive_seconds))
+        return answer_loading(context, body, answer)
+    model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
     conversation = None if body.raw else _conversation(body, model, namespace)
     prompt = _prompt(body, model, conversation)
@@ -110,6 +111,7 @@ class OllamaGenerateExchange(Exchange):
         super().__init__(model, request, prompt, is_streamed=body.is_streamed, conversation=conversation)
         if not body.raw:
             self.parser = model.output_parser((), prompt.text)
+        self.keep_alive_seconds = body.keep_alive_seconds
         self._name = body.model or model.id
         self._began = began
         self._is_raw = body.raw is True

@@ -1,6 +1,8 @@
 """What is served, as Ollama's clients ask for it: `/api/tags`, `/api/show`, `/api/ps`, `/api/version` and `/`."""
 
+import asyncio
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypedDict
@@ -8,7 +10,7 @@ from typing import Any, Final, TypedDict
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from server.api.context import LATEST, ApiContext, ServedModel, context_of
+from server.api.context import ApiContext, ListedModel, Occupancy, ServedModel, context_of
 from server.api.dialect import Payload
 from server.api.endpoint import inspect
 from server.api.errors import ApiError, Code
@@ -17,13 +19,15 @@ from server.api.ollama.body import find_model, thinks
 from server.api.other_apis import explain_unknown_path
 from server.api.params import Incoming
 from server.api.typed_body import BodyModel, parse_body
+from server.pool.errors import ModelNotLoaded
+from server.pool.names import LATEST
 
 OLLAMA_VERSION: Final = "0.12.6"
 """The release of Ollama whose API this is; some clients refuse to speak to an old one."""
 RUNNING: Final = "Ollama is running"
 """What `/` answers; some clients compare it."""
 STAYS_LOADED: Final = timedelta(days=36_500)
-"""A model is never unloaded, and clients want a date when it will be."""
+"""Of a model that is never unloaded: clients want a date when it will be."""
 
 
 class DetailsBody(TypedDict):
@@ -49,7 +53,7 @@ class TagBody(TypedDict):
 
 
 class TagsBody(TypedDict):
-    """All served models."""
+    """All models that requests may name."""
 
     models: list[TagBody]
 
@@ -68,7 +72,7 @@ class RunningBody(TypedDict):
 
 
 class RunningList(TypedDict):
-    """All loaded models: those that are served."""
+    """All loaded models."""
 
     models: list[RunningBody]
 
@@ -115,13 +119,14 @@ async def version(request: Request) -> Response:
 
 async def tags(request: Request) -> Response:
     """Lists the models that requests may name."""
-    body: TagsBody = {"models": [_tag(model) for model in context_of(request).models.values()]}
+    listed = await asyncio.to_thread(context_of(request).pool.listed)
+    body: TagsBody = {"models": [_tag(model) for model in listed]}
     return JsonBody(body)
 
 
 async def ps(request: Request) -> Response:
     """Lists the models that are loaded."""
-    body: RunningList = {"models": [_running(model) for model in context_of(request).models.values()]}
+    body: RunningList = {"models": [_running(one) for one in context_of(request).pool.occupancy]}
     return JsonBody(body)
 
 
@@ -133,10 +138,13 @@ async def show(request: Request) -> Response:
 def describe(context: ApiContext, incoming: Incoming) -> Payload:
     """Returns what one model is; raises ApiError."""
     body = parse_body(ShowBody, dict(incoming.fields), {})
-    return _shown(find_model(context, body.model or body.name))
+    try:
+        return _shown(find_model(context, body.model or body.name))
+    except ModelNotLoaded as error:
+        return _shown_unloaded(context.pool.describe(error.source.id))
 
 
-def _tag(model: ServedModel) -> TagBody:
+def _tag(model: ListedModel) -> TagBody:
     return {
         "name": _tagged(model.id),
         "model": _tagged(model.id),
@@ -147,15 +155,16 @@ def _tag(model: ServedModel) -> TagBody:
     }
 
 
-def _running(model: ServedModel) -> RunningBody:
-    facts = model.facts
+def _running(occupancy: Occupancy) -> RunningBody:
+    model, facts = occupancy.model, occupancy.model.facts
+    left = STAYS_LOADED if math.isinf(occupancy.idle_seconds_left) else timedelta(seconds=occupancy.idle_seconds_left)
     return {
         "name": _tagged(model.id),
         "model": _tagged(model.id),
         "size": facts.memory_bytes,
         "digest": _digest(model),
         "details": _details(model),
-        "expires_at": (datetime.now(UTC) + STAYS_LOADED).isoformat(),
+        "expires_at": (datetime.now(UTC) + left).isoformat(),
         "size_vram": facts.memory_bytes if facts.is_on_gpu else 0,
         "context_length": model.context_tokens,
     }
@@ -175,7 +184,21 @@ def _shown(model: ServedModel) -> ShownBody:
     }
 
 
-def _details(model: ServedModel) -> DetailsBody:
+def _shown_unloaded(model: ListedModel) -> ShownBody:
+    """Returns what the files of a model tell; its template and its parameters are read when it is loaded."""
+    return {
+        "license": "",
+        "modelfile": f"FROM {model.id}",
+        "parameters": "",
+        "template": "",
+        "details": _details(model),
+        "model_info": _model_info(model),
+        "capabilities": ["completion"],
+        "modified_at": _time(model.created),
+    }
+
+
+def _details(model: ServedModel | ListedModel) -> DetailsBody:
     facts = model.facts
     return {
         "parent_model": "",
@@ -187,7 +210,7 @@ def _details(model: ServedModel) -> DetailsBody:
     }
 
 
-def _model_info(model: ServedModel) -> Mapping[str, Any]:
+def _model_info(model: ServedModel | ListedModel) -> Mapping[str, Any]:
     facts = model.facts
     return {
         "general.architecture": facts.architecture,
@@ -224,7 +247,7 @@ def _tagged(model_id: str) -> str:
     return model_id if ":" in model_id else model_id + LATEST
 
 
-def _digest(model: ServedModel) -> str:
+def _digest(model: ServedModel | ListedModel) -> str:
     return hashlib.sha256((model.facts.fingerprint or model.id).encode()).hexdigest()
 
 

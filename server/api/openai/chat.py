@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: OpenAI's chat dialect, streamed or whole."""
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,19 +9,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
 from server.api.conversation import Conversation, check_template_arguments
-from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
 from server.api.field_rules import refuse_fields
 from server.api.openai.chat_types import (
+    ChatAnswer,
     ChatBody,
     ChatChoice,
     ChatChunk,
-    ChatCompletion,
     ChatMessage,
     ChunkChoice,
     DeltaBody,
@@ -30,18 +30,18 @@ from server.api.openai.chat_types import (
     ToolCallBody,
     template_messages,
 )
-from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
+from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
+from server.api.openai.dialect import SYSTEM_FINGERPRINT
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
+from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
 from server.api.openai.params import read_params
-from server.api.openai.usage import finish_reason, usage_of
+from server.api.openai.usage import finish_reason
 from server.api.params import Incoming, build_request
-from server.api.sse import sse_event
 from server.api.structured_output import AnswerGrammar
 from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
 from server.api.typed_body import parse_body
-from server.api.usage import costs_of
 from server.config import ServerConfig
-from server.engine.events import Finished, Started
+from server.engine.events import Finished
 from server.engine.request import GenerationRequest
 from server.prompt_hygiene import with_constant_headers
 
@@ -53,7 +53,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await generate(request, "chatcmpl-", open_chat)
 
 
-def open_chat(context: ApiContext, incoming: Incoming) -> Exchange:
+def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | SeveralChoices:
     """Returns the checked request; raises ApiError and the renderer's errors."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     model = context.find_model(body.model)
@@ -74,7 +74,11 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange:
         model=model,
         config=context.config,
     )
-    return ChatExchange(body, model, request, prompt, conversation)
+    exchanges = [
+        ChatExchange(body, model, request_of_choice(request, index, index), prompt, conversation, index)
+        for index in range(num_choices(body, 1, context.config))
+    ]
+    return SeveralChoices(exchanges) if len(exchanges) > 1 else exchanges[0]
 
 
 def read_conversation(
@@ -131,7 +135,7 @@ def _template_arguments(body: ChatBody) -> dict[str, Any]:
     return {**arguments, **body.thinking_wish().template_arguments()}
 
 
-class ChatExchange(Exchange):
+class ChatExchange(ChoiceExchange):
     """Writes the answer to one request for chat."""
 
     def __init__(
@@ -141,40 +145,46 @@ class ChatExchange(Exchange):
         request: GenerationRequest,
         prompt: RenderedPrompt,
         conversation: Conversation,
+        index: int = 0,
     ) -> None:
-        super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=conversation)
+        super().__init__(body, model, request, prompt, index=index, conversation=conversation)
         self._created = int(time.time())
-        self._wants_usage = body.wants_usage()
         self._said = ""
         self._thought = ""
         self._calls: list[ToolCallBody] = []
         self._num_streamed = 0
         """Calls that the stream has begun, those that failed included."""
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields the role, what the model says, why it ended, and the usage where asked for."""
-        yield sse_event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
-        async for event in events:
-            if isinstance(event, Started):
-                continue
-            if isinstance(event, Finished):
-                for chunk in self._last_chunks(event):
-                    yield sse_event(chunk)
-                continue
-            self._keep(event)
-            delta = self._delta(event)
-            if delta is not None:
-                yield sse_event(self._chunk(delta))
-        yield DONE
+    def opening(self) -> list[ChatChunk]:
+        """Returns the role."""
+        return [self._chunk({"role": "assistant", "content": "", "refusal": None})]
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
-        """Returns the body of an answer that is not streamed."""
-        async for event in events:
-            if isinstance(event, Finished):
-                return self._completion(event)
-            if not isinstance(event, Started):
-                self._keep(event)
-        raise AssertionError("the events of a request end with Finished")
+    def take(self, piece: Piece) -> list[ChatChunk]:
+        """Keeps a piece of the message, and returns the chunk that tells of it, if one does."""
+        self._keep(piece)
+        delta = self._delta(piece)
+        return [] if delta is None else [self._chunk(delta)]
+
+    def reason(self, finished: Finished) -> str:
+        """Returns OpenAI's word for why the choice ended."""
+        return finish_reason(finished, made_calls=bool(self._calls))
+
+    def end_chunk(self, reason: str) -> ChatChunk:
+        """Returns the last chunk of the choice."""
+        return self._chunk({}, reason)
+
+    def empty_chunk(self) -> ChatChunk:
+        """Returns a chunk without choices."""
+        return self._chunk(None)
+
+    def choice(self, reason: str) -> ChatChoice:
+        """Returns the choice of an answer that is not streamed."""
+        return {
+            "index": self.index,
+            "message": self._message,
+            "logprobs": self._logprobs(self.told),
+            "finish_reason": reason,
+        }
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
@@ -213,31 +223,33 @@ class ChatExchange(Exchange):
             case ToolCallEnded():
                 return None
 
-    def _last_chunks(self, finished: Finished) -> list[ChatChunk]:
-        end = self._chunk({}, finish_reason(finished, made_calls=bool(self._calls)))
-        last = end
-        if self._wants_usage:
-            last = self._chunk(None)
-            last["usage"] = usage_of(finished)
-        last.update(costs_of(finished, self.request.session_id))  # type: ignore[typeddict-item]
-        return [end] if last is end else [end, last]
-
     def _chunk(self, delta: DeltaBody | None, reason: str | None = None) -> ChatChunk:
         """Returns a chunk; without a delta, one without choices."""
         choices: list[ChunkChoice] = []
         if delta is not None:
-            choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]
+            choices = [
+                {
+                    "index": self.index,
+                    "delta": delta,
+                    "logprobs": self._logprobs(self.untold()),
+                    "finish_reason": reason,
+                }
+            ]
         chunk: ChatChunk = {
-            "id": self.request.request_id,
+            "id": self.answer_id,
             "object": "chat.completion.chunk",
             "created": self._created,
             "model": self.model.id,
             "system_fingerprint": SYSTEM_FINGERPRINT,
             "choices": choices,
         }
-        if self._wants_usage:
+        if self.wants_usage:
             chunk["usage"] = None
         return chunk
+
+    def _logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        """Returns what is told of some tokens; None where nothing is."""
+        return chat_logprobs(told, self.model.token_texts) if told else None
 
     @property
     def _message(self) -> MessageBody:
@@ -252,16 +264,13 @@ class ChatExchange(Exchange):
             message["tool_calls"] = self._calls
         return message
 
-    def _completion(self, finished: Finished) -> ChatCompletion:
-        reason = finish_reason(finished, made_calls=bool(self._calls))
-        choice: ChatChoice = {"index": 0, "message": self._message, "logprobs": None, "finish_reason": reason}
+    def answer(self, choices: list[ChatChoice]) -> ChatAnswer:
+        """Returns an answer that is not streamed, without its costs."""
         return {
-            "id": self.request.request_id,
+            "id": self.answer_id,
             "object": "chat.completion",
             "created": self._created,
             "model": self.model.id,
             "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [choice],
-            "usage": usage_of(finished),
-            **costs_of(finished, self.request.session_id),
+            "choices": choices,
         }

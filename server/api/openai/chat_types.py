@@ -7,9 +7,13 @@ from pydantic import BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.prompt.chat_template import Message
 from models.unicode_text import read_object
+from server.api.errors import ApiError, Code
+from server.api.openai.errors import ErrorObject
 from server.api.openai.generation_body import GenerationBody
+from server.api.openai.logprobs import ChatLogprobs
 from server.api.openai.usage import AnswerHead, Usage
 from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
@@ -220,6 +224,16 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the model's chat template."""
     prediction: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    """Tell how likely the model held each token of the answer."""
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    """And so many of the likeliest tokens in its place."""
+
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many of the likeliest tokens are told with each token; raises ApiError for some with none."""
+        if not self.logprobs and self.top_logprobs:
+            raise ApiError(Code.INVALID_VALUE, "top_logprobs: it needs logprobs: true", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def thinking_wish(self) -> ThinkingWish:
         """Returns what the body wants of thoughts, under whichever names; the plainest counts."""
@@ -318,21 +332,25 @@ class MessageBody(TypedDict):
 
 
 class ChunkChoice(TypedDict):
-    """The only choice of a chunk."""
+    """What a chunk adds to one choice."""
 
     index: int
     delta: DeltaBody
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
+    error: NotRequired[ErrorObject]
+    """What went wrong with this choice, where others were completed."""
 
 
 class ChatChoice(TypedDict):
-    """The only choice of an answer."""
+    """One choice of an answer."""
 
     index: int
     message: MessageBody
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str
+    error: NotRequired[ErrorObject]
+    """What went wrong with this choice, where others were completed."""
 
 
 class ChatChunk(AnswerHead):
@@ -344,10 +362,15 @@ class ChatChunk(AnswerHead):
     cache: NotRequired[CacheBody | None]
 
 
-class ChatCompletion(AnswerHead):
-    """The body of an answer that is not streamed."""
+class ChatAnswer(AnswerHead):
+    """What the model answered."""
 
     choices: list[ChatChoice]
+
+
+class ChatCompletion(ChatAnswer):
+    """The body of an answer that is not streamed."""
+
     usage: Usage
     timings: TimingsBody
     cache: CacheBody | None

@@ -12,9 +12,9 @@ _NO_TEMPLATE = "a plain completion has no messages, tools or template; send it t
 IN_BOTH: Rules = {
     **honoured(
         """
-        model stream stream_options max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p top_k
-        min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop ignore_eos
-        response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
+        model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
+        top_k min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop
+        ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
         store
@@ -23,7 +23,7 @@ IN_BOTH: Rules = {
     **no_effect("it only says who asks", "user safety_identifier", is_read=True),
     **no_effect("it only names the request or the session", "request_id rid previous_response_id conversation"),
     **no_effect("it only labels the request", "custom_labels"),
-    **no_effect("the model stays loaded", "keep_alive ttl"),
+    **no_effect("how long models stay loaded is --keep-alive's to say", "keep_alive ttl"),
     **no_effect("it could only save time", "draft_model num_draft_tokens ngram_corpus_id prompt_cache_options"),
     **no_effect("special tokens are never part of the answer", "spaces_between_special_tokens"),
     **no_effect("slots are chosen by the tokens", "id_slot"),
@@ -61,9 +61,7 @@ IN_BOTH: Rules = {
         "JSON is written on one line here, whatever binds it", "guided_decoding_backend guided_whitespace_pattern"
     ),
     **refused(
-        "a request has one answer, sampled token by token",
-        n=(1,),
-        n_cmpl=(1,),
+        "all of the n answers are given, each sampled token by token",
         best_of=(1,),
         use_beam_search=(False,),
         length_penalty=(1,),
@@ -140,6 +138,7 @@ IN_BOTH: Rules = {
         session_params=({},),
         suffix=("",),
     ),
+    **refused("its name here is n", n_cmpl=(1,)),
     **refused("its name here is max_tokens", num_predict=(), max_output_tokens=()),
     **refused("its name here is seed", random_seed=()),
     **refused("its name here is cache_salt", extra_key=()),
@@ -212,7 +211,7 @@ IN_CHAT: Rules = {
     ),
     **no_effect("the model decides", "parallel_tool_calls verbosity", is_read=True),
     **no_effect("it could only save time", "prediction", is_read=True),
-    **refused(_NO_TOKEN_DATA, logprobs=(False, 0), top_logprobs=(0, -1)),
+    **honoured("logprobs top_logprobs"),
     **refused("its newer names are tools and tool_choice", functions=([],), function_call=("none",)),
     **refused("prompts and answers are text only", modalities=(["text"],), audio=()),
     **refused(
@@ -250,7 +249,7 @@ IN_TEXT: Rules = {
         stream_reasoning=(True,),
         reasoning_format=("none", "auto"),
     ),
-    **refused(_NO_TOKEN_DATA, logprobs=()),
+    **honoured("logprobs"),
     **refused("a prompt always begins with the model's first token, where it has one", add_special_tokens=(True,)),
     **refused(
         _NO_TEMPLATE,
@@ -265,7 +264,10 @@ IN_TEXT: Rules = {
 """Fields of `POST /v1/completions`."""
 
 _PRIME_ONLY = refused(
-    "priming is there to keep the prompt, and has no text to stream", cache_prompt=(True,), stream=(False,)
+    "priming is there to keep one prompt, and has no text to stream",
+    cache_prompt=(True,),
+    stream=(False,),
+    n=(1,),
 )
 IN_CHAT_PRIME: Rules = {**IN_CHAT, **_PRIME_ONLY}
 IN_TEXT_PRIME: Rules = {**IN_TEXT, **_PRIME_ONLY}

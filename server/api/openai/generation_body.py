@@ -69,6 +69,8 @@ class GenerationBody(BoundBody):
     max_new_tokens: _Limit = None
     n_predict: _Limit = None
     """Other names of `max_tokens`; where several are given, the smallest counts."""
+    n: Annotated[int, BeforeValidator(_whole), Field(ge=1)] | None = None
+    """How many answers are given to each prompt."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: _Share | None = None
     top_k: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None
@@ -102,6 +104,10 @@ class GenerationBody(BoundBody):
     user: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
+
+    def num_top_logprobs(self) -> int | None:
+        """Returns how many of the likeliest tokens are told with each token; None where nothing is to be told."""
+        return None
 
     def wants_usage(self) -> bool:
         """Whether a stream shall hold the token counts."""

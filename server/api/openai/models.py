@@ -1,29 +1,33 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`: what is served here."""
+"""`GET /v1/models` and `GET /v1/models/{id}`: which models requests may name."""
 
+import asyncio
 from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.context import ServedModel, context_of
+from server.api.context import ListedModel, context_of
 from server.api.json_body import JsonBody
 
 
 class ModelBody(TypedDict):
-    """One served model."""
+    """One model that requests may name."""
 
     id: str
     object: str
     created: int
     owned_by: str
-    context_length: int
-    tool_calls: str
-    max_model_len: int
+    loaded: bool
+    """Whether it is in memory; if not, the first request that names it has it loaded."""
+    context_length: int | None
+    tool_calls: str | None
+    """None while it is not loaded."""
+    max_model_len: int | None
     """The same number under the name that other servers have for it."""
 
 
 class ModelList(TypedDict):
-    """All served models."""
+    """All models that requests may name."""
 
     object: str
     data: list[ModelBody]
@@ -31,26 +35,27 @@ class ModelList(TypedDict):
 
 async def list_models(request: Request) -> Response:
     """Lists the models that requests may name."""
-    body: ModelList = {
-        "object": "list",
-        "data": [_body(model) for model in context_of(request).models.values()],
-    }
+    listed = await asyncio.to_thread(context_of(request).pool.listed)
+    body: ModelList = {"object": "list", "data": [_body(model) for model in listed]}
     return JsonBody(body)
 
 
 async def get_model(request: Request) -> Response:
     """Describes one model; its id may hold slashes. Without an id, only a slash, it is the list."""
     model_id = request.path_params["model_id"]
-    return JsonBody(_body(context_of(request).find_model(model_id))) if model_id else await list_models(request)
+    if not model_id:
+        return await list_models(request)
+    return JsonBody(_body(await asyncio.to_thread(context_of(request).pool.describe, model_id)))
 
 
-def _body(model: ServedModel) -> ModelBody:
+def _body(model: ListedModel) -> ModelBody:
     return {
         "id": model.id,
         "object": "model",
         "created": model.created,
         "owned_by": "mlx-serve",
+        "loaded": model.served is not None,
         "context_length": model.context_tokens,
-        "tool_calls": model.tool_calls,
+        "tool_calls": None if model.served is None else model.served.tool_calls,
         "max_model_len": model.context_tokens,
     }

@@ -73,6 +73,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     if given.get("top_p") == 0:
         # No mass at all is the likeliest token alone.
         given |= {"top_p": 1.0, "top_k": 1}
+    given["top_logprobs"] = body.num_top_logprobs()
     if body.logit_bias:
         given["logit_bias"] = _biases(body.logit_bias, model.vocab_size)
     return replace(model.sampling, **given)

@@ -82,7 +82,7 @@ class ReasoningWish(BodyModel):
 
     effort: str | None = None
     summary: str | None = None
-    """Any wish for one has thoughts returned as their own summary."""
+    """With any value, thoughts are returned as their own summary."""
     generate_summary: str | None = None
     """Its older name."""
 

@@ -154,7 +154,7 @@ def _instructions(body: InputBody) -> list[dict[str, Any]]:
 
 
 def _in_chain(incoming: Incoming, session: str | None) -> Incoming:
-    """Returns the request with the first response of its chain in place of the last, so that all have one session."""
+    """Returns the request as if it named the first response of its chain: a chain is one session."""
     if session is None:
         return incoming
     return replace(incoming, fields={**incoming.fields, "previous_response_id": session})

@@ -13,7 +13,7 @@ from server.api.responses.items import Item, check_items
 from server.api.responses.store import ResponseStore
 
 _ID_PREFIX = "in"
-"""What the ids begin with that items are given here."""
+"""How ids begin that this server gives to items."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks a body as this API does: a field that nobody knows is refused, where the other dialects leave it alone."""
+"""Checks a body as this API does: an unknown field is refused; the other dialects ignore it."""
 
 from collections.abc import Mapping
 from typing import Any

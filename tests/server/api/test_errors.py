@@ -2,10 +2,15 @@
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 from starlette.testclient import TestClient
 
@@ -31,6 +36,10 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
 
 def client_of(engine: FakeEngine | None = None, **settings: Any) -> TestClient:
     return TestClient(create_app(engine or FakeEngine(), fake_model(), ServerConfig(**settings)))
+
+
+def served_paths() -> list[str]:
+    return [route.path for api in APIS for route in api.routes] + [route.path for route in ADMIN_ROUTES]
 
 
 def error_of(answer: Any, status: int) -> dict[str, Any]:
@@ -131,7 +140,7 @@ def test_with_the_key_everything_is(header: str) -> None:
 
 def test_health_needs_no_key_but_shows_numbers_only_with_it() -> None:
     client = client_of(api_key="secret")
-    assert client.get("/health").json() == {"status": "ok", "models": ["tiny"]}
+    assert client.get("/health").json() == {"status": "ok", "models": ["tiny"], "loading": []}
     with_key = client.get("/health", headers={"Authorization": "Bearer secret"})
     engines = with_key.json()["engines"]
     assert engines.keys() == {"tiny"} and engines["tiny"]["open_requests"] == 0
@@ -320,6 +329,7 @@ def test_what_a_template_says_of_a_conversation_stays_out_of_the_log(caplog: pyt
         ("POST", "/v1/embeddings", "OpenAI's embeddings"),
         ("POST", "/v1/audio/transcriptions", "OpenAI's audio API"),
         ("POST", "/v1/images/generations", "OpenAI's images API"),
+        ("POST", "/v1/responses/compact", "the compaction of OpenAI's Responses API"),
         ("POST", "/v1/v1/chat/completions", "leave it out of the address"),
     ],
 )
@@ -336,6 +346,14 @@ def test_a_path_of_no_api_is_only_unknown(path: str) -> None:
     assert error_of(client_of().get(path), 404)["message"] == f"there is no GET {path} here"
 
 
+@pytest.mark.parametrize("package", [anthropic, openai], ids=lambda package: package.__name__)
+def test_every_path_that_a_package_asks_for_is_served_or_named(package: ModuleType) -> None:
+    served = {path.removeprefix("/v1").split("/")[1] for path in served_paths()}
+    sources = [path.read_text() for path in Path(package.__path__[0], "resources").rglob("*.py")]
+    asked = {segment for text in sources for segment in re.findall(r"\"(?:/v1)?/([a-z_]+)[/?\"]", text)}
+    assert asked > {"messages"} or asked > {"responses"}
+    assert [segment for segment in sorted(asked - served) if find_other_api(f"/v1/{segment}") is None] == []
+
+
 def test_no_path_that_is_served_is_called_missing() -> None:
-    served = [route.path for api in APIS for route in api.routes] + [route.path for route in ADMIN_ROUTES]
-    assert not [path for path in served if find_other_api(path)]
+    assert not [path for path in served_paths() if find_other_api(path)]

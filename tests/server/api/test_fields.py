@@ -189,5 +189,5 @@ def test_a_prime_refuses_what_its_endpoint_refuses(
     of_endpoint: Mapping[str, Any], of_prime: Mapping[str, Any]
 ) -> None:
     changed = {name for name in of_prime if of_prime[name] != of_endpoint[name]}
-    assert changed == {"stream", "cache_prompt"}
+    assert changed == {"stream", "cache_prompt", "n"}
     assert of_prime.keys() == of_endpoint.keys()

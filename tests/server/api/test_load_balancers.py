@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
 from server.app import create_app, start_draining
 from server.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support.live_server import running
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -24,6 +26,7 @@ def client_of(engine: FakeEngine | None = None, **settings: Any) -> TestClient:
 def test_every_answer_says_who_served_it(method: str, path: str) -> None:
     assert client_of(name="attic").request(method, path).headers["x-served-by"] == "attic"
     assert client_of().request(method, path).headers["x-served-by"] == socket.gethostname()
+    assert unquote(client_of(name="küche 猫").request(method, path).headers["x-served-by"]) == "küche 猫"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -43,6 +46,15 @@ def test_a_session_of_any_letters_is_named_and_none_is_not() -> None:
     answer = client_of().post(CHAT, json={**HI, "session_id": "Gespräch 猫"})
     assert unquote(answer.headers["x-session-id"]) == "Gespräch 猫"
     assert "x-session-id" not in client_of().post(CHAT, json=HI).headers
+
+
+@pytest.mark.parametrize("session", [" ", " a", "a "])
+def test_a_session_that_no_header_can_hold_as_it_is_is_named_in_percent_signs(session: str) -> None:
+    with running(create_app(FakeEngine(), fake_model(), ServerConfig())) as address:
+        answer = httpx.post(f"{address}{CHAT}", json={**HI, "session_id": session})
+    assert answer.status_code == 200
+    named = answer.headers["x-session-id"]
+    assert unquote(named) == session and " " not in named
 
 
 def test_ready_as_long_as_one_more_request_would_be_taken() -> None:

@@ -140,7 +140,7 @@ def test_errors_become_the_clients_own(client: openai.OpenAI, engine: FakeEngine
         client.chat.completions.create(model="other", messages=HI)
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as wrong:
-        client.chat.completions.create(model="tiny", messages=HI, n=2)
+        client.chat.completions.create(model="tiny", messages=HI, n=0)
     assert wrong.value.param == "n"
     stranger = openai.OpenAI(base_url=f"{address}/v1", api_key="guess", max_retries=0)
     with pytest.raises(openai.AuthenticationError):

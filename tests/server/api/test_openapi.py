@@ -1,5 +1,6 @@
 """`/openapi.json` is true: it has the paths that are served, and real bodies and answers are as it says."""
 
+import re
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -61,6 +62,10 @@ def test_every_endpoint_says_what_it_takes_and_gives() -> None:
         ("/api/show", {"model": "tiny"}),
         ("/apply-template", {"messages": MESSAGES}),
         ("/v1/cache/prime", {"messages": MESSAGES}),
+        ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}}),
+        ("/v1/responses", {"input": MESSAGES[:1], "tool_choice": "none", "store": False}),
+        ("/v1/responses/input_tokens", {"input": "Hi"}),
+        ("/v1/conversations", {"items": [{"role": "user", "content": "Hi"}]}),
     ],
 )
 def test_bodies_and_answers_are_as_it_says(path: str, body: dict[str, Any]) -> None:
@@ -87,6 +92,19 @@ def test_what_is_read_is_as_it_says(path: str) -> None:
     answer = asked.get(path)
     assert answer.status_code == 200, answer.text
     check(content["schema"], answer.json())
+
+
+def test_what_is_kept_is_as_it_says() -> None:
+    asked = client()
+    response = asked.post("/v1/responses", json={"input": "Hi"}).json()["id"]
+    conversation = asked.post("/v1/conversations", json={"items": [{"role": "user", "content": "Hi"}]}).json()["id"]
+    names = {"/v1/responses/{response_id}": response, "/v1/conversations/{conversation_id}": conversation}
+    for described, name in names.items():
+        items = "/input_items" if "response" in described else "/items"
+        for path in (described, described + items):
+            answer = asked.get(re.sub(r"{\w+}", name, path))
+            assert answer.status_code == 200, answer.text
+            check(operation("get", path)["responses"]["200"]["content"]["application/json"]["schema"], answer.json())
 
 
 def test_an_answer_that_is_not_as_it_says_is_found_out() -> None:

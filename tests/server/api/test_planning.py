@@ -151,6 +151,22 @@ async def test_a_turn_given_to_one_who_leaves_goes_to_the_next() -> None:
 # ------------------------------------------------------------------------------------------------- what is too much
 
 
+@on_a_loop
+async def test_a_place_freed_while_the_next_client_leaves_is_not_lost() -> None:
+    turns = Turns(1)
+    assert turns.try_take()
+    leaving, staying = (asyncio.create_task(turns.take(name)) for name in ("leaving", "staying"))
+    await asyncio.sleep(0)
+    # Cancelled, a task runs once more before it is out of the queue.
+    leaving.cancel()
+    turns.give_back()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await asyncio.wait_for(staying, 10)
+    turns.give_back()
+    assert turns.try_take() and not turns.try_take()
+
+
 def refusal(check: Callable[[], None]) -> ApiError | None:
     """Returns what a check raises."""
     try:

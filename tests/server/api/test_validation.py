@@ -91,7 +91,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "user": [5, {}],
     "safety_identifier": [5],
     "store": ["yes", 1],
-    "n": [0, 2, -1, "1", 1.5, True, NAN, HUGE],
+    "n": [0, 73, -1, "1", 1.5, True, NAN, HUGE],
     "best_of": [2, "1"],
     "min_tokens": [1, "0"],
     "response_format": [
@@ -107,7 +107,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "guided_choice": ["yes", [], [""], [5]],
     "guided_grammar": [5],
     "ebnf": [5],
-    "logprobs": [True, 1, 5, "x"],
+    "logprobs": ["x", 3, 1.5],
     "echo": [True, "x"],
     "xtc_probability": [0.6],
     "grammar": [5, {"type": "json"}],
@@ -148,7 +148,7 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
     "verbosity": [5],
     "chat_template_kwargs": ["x", [], 5, True],
     "prediction": ["x"],
-    "top_logprobs": [1, "0", True],
+    "top_logprobs": [1, 21, -1, "0", True],
     "functions": [[{"name": "f"}], {}, 5],
     "function_call": ["auto", {"name": "f"}],
     "modalities": [["text", "audio"], ["audio"], "text"],
@@ -161,11 +161,12 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
 
 WRONG_IN_TEXT: dict[str, list[Any]] = {
     "prompt": [
-        *(MISSING, None, 5, {}, True, "", [], [""], [[]], ["a", "b"], [[1], [2]]),
+        *(MISSING, None, 5, {}, True, "", [], [""], [[]], ["a", ""], [[1], []]),
         *([1.5], [None], ["a", 1], [True], [1, "a"], [[["x"]]], [{}]),
         *([-1], [VOCAB_SIZE], [0, HUGE], [[1, 2**40]]),
     ],
     "suffix": ["end"],
+    "logprobs": [True, -1, 21, 1.5, "x"],
 }
 
 

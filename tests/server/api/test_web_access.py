@@ -99,6 +99,14 @@ def test_the_servers_own_pages_may_use_it(host: str, origin: str) -> None:
     assert client_of(host).post(CHAT, json=HI, headers={"origin": origin}).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/cache", "/v1/models", "/api/tags", "/slots"])
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_a_page_embeds_nothing_of_a_foreign_server(site: str, path: str) -> None:
+    for headers in ({}, {"sec-fetch-mode": "no-cors"}):
+        answer = client_of().get(path, headers={**headers, "sec-fetch-site": site})
+        assert (answer.status_code, "page" in answer.text) == (403, True)
+
+
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 def test_a_request_that_its_browser_calls_foreign_changes_nothing_even_without_an_origin(site: str) -> None:
     headers = {"sec-fetch-site": site}

@@ -12,6 +12,8 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +97,8 @@ def test_start_up_reports_and_sigterm_lets_answers_finish(folder: Path) -> None:
         for fact in ("tiny, 152096 parameters", "900 tokens", "64.0 MB", "3 conversations at once, 5 more", "curl"):
             assert fact in report
         assert get(port, "/health")[0] == 200
-        assert [model["id"] for model in get(port, "/v1/models")[1]["data"]] == ["tiny"]
+        listed = get(port, "/v1/models")[1]["data"]
+        assert [(model["id"], model["loaded"]) for model in listed][:2] == [("tiny", True), ("demo", False)]
         idle = socket.create_connection(("127.0.0.1", port))
 
         stream = Stream(port, max_tokens=600)
@@ -189,9 +192,9 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
         raise Exited
 
     async def signal_twice() -> None:
-        engine = SimpleNamespace(stats=lambda: SimpleNamespace(num_open=num_open), drain=asyncio.sleep, stop=list)
+        pool = SimpleNamespace(num_running=num_open, drain=asyncio.sleep, stop=list)
         app = SimpleNamespace(state=SimpleNamespace(api=SimpleNamespace()))
-        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, engine), cast(Any, app), 0)
+        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, pool), cast(Any, app), 0)
         stopper.signalled()
         stopper.signalled()
 
@@ -275,6 +278,22 @@ def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path
         server.signal(signal.SIGINT)
         assert server.wait() in (130, -signal.SIGINT)
         assert "Traceback" not in server.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MLX asks for a compiler on Linux only")
+def test_ctrl_c_while_mlx_looks_for_a_compiler_is_not_lost(folder: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\ntouch {asked}\nsleep 1\n")
+    compiler.chmod(0o755)
+    with serving(folder, environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"}) as server:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not asked.exists():
+            assert time.monotonic() < deadline, server.output
+            time.sleep(0.02)
+        server.signal(signal.SIGINT)
+        assert server.wait() == -signal.SIGINT
+        assert not server.output
 
 
 def test_a_taken_port_is_told_before_the_model_is_loaded(folder: Path) -> None:

@@ -46,6 +46,8 @@ def test_others_are_named_and_too_much_is_called_that(service: Service) -> None:
     crowded = replace(service, memory=MemoryPlan(25 * GB, 3 * GB, 16 * GB, 9 * GB))
     report = told(crowded, replace(ALONE, others=(Claim(7, "org/big", 9 * GB, ""),)))
     assert report["beside"] == "9.0 GB are claimed by org/big, process 7"
+    starting = told(service, replace(ALONE, others=(Claim(7, "", 0, ""),)))
+    assert starting["beside"] == "a server is starting, process 7"
     assert report["rest"].startswith("none: over the machine's 25.0 GB in all")
     assert report["cache"].endswith("beside others (--cache-memory)")
 

@@ -64,7 +64,7 @@ def test_what_a_template_does_is_told_apart_from_what_the_client_did() -> None:
     request = Rendered(Prompt((*prompt.parts, reply, Part("user", "c"))), shown, NO_OUTLINE)
     reuse = explain(previous, request, match=60, hit=52)
     assert reuse.miss is not None
-    assert (reuse.miss.reason, reuse.miss.is_blamed) == (MissReason.TEMPLATE, False)
+    assert reuse.miss.reason is MissReason.TEMPLATE
     # What was kept counts the reply too.
     assert reuse.kept == 52 / len(previous.tokens)
 

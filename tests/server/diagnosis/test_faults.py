@@ -16,8 +16,7 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from starlette.testclient import TestClient
 
-from server.api.context import ApiContext
-from server.app import create_app
+from server.app import create_app, create_pool_app
 from server.config import ServerConfig
 from server.doctor.compare import checkups_of
 from server.doctor.findings import Checkup, Finding, findings_of
@@ -26,6 +25,8 @@ from server.doctor.turns import checkup_of
 from server.engine.commands import ClearCache
 from server.engine.diagnosis import UNBLAMED, Cause
 from server.engine.engine import Engine
+from server.pool.member import OpenedModel
+from server.pool.pool import ModelPool
 from server.service import open_service
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, fake_model
@@ -279,10 +280,8 @@ def test_another_model_key_or_salt_is_told_from_a_recording(
 
 
 def test_another_model_is_told_at_once() -> None:
-    """With two models behind one address, which the server has no flag for yet."""
-    models = {name: fake_model(id=name, context_tokens=2000) for name in ("one", "other")}
-    app = create_app(FakeEngine(), models["one"], ServerConfig())
-    app.state.api = ApiContext(ServerConfig(), models, {name: FakeEngine() for name in models})
+    models = [fake_model(id=name, context_tokens=2000) for name in ("one", "other")]
+    app = create_pool_app(ModelPool.of(*(OpenedModel(model, FakeEngine()) for model in models)), ServerConfig())
     case = Case(TestClient(app), "key", "s")
     messages = [{"role": "user", "content": "What is 5 plus 6?"}]
     reply = case.ask({"messages": messages}, model="one")["choices"][0]["message"]

@@ -175,13 +175,17 @@ def test_where_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"no server answers at http://127.0.0.1:{port}: Connection refused" in one_line(errors)
 
 
-def test_where_the_key_is_missing_or_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_the_key_is_missing_or_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served(api_key="secret") as address:
         for key in ([], ["--api-key", "wrong"]):
             status, _, errors = doctor(capsys, address, *key)
             assert status == 1
             assert "asks for a key; give it with --api-key" in one_line(errors)
         assert doctor(capsys, address, "--api-key", "secret")[0] == 0
+        monkeypatch.setenv("MLX_SERVE_API_KEY", "secret")
+        assert doctor(capsys, address)[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_the_models_are_listed(client: anthropic.Anthropic) -> None:
 
 
 def test_errors_become_the_clients_own(client: anthropic.Anthropic, engine: FakeEngine, address: str) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="'other' is not served"):
+    with pytest.raises(anthropic.NotFoundError, match="there is no model 'other'"):
         client.messages.create(**{**ASK, "model": "other"})
     with pytest.raises(anthropic.BadRequestError, match="mcp_servers"):
         client.messages.create(**ASK, extra_body={"mcp_servers": [{"url": "http://example.com"}]})

@@ -229,12 +229,13 @@ def test_a_thought_before_an_answer_to_a_prompt(client: ollama.Client, engine: F
 
 
 @pytest.mark.parametrize("keep_alive", [None, 0, "10m", -1])
-def test_a_request_without_a_prompt_is_how_clients_load_a_model(
+def test_a_request_without_a_prompt_is_how_clients_load_and_unload_a_model(
     client: ollama.Client, engine: FakeEngine, keep_alive: Any
 ) -> None:
     loaded = client.generate("tiny", keep_alive=keep_alive)
-    assert (loaded.response, loaded.done, loaded.done_reason) == ("", True, "load")
-    assert client.chat("tiny", [], keep_alive=keep_alive).done_reason == "load"
+    done_reason = "unload" if keep_alive == 0 else "load"
+    assert (loaded.response, loaded.done, loaded.done_reason) == ("", True, done_reason)
+    assert client.chat("tiny", [], keep_alive=keep_alive).done_reason == done_reason
     assert [part.done_reason for part in client.generate("tiny", stream=True)] == ["load"]
     assert engine.requests == []
 

@@ -1,0 +1,1 @@
+"""Proofs that the server stays up and answers right under load, bad input and bad clients."""

@@ -1,0 +1,216 @@
+"""One choice or several in the answer of a generation endpoint: what they have in common, streamed or whole."""
+
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from models.output.pieces import Piece
+from models.output.token_logprob import TokenLogprob
+from models.prompt.chat_template import RenderedPrompt
+from server.api.choices import AllEnded, ChoiceEvent, ChoiceFailed, Choices
+from server.api.context import ServedModel
+from server.api.conversation import Conversation
+from server.api.dialect import Exchange, OutputEvent, Payload
+from server.api.errors import ApiError, Code, explain
+from server.api.openai.dialect import DONE
+from server.api.openai.errors import ErrorObject, error_body
+from server.api.openai.generation_body import GenerationBody
+from server.api.openai.usage import usage_of
+from server.api.sse import sse_event
+from server.api.usage import costs_of
+from server.config import ServerConfig
+from server.engine.events import Finished, Started
+from server.engine.request import GenerationRequest
+
+FAILED = "error"
+"""Why a choice ended that could not be completed, where others were."""
+MAX_SEED = 2**63
+
+
+class ChoiceExchange(Exchange):
+    """Writes one choice, and the answer around it where there is no other."""
+
+    def __init__(
+        self,
+        body: GenerationBody,
+        model: ServedModel,
+        request: GenerationRequest,
+        prompt: RenderedPrompt,
+        *,
+        index: int = 0,
+        conversation: Conversation | None = None,
+    ) -> None:
+        super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=conversation)
+        self.index = index
+        self.answer_id = request.request_id
+        """As the answer is named; the same for all of its choices."""
+        self.told: list[TokenLogprob] = []
+        """Of all tokens of the output, where the request asks for them."""
+        self._num_streamed_logprobs = 0
+        self.wants_usage = body.wants_usage()
+
+    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Keeps them for the next chunk, or for the answer."""
+        self.told.extend(logprobs)
+
+    def untold(self) -> Sequence[TokenLogprob]:
+        """Returns those that were taken since it was last called."""
+        since, self._num_streamed_logprobs = self._num_streamed_logprobs, len(self.told)
+        return self.told[since:]
+
+    @abstractmethod
+    def opening(self) -> Sequence[Payload]:
+        """Returns the chunks with which a stream of the choice begins."""
+
+    @abstractmethod
+    def take(self, piece: Piece) -> Sequence[Payload]:
+        """Keeps a piece of the output, and returns the chunks that tell of it."""
+
+    @abstractmethod
+    def reason(self, finished: Finished) -> str:
+        """Returns OpenAI's word for why the choice ended."""
+
+    @abstractmethod
+    def end_chunk(self, reason: str) -> Any:
+        """Returns the last chunk of the choice."""
+
+    @abstractmethod
+    def empty_chunk(self) -> Any:
+        """Returns a chunk without choices."""
+
+    @abstractmethod
+    def choice(self, reason: str) -> Any:
+        """Returns the choice of an answer that is not streamed."""
+
+    @abstractmethod
+    def answer(self, choices: Any) -> Payload:
+        """Returns an answer that is not streamed, without its costs."""
+
+    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+        """Yields what the model says, why it ended, and the usage where asked for."""
+        for chunk in self.opening():
+            yield sse_event(chunk)
+        async for event in events:
+            if isinstance(event, Finished):
+                for chunk in self.last_chunks(self.end_chunk(self.reason(event)), event):
+                    yield sse_event(chunk)
+            elif not isinstance(event, Started):
+                for chunk in self.take(event):
+                    yield sse_event(chunk)
+        yield DONE
+
+    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+        """Returns the body of an answer that is not streamed."""
+        async for event in events:
+            if isinstance(event, Finished):
+                return self.whole([self.choice(self.reason(event))], event)
+            if not isinstance(event, Started):
+                self.take(event)
+        raise AssertionError("the events of a request end with Finished")
+
+    def last_chunks(self, end: Any, finished: Finished) -> list[Payload]:
+        """Returns what ends a stream: the end of its last choice, and what all of it cost."""
+        last = end
+        if self.wants_usage:
+            last = self.empty_chunk()
+            last["usage"] = usage_of(finished)
+        last.update(costs_of(finished, self.request.session_id))
+        return [end] if last is end else [end, last]
+
+    def whole(self, choices: Sequence[Any], finished: Finished) -> Payload:
+        """Returns an answer that is not streamed, with what all of it cost."""
+        return {
+            **self.answer(choices),
+            "usage": usage_of(finished),
+            **costs_of(finished, self.request.session_id),
+        }
+
+
+class SeveralChoices(Choices):
+    """Writes an answer with several choices, interleaved in a stream, each named by its index."""
+
+    exchanges: tuple[ChoiceExchange, ...]
+
+    def __init__(self, exchanges: Sequence[ChoiceExchange]) -> None:
+        super().__init__(exchanges)
+        for exchange in exchanges:
+            exchange.answer_id = exchanges[0].answer_id
+
+    @property
+    def _first(self) -> ChoiceExchange:
+        return self.exchanges[0]
+
+    async def frames(self, events: AsyncIterator[ChoiceEvent]) -> AsyncIterator[bytes]:
+        """Yields what each choice says as it comes, why it ended, and at last the usage of all where asked for."""
+        for exchange in self.exchanges:
+            for chunk in exchange.opening():
+                yield sse_event(chunk)
+        end: Any = None
+        async for event in events:
+            if isinstance(event, AllEnded):
+                assert end is not None, "a choice ends before all have ended"
+                for chunk in self._first.last_chunks(end, event.finished):
+                    yield sse_event(chunk)
+                continue
+            exchange, output = self.exchanges[event[0]], event[1]
+            if isinstance(output, Finished | ChoiceFailed):
+                if end is not None:
+                    yield sse_event(end)
+                end = self._end_chunk(exchange, output)
+            elif not isinstance(output, Started):
+                for chunk in exchange.take(output):
+                    yield sse_event(chunk)
+        yield DONE
+
+    async def body(self, events: AsyncIterator[ChoiceEvent]) -> Payload:
+        """Returns the body of an answer that is not streamed, with its choices in order."""
+        ended: dict[int, Any] = {}
+        async for event in events:
+            if isinstance(event, AllEnded):
+                return self._first.whole([choice for _, choice in sorted(ended.items())], event.finished)
+            exchange, output = self.exchanges[event[0]], event[1]
+            if isinstance(output, Finished):
+                ended[event[0]] = exchange.choice(exchange.reason(output))
+            elif isinstance(output, ChoiceFailed):
+                ended[event[0]] = {**exchange.choice(FAILED), "error": _error(exchange, output)}
+            elif not isinstance(output, Started):
+                exchange.take(output)
+        raise AssertionError("the events of a request end with AllEnded")
+
+    @staticmethod
+    def _end_chunk(exchange: ChoiceExchange, end: Finished | ChoiceFailed) -> Any:
+        if isinstance(end, Finished):
+            return exchange.end_chunk(exchange.reason(end))
+        chunk = exchange.end_chunk(FAILED)
+        chunk["choices"][0]["error"] = _error(exchange, end)
+        return chunk
+
+
+def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
+    """Returns how many answers there are to each prompt; raises ApiError where all are more than may run or wait."""
+    count, limit = body.n or 1, config.slots + config.max_waiting
+    if count * num_prompts > limit:
+        asked = f"{count} answers" if num_prompts == 1 else f"{num_prompts} prompts with {count} answers each"
+        message = f"{asked} are more than the {limit} that may run (--slots) and wait (--max-waiting) here at once"
+        param = "n" if count > 1 else "prompt"
+        raise ApiError(Code.INVALID_VALUE, f"{param}: {message}", param)
+    return count
+
+
+def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
+    """Returns the request for choice `index` of all, which is answer `number` to its prompt, both from 0.
+
+    Seeds differ, so that answers to one prompt do: the first answer is the one that would be given alone. Only the
+    first choice of all belongs to the session.
+    """
+    if index == 0:
+        return request
+    sampling = request.sampling
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + number) % MAX_SEED)
+    return replace(request, request_id=f"{request.request_id}-{index}", session_id=None, sampling=sampling)
+
+
+def _error(exchange: ChoiceExchange, failed: ChoiceFailed) -> ErrorObject:
+    return error_body(explain(failed.error, exchange.request.request_id))["error"]

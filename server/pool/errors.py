@@ -1,0 +1,57 @@
+"""Errors of the model pool. None of them ends it.
+
+PoolError
+├── ModelNameNeeded    a request names no model, and there is no default
+├── ModelUnknown       no model of that name may be served here
+├── ModelNotLoaded     the model may be served but is not in memory: ask the pool to load it
+├── LoadFailed         a model's files cannot be used; the other models go on
+├── ModelTooLarge      the machine cannot hold the model beside what stays
+├── PoolBusy           the model fits only once others have finished; come back after `retry_after_seconds`
+└── ModelInUse         a model that answers requests is not unloaded
+"""
+
+from server.pool.names import MAX_NAME_LENGTH
+from server.pool.source import ModelSource
+
+
+class PoolError(Exception):
+    """Base of all errors of the pool. The message is one sentence for a person."""
+
+
+class ModelNameNeeded(PoolError):
+    """A request names no model, and there is no default."""
+
+
+class ModelUnknown(PoolError):
+    """No model of that name may be served here."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(f"there is no model {name[:MAX_NAME_LENGTH]!r}: {instead}")
+        self.instead = instead
+        """A clause on what may be asked for."""
+
+
+class ModelNotLoaded(PoolError):
+    """A model that may be served is not in memory."""
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__(f"the model {source.id} is not loaded")
+        self.source = source
+
+
+class LoadFailed(PoolError):
+    """A model cannot be loaded: its files are gone, damaged or of an unknown kind."""
+
+
+class ModelTooLarge(PoolError):
+    """The machine cannot hold the model, whatever is unloaded for it."""
+
+
+class PoolBusy(PoolError):
+    """The model fits only when other models have finished their answers, and they did not in time."""
+
+    retry_after_seconds = 10
+
+
+class ModelInUse(PoolError):
+    """The model answers requests now."""

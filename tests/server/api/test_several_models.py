@@ -1,0 +1,243 @@
+"""Requests that name models which are loaded when they are asked for, over HTTP and without weights."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from server.app import create_pool_app
+from server.config import ServerConfig
+from server.pool.names import Alias
+from server.pool.pool import ModelPool
+from server.pool.settings import PoolSettings
+from tests.support.fake_engine import Script
+from tests.support.fake_opener import FakeOpener, catalog
+from tests.support.live_server import running
+
+HEARTBEAT_SECONDS = 0.02
+WAIT_SECONDS = 20.0
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 10},
+    "/v1/responses": {"input": "Hi", "store": False},
+    "/api/chat": {"messages": MESSAGES},
+    "/api/generate": {"prompt": "Hi"},
+}
+COUNTS: dict[str, dict[str, Any]] = {
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/tokenize": {"content": "Hi"},
+}
+
+
+class Server:
+    """A server of three models, none of them loaded, and how to ask it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.opener = FakeOpener()
+        self.pool = ModelPool(
+            catalog("a", "b", "c"),
+            opener=self.opener,
+            settings=PoolSettings(aliases=(Alias("gpt-*", "b"), Alias("claude-sonnet*", "c")), **settings),
+        )
+        config = ServerConfig(heartbeat_seconds=HEARTBEAT_SECONDS)
+        self._running = running(create_pool_app(self.pool, config))
+
+    def __enter__(self) -> "Server":
+        self.client = httpx.Client(base_url=self._running.__enter__(), timeout=WAIT_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opener.may_finish.set()
+        self.client.close()
+        self._running.__exit__(None, None, None)
+
+    def post(self, path: str, model: str, **fields: Any) -> httpx.Response:
+        body = {**BODIES, **COUNTS}.get(path, {})
+        return self.client.post(path, json={"model": model, "stream": False, **body, **fields})
+
+    def stream(self, path: str, model: str, finish_at: str = "") -> str:
+        """Returns all of a stream; once `finish_at` has come in it, the loading may end."""
+        said = ""
+        with self.client.stream("POST", path, json={"model": model, "stream": True, **BODIES[path]}) as answer:
+            assert answer.status_code == 200
+            for chunk in answer.iter_text():
+                said += chunk
+                if finish_at in said:
+                    self.opener.may_finish.set()
+        return said
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while any(member.is_busy for member in self.pool.members):
+            assert time.monotonic() < deadline, "somebody holds a model for ever"
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as one:
+        yield one
+
+
+@pytest.mark.parametrize("path", [*BODIES, *COUNTS])
+def test_every_dialect_has_the_model_loaded_that_it_names(server: Server, path: str) -> None:
+    assert server.post(path, "a").status_code == 200
+    assert server.post(path, "gpt-4o").status_code == 200
+    assert server.opener.opened == ["a", "b"]
+    if path in BODIES:
+        assert [len(server.opener.engines[name].requests) for name in "ab"] == [1, 1]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_is_kept_open_while_its_model_is_loaded(server: Server, path: str) -> None:
+    server.opener.may_finish.clear()
+    if path.startswith("/api/"):  # lines of JSON have no heartbeats
+        server.opener.may_finish.set()
+    said = server.stream(path, "a", finish_at="loading a")
+    assert "there" in said
+    if not path.startswith("/api/"):
+        assert "loading a: reading weights" in said and said.index("loading a") < said.index("there")
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("path", [*BODIES, *COUNTS])
+def test_a_model_that_cannot_be_loaded_is_a_clear_error_in_every_dialect(server: Server, path: str) -> None:
+    server.opener.missing.add("a")
+    answer = server.post(path, "a")
+    assert answer.status_code == 503
+    assert "a: model.safetensors is missing" in answer.text
+    assert server.post(path, "b").status_code == 200
+
+
+@pytest.mark.parametrize("path", [*BODIES, *COUNTS])
+def test_a_name_that_no_model_has_is_not_found_in_every_dialect(server: Server, path: str) -> None:
+    answer = server.post(path, "../../etc")
+    assert answer.status_code == 404
+    assert "../../etc" in answer.text and "a, b, c" in answer.text
+    assert not server.opener.opened
+
+
+def test_a_stream_that_began_before_its_model_failed_ends_with_the_error(server: Server) -> None:
+    server.opener.may_finish.clear()
+    server.opener.broken.add("a")
+    path = "/v1/chat/completions"
+    said = server.stream(path, "a", finish_at="loading a")
+    events = [json.loads(line.removeprefix("data: ")) for line in said.splitlines() if line.startswith("data: {")]
+    assert events[-1]["error"]["code"] == "model_unusable" and "a is damaged" in events[-1]["error"]["message"]
+
+
+def test_a_body_that_is_wrong_loads_nothing(server: Server) -> None:
+    assert server.post("/v1/chat/completions", "a", temperature="warm").status_code == 400
+    assert not server.opener.opened
+
+
+def test_a_stream_whose_client_left_while_its_model_was_loaded_holds_nothing(server: Server) -> None:
+    server.opener.may_finish.clear()
+    body = {"model": "a", "stream": True, "messages": MESSAGES}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        next(answer.iter_text())
+    server.opener.may_finish.set()
+    assert server.post("/v1/chat/completions", "a").status_code == 200
+    server.wait_until_idle()
+    assert len(server.opener.engines["a"].requests) == 1
+
+
+def test_models_that_do_not_fit_together_take_turns_without_cutting_answers_off() -> None:
+    with Server(max_models=1) as server:
+        assert server.post("/v1/chat/completions", "a").status_code == 200
+        server.opener.engines["a"].script = Script(texts=("one", " two") * 10, step_seconds=0.01)
+        path = "/v1/chat/completions"
+
+        async def both() -> tuple[httpx.Response, httpx.Response]:
+            async with httpx.AsyncClient(base_url=server.client.base_url, timeout=WAIT_SECONDS) as client:
+                first = asyncio.create_task(client.post(path, json={"model": "a", "messages": MESSAGES}))
+                while not server.pool.members[0].is_busy:  # noqa: ASYNC110 - the server is on another thread
+                    await asyncio.sleep(0.001)
+                return await asyncio.gather(first, client.post(path, json={"model": "b", "messages": MESSAGES}))
+
+        first, second = asyncio.run(both())
+        assert first.json()["choices"][0]["message"]["content"] == "one two" * 10
+        assert second.json()["model"] == "b"
+        assert list(server.pool.models) == ["b"]
+
+
+def test_an_alias_for_claude_comes_before_the_default_model() -> None:
+    with Server(default_id="a") as server:
+        assert server.post("/v1/messages", "claude-sonnet-4").json()["model"] == "c"
+        assert server.post("/v1/messages", "claude-opus-4").json()["model"] == "a"
+
+
+def test_ollamas_clients_load_and_unload_by_requests_without_a_prompt(server: Server) -> None:
+    assert server.post("/api/generate", "a", prompt="", keep_alive=0).json()["done_reason"] == "unload"
+    assert not server.opener.opened, "a model was loaded to be unloaded"
+    assert server.post("/api/generate", "a", prompt="").json()["done_reason"] == "load"
+    assert server.opener.opened == ["a"]
+    assert server.post("/api/chat", "a", messages=[], keep_alive="0s").json()["done_reason"] == "unload"
+    deadline = time.monotonic() + WAIT_SECONDS
+    while server.pool.models:
+        assert time.monotonic() < deadline, "it was not unloaded"
+        time.sleep(0.001)
+    assert server.post("/api/chat", "a", keep_alive="soon").status_code == 400
+
+
+def test_all_models_are_listed_and_what_is_loaded_is_told(server: Server) -> None:
+    assert server.post("/v1/models/load", "b").json() == {
+        "id": "b",
+        "object": "model.state",
+        "loaded": True,
+        "changed": True,
+    }
+    listed = server.client.get("/v1/models").json()["data"]
+    assert [(model["id"], model["loaded"]) for model in listed] == [("a", False), ("b", True), ("c", False)]
+    assert server.client.get("/v1/models/gpt-4").json()["id"] == "b"
+    assert server.client.get("/v1/models/c").json()["context_length"] == 100
+    assert [model["name"] for model in server.client.get("/api/tags").json()["models"]] == [
+        "a:latest",
+        "b:latest",
+        "c:latest",
+    ]
+    anthropic = server.client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
+    assert [model["id"] for model in anthropic["data"]] == ["a", "b", "c"]
+    assert [model["name"] for model in server.client.get("/api/ps").json()["models"]] == ["b:latest"]
+    assert server.client.get("/health").json()["models"] == ["b"]
+    assert server.client.post("/api/show", json={"model": "c"}).json()["details"]["family"] == "fake"
+    assert server.opener.opened == ["b"], "a description loaded a model"
+
+
+def test_a_model_is_unloaded_by_hand_unless_it_answers(server: Server) -> None:
+    assert not server.post("/v1/models/unload", "a").json()["changed"]
+    assert server.post("/v1/chat/completions", "a").status_code == 200
+    assert server.post("/v1/models/unload", "gpt-4").json() == {
+        "id": "b",
+        "object": "model.state",
+        "loaded": False,
+        "changed": False,
+    }
+    server.opener.engines["a"].script = Script(texts=("one",) * 100, step_seconds=0.02)
+    body = {"model": "a", "stream": True, "messages": MESSAGES}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        chunks = answer.iter_text()
+        next(chunks)
+        refused = server.post("/v1/models/unload", "a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_in_use")
+    server.wait_until_idle()
+    assert server.post("/v1/models/unload", "a").json()["changed"]
+    assert server.post("/v1/models/unload", "nope").status_code == 404
+    assert server.client.get("/v1/cache?model=a").json()["error"]["code"] == "model_not_loaded"
+
+
+@pytest.mark.parametrize("verb", ["load", "unload"])
+def test_only_who_runs_the_server_loads_and_unloads_by_hand(server: Server, verb: str) -> None:
+    for headers in ({"authorization": "Bearer guest"}, {"x-forwarded-for": "10.0.0.1"}):
+        answer = server.client.post(f"/v1/models/{verb}", json={"model": "a"}, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "operator_only")
+    page = {"origin": "https://elsewhere.example", "sec-fetch-site": "cross-site"}
+    assert server.client.post(f"/v1/models/{verb}", json={"model": "a"}, headers=page).status_code == 403
+    assert not server.opener.opened

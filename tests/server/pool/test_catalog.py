@@ -1,0 +1,41 @@
+"""Which models may be asked for, and that a name is never a path."""
+
+from pathlib import Path
+
+import pytest
+
+from models.names import DEMO_FOLDER
+from server.pool.catalog import InstalledCatalog
+from server.pool.source import ModelSource
+
+NAMED = ModelSource("qwen3:0.6b", Path("/models/qwen"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3:0.6b", "mlx-community/Qwen3-0.6B-4bit", "https://huggingface.co/mlx-community/Qwen3-0.6B-4bit"],
+)
+def test_all_names_of_a_model_of_the_command_line_are_one_identity(name: str) -> None:
+    assert InstalledCatalog([NAMED]).find(name) is NAMED
+
+
+def test_installed_models_are_found_unless_the_server_has_one_only() -> None:
+    assert InstalledCatalog([NAMED]).find("demo") == ModelSource("demo", DEMO_FOLDER)
+    alone = InstalledCatalog([NAMED], has_others=False)
+    assert alone.find("demo") is None
+    assert alone.all() == [NAMED]
+
+
+def test_a_model_is_listed_once() -> None:
+    demo = ModelSource("demo", DEMO_FOLDER)
+    assert [source.id for source in InstalledCatalog([demo]).all()].count("demo") == 1
+
+
+def test_a_name_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "org" / "model"
+    folder.mkdir(parents=True)
+    for file in DEMO_FOLDER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    for name in (str(folder), "org/model", "./org/model", "../org/model", "~", ".", "/", "a/../demo", "demo/", ""):
+        assert InstalledCatalog([NAMED]).find(name) is None, name

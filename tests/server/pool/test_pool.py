@@ -1,0 +1,336 @@
+"""The pool by itself: who is loaded for whom, who waits, and what is left as it was."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from server.engine.errors import EngineStopped
+from server.pool import pool as pool_module
+from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelTooLarge, ModelUnknown, PoolBusy
+from server.pool.hold import ModelHold
+from server.pool.keep_alive import FOREVER
+from server.pool.memory import PoolMemory
+from server.pool.names import Alias
+from server.pool.pool import ModelPool
+from server.pool.settings import PoolSettings
+from tests.support.fake_opener import FakeOpener, catalog
+
+MIB = 1 << 20
+WAIT_SECONDS = 20.0
+
+
+def make_pool(opener: FakeOpener, **settings: Any) -> ModelPool:
+    return ModelPool(catalog("a", "b", "c"), opener=opener, settings=PoolSettings(**settings))
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), WAIT_SECONDS)
+
+    asyncio.run(bounded())
+
+
+async def held(pool: ModelPool, name: str) -> ModelHold:
+    """Holds a model as an endpoint does: looks it up, has it loaded, or tries once more."""
+    while True:
+        try:
+            hold = pool.try_hold(pool.find(name))
+        except ModelNotLoaded as error:
+            hold = await pool.load(error.source)
+        if hold is not None:
+            return hold
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - what is waited for happens on other threads
+        await asyncio.sleep(0.001)
+
+
+async def raised(work: Awaitable[Any], kind: type[Exception]) -> Exception:
+    with pytest.raises(kind) as info:
+        await work
+    return info.value
+
+
+def test_a_model_is_loaded_when_it_is_asked_for_and_once_for_all_who_wait() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener, aliases=(Alias("gpt-*", "b"),))
+
+    async def test() -> None:
+        holds = await asyncio.gather(*(held(pool, name) for name in ("b", "gpt-4", "b:latest", "a")))
+        assert [hold.model.id for hold in holds] == ["b", "b", "b", "a"]
+        assert sorted(opener.opened) == ["a", "b"]
+        assert [member.num_holds for member in pool.members if member.source.id == "b"] == [3]
+        for hold in holds:
+            hold.close()
+            hold.close()
+        assert not any(member.is_busy for member in pool.members)
+
+    run(test)
+
+
+def test_an_unknown_name_loads_nothing() -> None:
+    opener = FakeOpener()
+    with pytest.raises(ModelUnknown, match="only a, b, c"):
+        make_pool(opener).find("zzz")
+    assert not opener.opened
+
+
+def test_an_idle_model_makes_way_and_a_busy_one_is_waited_for() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener, max_models=1)
+
+    async def test() -> None:
+        first = await held(pool, "a")
+        waiting = asyncio.ensure_future(held(pool, "b"))
+        await until(lambda: "waiting for a" in pool.loading.get("b", ""))
+        assert opener.opened == ["a"] and list(pool.models) == ["a"], "a busy model was unloaded"
+        # Whoever asks for it now waits behind the one that waits for its memory.
+        later = asyncio.ensure_future(held(pool, "a"))
+        await asyncio.sleep(0)
+        first.close()
+        second = await waiting
+        assert list(pool.models) == ["b"] and not opener.engines["a"].is_running
+        second.close()
+        third = await later
+        assert third.model.id == "a" and opener.opened == ["a", "b", "a"]
+
+    run(test)
+
+
+def test_a_model_that_does_not_come_in_time_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "MAX_WAIT_SECONDS", 0.01)
+    opener = FakeOpener()
+    pool = make_pool(opener, max_models=1)
+
+    async def test() -> None:
+        hold = await held(pool, "a")
+        error = await raised(held(pool, "b"), PoolBusy)
+        assert "b fits only once a have finished" in str(error) or "a" in str(error)
+        again = pool.try_hold(pool.find("a"))
+        assert again is not None and again.model is hold.model
+
+    run(test)
+
+
+def test_who_gives_up_before_anything_was_read_takes_nothing_with_it() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener, max_models=1)
+
+    async def test() -> None:
+        hold = await held(pool, "a")
+        waiting = asyncio.ensure_future(held(pool, "b"))
+        await until(lambda: "waiting for a" in pool.loading.get("b", ""))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not pool.loading
+        await until(lambda: pool.try_hold(hold.model) is not None)
+        hold.close()
+        assert opener.opened == ["a"]
+
+    run(test)
+
+
+def test_a_model_whose_only_client_left_is_loaded_nevertheless_and_idle() -> None:
+    opener = FakeOpener()
+    opener.may_finish.clear()
+    pool = make_pool(opener)
+
+    async def test() -> None:
+        waiting = asyncio.ensure_future(held(pool, "a"))
+        await until(opener.has_begun.is_set)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        opener.may_finish.set()
+        await until(lambda: "a" in pool.models)
+        assert not pool.members[0].is_busy
+
+    run(test)
+
+
+def test_who_leaves_at_the_moment_of_loading_holds_nothing() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener)
+
+    async def test() -> None:
+        waiting = asyncio.ensure_future(pool.load(pool.source_of("a")))
+
+        def cancel_soon() -> None:
+            asyncio.get_running_loop().call_soon(waiting.cancel)
+
+        # Called in the very step that lets go of who waits: the cancel comes in between.
+        pool.on_change = cancel_soon
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled() and "a" in pool.models
+        assert not pool.members[0].is_busy
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", ["missing", "broken", "large"])
+def test_a_model_that_cannot_be_loaded_costs_nobody_anything(fault: str) -> None:
+    opener = FakeOpener(sizes={"b": 2000 * MIB} if fault == "large" else {})
+    if fault != "large":
+        getattr(opener, fault).add("b")
+    pool = make_pool(opener, max_models=1, memory=PoolMemory(1000 * MIB))
+
+    async def test() -> None:
+        (await held(pool, "a")).close()
+        kind: type[Exception] = ModelTooLarge if fault == "large" else LoadFailed
+        errors = await asyncio.gather(*(held(pool, "b") for _ in range(3)), return_exceptions=True)
+        assert [type(error) for error in errors] == [kind] * 3
+        assert all("b" in str(error) for error in errors)
+        if fault == "broken":
+            # Its files looked well, so the other one had made way: it comes back.
+            await until(lambda: "a" in pool.models)
+        else:
+            assert opener.opened == ["a"] and opener.engines["a"].is_running, "it made way in vain"
+        assert (await held(pool, "a")).model.id == "a"
+
+    run(test)
+
+
+def test_each_model_gets_its_share_of_the_memory_for_state() -> None:
+    opener = FakeOpener(sizes={"a": 100 * MIB, "b": 300 * MIB})
+    pool = make_pool(opener, memory=PoolMemory(1000 * MIB))
+
+    async def test() -> None:
+        (await held(pool, "a")).close()
+        (await held(pool, "b")).close()
+        assert opener.engines["a"].budget_bytes == opener.engines["b"].budget_bytes == 300 * MIB
+        assert await pool.unload(pool.source_of("b"))
+        assert opener.engines["a"].budget_bytes == 900 * MIB
+        assert not await pool.unload(pool.source_of("b"))
+
+    run(test)
+
+
+def test_answers_that_hold_more_than_the_new_share_are_waited_for() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener, memory=PoolMemory(1000 * MIB))
+
+    async def test() -> None:
+        hold = await held(pool, "a")
+        opener.engines["a"].excess_bytes = 1
+        waiting = asyncio.ensure_future(held(pool, "b"))
+        await until(lambda: "memory" in pool.loading.get("b", ""))
+        assert opener.opened == ["a"]
+        opener.engines["a"].excess_bytes = 0
+        await waiting
+        hold.close()
+
+    run(test)
+
+
+def test_a_busy_model_is_not_unloaded_on_request() -> None:
+    pool = make_pool(FakeOpener())
+
+    async def test() -> None:
+        hold = await held(pool, "a")
+        await raised(pool.unload(pool.source_of("a")), ModelInUse)
+        hold.close()
+        assert await pool.unload(pool.source_of("a")) and not pool.models
+
+    run(test)
+
+
+def test_a_hold_on_a_model_that_was_loaded_again_is_refused() -> None:
+    pool = make_pool(FakeOpener())
+
+    async def test() -> None:
+        hold = await held(pool, "a")
+        hold.close()
+        await pool.unload(pool.source_of("a"))
+        (await held(pool, "a")).close()
+        assert pool.try_hold(hold.model) is None
+
+    run(test)
+
+
+def test_idle_models_are_unloaded_when_their_time_is_over() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener, keep_alive_seconds=FOREVER)
+
+    async def test() -> None:
+        first, second = await held(pool, "a"), await held(pool, "b")
+        first.set_keep_alive(0)
+        await asyncio.sleep(0)
+        assert set(pool.models) == {"a", "b"}, "a model was unloaded while it was held"
+        first.close()
+        second.close()
+        await until(lambda: "a" not in pool.models)
+        assert list(pool.models) == ["b"]
+
+    run(test)
+
+
+def test_idle_models_stay_half_an_hour_only_where_memory_is_short() -> None:
+    for weights, seconds in ((100 * MIB, FOREVER), (600 * MIB, 1800.0)):
+        pool = make_pool(FakeOpener(sizes={"a": weights}), memory=PoolMemory(1000 * MIB))
+
+        async def test(pool: ModelPool = pool, seconds: float = seconds) -> None:
+            (await held(pool, "a")).close()
+            (member,) = pool.members
+            assert pool.expires(member) == member.last_used + seconds
+
+        run(test)
+
+
+@pytest.mark.parametrize("is_reading", [True, False], ids=["reading", "waiting"])
+def test_a_server_that_stops_waits_for_no_loading(is_reading: bool) -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener, max_models=1)
+
+    async def test() -> None:
+        hold = await held(pool, "a")
+        if is_reading:
+            hold.close()
+            opener.may_finish.clear()
+            opener.has_begun.clear()
+        waiting = asyncio.ensure_future(held(pool, "b"))
+        await until(lambda: opener.has_begun.is_set() if is_reading else "waiting for a" in pool.loading.get("b", ""))
+        assert await pool.drain(1.0)
+        await raised(waiting, EngineStopped)
+        pool.stop()
+        opener.may_finish.set()
+        assert "b" not in pool.models
+        await raised(pool.load(pool.source_of("c")), EngineStopped)
+
+    run(test)
+
+
+@pytest.mark.parametrize("max_models", [1, 2, None])
+def test_twenty_clients_that_name_models_at_random_are_all_served(max_models: int | None) -> None:
+    opener = FakeOpener(sizes={"a": 300 * MIB, "b": 500 * MIB, "c": 400 * MIB})
+    pool = make_pool(opener, max_models=max_models, memory=PoolMemory(1000 * MIB))
+    chance = random.Random(7)
+
+    async def client() -> int:
+        for turn in range(10):
+            name = chance.choice("abc")
+            hold = await held(pool, name)
+            assert hold.model.id == name and opener.engines[name].is_running
+            assert sum(opener.sizes[one] for one in pool.models) <= 1000 * MIB
+            assert max_models is None or len(pool.models) <= max_models
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+            assert opener.engines[name].is_running, "it was unloaded while it was held"
+            hold.close()
+            if chance.random() < 0.1 and turn:
+                waiting = asyncio.ensure_future(held(pool, chance.choice("abc")))
+                await asyncio.sleep(0)
+                waiting.cancel()
+                for result in await asyncio.gather(waiting, return_exceptions=True):
+                    if isinstance(result, ModelHold):
+                        result.close()
+        return 10
+
+    async def test() -> None:
+        assert await asyncio.gather(*(client() for _ in range(20))) == [10] * 20
+        await until(lambda: not pool.loading)
+        assert not any(member.is_busy for member in pool.members)
+
+    run(test)

@@ -1,0 +1,193 @@
+"""Several real models in one process: loaded and unloaded while others answer, and found again as they were."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import pytest
+
+from server.app import create_pool_app
+from server.config import ServerConfig
+from server.pool.catalog import FixedCatalog
+from server.pool.loading import Around
+from server.pool.member import OpenedModel
+from server.pool.memory import PoolMemory
+from server.pool.pool import ModelPool
+from server.pool.settings import PoolSettings
+from server.pool.source import ModelSource
+from server.service import ServiceOpener
+from tests.support import tiny_models
+from tests.support.live_server import running
+
+WAIT_SECONDS = 60.0
+MIB = 1 << 20
+CHAT = "/v1/chat/completions"
+LONG = [{"role": "user", "content": "Tell me of rivers, hills and the sea. " * 20}]
+
+
+class PausingOpener(ServiceOpener):
+    """Waits before the last step of each loading until the test lets it go on."""
+
+    may_finish: threading.Event
+
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+        def paused(step: str) -> None:
+            tell(step)
+            if step == "trying it out":
+                assert self.may_finish.wait(WAIT_SECONDS)
+
+        return super().open(source, around, paused)
+
+
+class Several:
+    """A server of tiny models, and how to ask it."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        sources = [ModelSource(name, tiny_models.write(name, folder / name)) for name in ("llama", "qwen3_5")]
+        cache = settings.pop("cache", {})
+        config = ServerConfig(cache_memory_bytes=256 * MIB, heartbeat_seconds=0.02, **cache)
+        self.opener = PausingOpener(config, PoolMemory(4096 * MIB, 256 * MIB))
+        object.__setattr__(self.opener, "may_finish", threading.Event())
+        self.opener.may_finish.set()
+        pool_settings = replace(PoolSettings(self.opener.memory), **settings)
+        self.pool = ModelPool(FixedCatalog(sources), opener=self.opener, settings=pool_settings)
+        self._running = running(create_pool_app(self.pool, config))
+
+    def __enter__(self) -> "Several":
+        self.client = httpx.Client(base_url=self._running.__enter__(), timeout=WAIT_SECONDS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.opener.may_finish.set()
+        self.client.close()
+        self._running.__exit__(None, None, None)
+        self.pool.stop()
+
+    def ask(self, model: str, messages: Any = LONG, **fields: Any) -> Any:
+        body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **fields}
+        answer = self.client.post(CHAT, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def unload(self, model: str) -> None:
+        """Unloads as Ollama's clients do, and waits for it."""
+        self.client.post("/api/chat", json={"model": model, "messages": [], "keep_alive": 0})
+        until(lambda: model not in self.pool.models)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.001)
+
+
+def content(answer: Any) -> str:
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.fixture(scope="module", params=["memory", "disk"])
+def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Several]:
+    folder = tmp_path_factory.mktemp("models")
+    disk = {"cache_disk_bytes": 256 * MIB, "cache_dir": str(folder / "disk")}
+    with Several(folder, cache=disk if request.param == "disk" else {}) as one:
+        yield one
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_5"])
+def test_a_conversation_is_found_again_when_its_model_is_loaded_again(several: Several, model: str) -> None:
+    first = several.ask(model)
+    turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+    several.unload(model)
+    again = several.ask(model, turn)
+    assert cached(first) == 0
+    assert cached(again) > 0.8 * first["usage"]["prompt_tokens"], "it was evaluated again"
+    cold = several.ask(model, turn, cache_prompt=False)
+    assert cached(cold) == 0 and content(cold) == content(again)
+
+
+def test_an_unloaded_model_leaves_no_weights_behind(several: Several) -> None:
+    several.ask("llama")
+    several.ask("qwen3_5")
+    weights = {member.source.id: member.opened.weights_bytes for member in several.pool.members}
+    before = mx.get_active_memory()
+    several.unload("qwen3_5")
+    # What its conversations leave there is less than its weights, which are small themselves.
+    until(lambda: before - mx.get_active_memory() > 0.5 * weights["qwen3_5"])
+    assert content(several.ask("llama"))
+
+
+def test_a_stream_goes_on_while_another_model_is_loaded(several: Several) -> None:
+    several.ask("llama")
+    several.unload("qwen3_5")
+    several.opener.may_finish.clear()
+    other: list[Any] = []
+    asking = threading.Thread(target=lambda: other.append(several.ask("qwen3_5")))
+    body = {"model": "llama", "messages": LONG, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    num_while_loading = 0
+    with several.client.stream("POST", CHAT, json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        asking.start()
+        for line in lines:
+            if several.pool.loading.get("qwen3_5") == "trying it out":
+                num_while_loading += bool(json.loads(line.removeprefix("data: "))["choices"])
+            if num_while_loading >= 5:
+                several.opener.may_finish.set()
+    asking.join(WAIT_SECONDS)
+    assert num_while_loading >= 5, "the stream stood still while the other model was loaded"
+    assert content(other[0])
+
+
+def test_two_models_that_do_not_fit_together_take_turns_and_find_their_conversations(tmp_path: Path) -> None:
+    with Several(tmp_path, max_models=1) as server:
+        for _ in range(2):
+            for model in ("llama", "qwen3_5"):
+                answer = server.ask(model)
+                assert list(server.pool.models) == [model]
+                last = cached(answer)
+        assert last > 100
+
+
+def test_conversations_of_an_unloaded_model_can_be_forgotten(tmp_path: Path) -> None:
+    with Several(tmp_path) as server:
+        num_tokens = server.ask("llama")["usage"]["prompt_tokens"]
+        server.unload("llama")
+        until(lambda: "llama" in server.pool._dormitory)
+        elsewhere = server.client.post("/v1/cache/clear?model=llama&cache_salt=other").json()
+        assert elsewhere["freed_tokens"] == 0
+        freed = server.client.post("/v1/cache/clear?model=llama").json()
+        assert freed["freed_tokens"] >= num_tokens and freed["freed_bytes"] > 0
+        assert cached(server.ask("llama")) == 0
+
+
+def test_a_damaged_model_is_told_by_its_file_but_not_by_its_path(tmp_path: Path) -> None:
+    with Several(tmp_path) as server:
+        weights = tmp_path / "llama" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        answer = server.client.post(CHAT, json={"model": "llama", "messages": LONG})
+        assert answer.status_code == 503
+        assert "model.safetensors is incomplete" in answer.text and str(tmp_path) not in answer.text
+        (tmp_path / "qwen3_5" / "config.json").write_text('{"model_type": "unheard_of"}')
+        answer = server.client.post(CHAT, json={"model": "qwen3_5", "messages": LONG})
+        assert answer.status_code == 503 and "unheard_of" in answer.text
+
+
+def test_a_model_whose_disk_folder_another_server_has_open_is_told_so(tmp_path: Path) -> None:
+    disk = {"cache_disk_bytes": 256 * MIB, "cache_dir": str(tmp_path / "disk")}
+    with Several(tmp_path / "one", cache=disk) as one, Several(tmp_path / "two", cache=disk) as other:
+        assert content(one.ask("llama"))
+        answer = other.client.post(CHAT, json={"model": "llama", "messages": LONG})
+        assert answer.status_code == 503
+        assert "--cache-disk" in answer.text and str(tmp_path) not in answer.text
+        assert content(other.ask("qwen3_5"))
