@@ -54,9 +54,7 @@ def use_tool(talk: Talk) -> None:
     talk.keys.append("tool:" + tool.name)
     talk.keys.extend("value:" + value.lower() for value in surface.values())
     message: Json = {"role": "assistant", "content": "", "tool_calls": [tools.call(tool, s) for s in surfaces]}
-    if talk.thinking:
-        message["reasoning_content"] = f"I call {tool.name}."
-    talk.messages.append(message)
+    talk.answer(message, f"I call {tool.name}.")
 
 
 def report_result(talk: Talk) -> None:
@@ -80,9 +78,8 @@ def weather_at_home(talk: Talk) -> None:
     city = talk.facts["city"][0]
     talk.say(talk.rng.choice(AT_HOME))
     weather = tools.KNOWN[0]
-    talk.messages.append({"role": "assistant", "content": "", "tool_calls": [tools.call(weather, {"city": city})]})
-    if talk.thinking:
-        talk.messages[-1]["reasoning_content"] = "I call get_weather."
+    call = tools.call(weather, {"city": city})
+    talk.answer({"role": "assistant", "content": "", "tool_calls": [call]}, "I call get_weather.")
 
 
 PERSONAS = phrases("""You are {n}, {s}.;You are {s} called {n}.;Your name is {n}. You talk like {s}.;
@@ -173,13 +170,13 @@ def set_scene(talk: Talk, long: bool) -> None:
 Skill = Callable[[Talk], Any]
 MIX: dict[Skill, int] = {
     tell: 30,
-    ask: 50,
+    ask: 60,
     ask_two: 6,
     mixed_two: 8,
     last_said: 2,
     guess: 3,
     server_question: 36,
-    count: 10,
+    count: 14,
     add: 10,
     make_list: 8,
     repeat: 11,
@@ -227,8 +224,8 @@ def family_talk(talk: Talk, num_turns: int) -> None:
 
 def training_dialogue(rng: random.Random, num_turns: int, long_system: bool = False) -> Dialogue:
     """A dialogue of the training split with `num_turns` exchanges of any skill."""
-    talk = Talk(rng, held=False, thinking=rng.random() < 0.02)
-    if rng.random() < 0.3:
+    talk = Talk(rng, held=False, thinking=rng.random() < 0.04)
+    if rng.random() < 0.36:
         bring_tools(talk)
     set_scene(talk, long_system)
     if rng.random() < 0.1:
