@@ -174,6 +174,8 @@ _LLAMA_CPP = (
 _ADMIN = (
     Example("GET", "/v1/cache?limit=5&cache_salt=salt"),
     _post("/v1/cache/clear"),
+    _post("/v1/models/load", model="nobody"),
+    _post("/v1/models/unload", model="nobody"),
     _post("/v1/cache/prime", messages=_CHAT, tools=[_TOOL], session_id="one"),
     Example("GET", "/v1/sessions"),
     Example("GET", "/v1/sessions/one?cache_salt=salt"),
