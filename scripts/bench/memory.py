@@ -36,6 +36,7 @@ from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from scripts.bench.common import Report, Target, median, write_json
+from models.inference.embedding import Embedder
 from server.engine.events import Event, Finished
 from server.engine.request import GenerationRequest
 from server.engine.worker import Worker
@@ -425,6 +426,7 @@ def _worker(shape: Shape, runner: ShapeRunner, answers: Answers) -> Worker:
         expected_tokens=EXPECTED_TOKENS,
         clock=time.monotonic,
         detokenize=str,
+        embedder=Embedder(shape),
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from server.engine.command import Command
+from server.engine.embeddings import EmbeddingJob
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.events import Event, Failed, Finished
 from server.engine.generation import Generation
@@ -64,13 +65,15 @@ class Inbox:
             self._put(SubmitMessage(request, CountingSink(generation, lambda: None)))
             return
         with self._lock:
-            self._require_open()
-            num_waiting = self.num_open - self._max_slots
-            if num_waiting >= self._max_waiting:
-                raise QueueFull(num_waiting, RETRY_AFTER_SECONDS)
-            self.num_open += 1
-            self._idle.clear()
+            self._count_one_more()
             self._messages.put(SubmitMessage(request, CountingSink(generation, self._request_ended)))
+
+    def put_embedding(self, job: EmbeddingJob) -> None:
+        """Queues texts to make vectors of. Raises QueueFull, as for a request, and EngineStopped."""
+        with self._lock:
+            self._count_one_more()
+            self._messages.put(EmbeddingMessage(job))
+        job.vectors.add_done_callback(lambda _: self._request_ended())
 
     def put_cancel(self, request_id: str) -> None:
         """Queues a cancel; one that comes too late has no effect."""
@@ -103,6 +106,14 @@ class Inbox:
     def _require_open(self) -> None:
         if not self._is_open:
             raise EngineStopped("the engine is not running")
+
+    def _count_one_more(self) -> None:
+        self._require_open()
+        num_waiting = self.num_open - self._max_slots
+        if num_waiting >= self._max_waiting:
+            raise QueueFull(num_waiting, RETRY_AFTER_SECONDS)
+        self.num_open += 1
+        self._idle.clear()
 
     def _request_ended(self) -> None:
         with self._lock:
@@ -182,6 +193,21 @@ class SubmitMessage:
     def refuse(self, error: EngineStopped) -> None:
         """Fails the request."""
         self.sink.post([Failed(error)])
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingMessage:
+    """Texts to make vectors of."""
+
+    job: EmbeddingJob
+
+    def handle(self, worker: Worker) -> None:
+        """Queues them."""
+        worker.embed(self.job)
+
+    def refuse(self, error: EngineStopped) -> None:
+        """Fails the request."""
+        self.job.settle(error)
 
 
 @dataclass(frozen=True)
