@@ -4,7 +4,6 @@ Stored bytes belong to nodes of the trie; live bytes to slots. A slot counts wit
 reserved for it, whichever is more, so that a sequence that was admitted can grow to its expected length.
 """
 
-
 ASIDE = -1
 """Stands for what is set aside for a sequence without a slot; slots count from 0."""
 

@@ -1,7 +1,7 @@
 """How one model makes a vector of a text: which positions count, and what ends a text. Pure.
 
-Sentence Transformers keep the first in `1_Pooling/config.json`. Where that is missing, a tokenizer that puts a special
-token behind every text belongs to a model trained to sum a text up there; any other model gets the mean.
+Sentence Transformers keep the first in `1_Pooling/config.json`. Where that is missing, a tokenizer that puts a
+special token behind each text belongs to a model trained to sum a text up there; any other model gets the mean.
 """
 
 import json

@@ -62,6 +62,8 @@ class InvalidGrammar(ModelError):
 class EmbeddingUnsupported(ModelError):
     """The model makes no vectors of texts, or in a way that is not known; the message says why."""
 
+    param = "model"
+
 
 class GrammarFailed(ModelError):
     """An output cannot be bound any further: following its grammar has become too much work."""

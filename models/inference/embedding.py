@@ -1,6 +1,6 @@
 """Vectors of texts: the output of a model's last layer, before it becomes logits, pooled over the text's positions.
 
-Short texts are evaluated together, padded behind their end: no position sees what follows it, so what is padded changes
+Short texts are evaluated together, padded behind their end: no position sees what follows it, so padding changes
 nothing. A long text is evaluated alone, chunk by chunk, with layer caches of its own, which nothing else ever uses.
 
 Worker thread only.
@@ -45,7 +45,7 @@ class Embedder:
         return LongText(self._find_trunk(), list(make_prompt_cache(self._model)), pooling)
 
     def _find_trunk(self) -> Callable[..., mx.array]:
-        """Returns the part of the model that ends before the logits; raises EmbeddingUnsupported where it is not found."""
+        """Returns the part of the model that ends before the logits; raises EmbeddingUnsupported for none."""
         if self._trunk is None:
             self._trunk = self._searched()
         return self._trunk
@@ -58,7 +58,9 @@ class Embedder:
             found = part if _gives_states(part) else found
             part = _next_part(part)
         if found is None:
-            raise EmbeddingUnsupported("the layers of this model cannot be evaluated by themselves, so it makes no vectors")
+            raise EmbeddingUnsupported(
+                "the layers of this model cannot be evaluated by themselves, so it makes no vectors"
+            )
         return cast(Callable[..., mx.array], found)
 
 

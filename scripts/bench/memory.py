@@ -33,10 +33,10 @@ from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
 from cache.tokens import TokenArray
 from cache.types import LayerCache
+from models.inference.embedding import Embedder
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from scripts.bench.common import Report, Target, median, write_json
-from models.inference.embedding import Embedder
 from server.engine.events import Event, Finished
 from server.engine.request import GenerationRequest
 from server.engine.worker import Worker

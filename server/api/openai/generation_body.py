@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from server.api.openai.output_format import BoundBody
-from server.api.typed_body import BodyModel
+from server.api.typed_body import BodyModel, Whole, as_whole
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -16,13 +16,8 @@ NO_LIMIT = -1
 """What clients send for "until the context is full"."""
 
 
-def _whole(value: Any) -> Any:
-    """Some languages have one type of number only and write 16 as 16.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _limit(value: Any) -> Any:
-    whole = _whole(value)
+    whole = as_whole(value)
     return None if whole == NO_LIMIT else whole
 
 
@@ -69,14 +64,14 @@ class GenerationBody(BoundBody):
     max_new_tokens: _Limit = None
     n_predict: _Limit = None
     """Other names of `max_tokens`; where several are given, the smallest counts."""
-    n: Annotated[int, BeforeValidator(_whole), Field(ge=1)] | None = None
+    n: Annotated[Whole, Field(ge=1)] | None = None
     """How many answers are given to each prompt."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: _Share | None = None
-    top_k: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
     """-1 and 0 keep all tokens."""
     min_p: _Share | None = None
-    seed: Annotated[int, BeforeValidator(_whole), Field(ge=RANDOM_SEED, lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     """-1 is the same as none."""
     repetition_penalty: _RepetitionPenalty | None = None
     repeat_penalty: _RepetitionPenalty | None = None

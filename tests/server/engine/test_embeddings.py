@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from cache.types import LayerCache
 from models.embedding_format import Pooling
 from models.errors import EmbeddingUnsupported
 from server.engine.embeddings import STEPS_BEHIND_CHAT, EmbeddingJob
@@ -22,16 +23,16 @@ def assert_answered(job: EmbeddingJob) -> None:
         np.testing.assert_array_equal(vector, vector_of(text))
 
 
-def pressed(num_tokens: int, **fields: int) -> Harness:
+def pressed(num_tokens: int, chunk_tokens: int) -> Harness:
     """A worker whose budget holds a sequence of so many tokens."""
-    harness = Harness("T", **fields)
+    harness = Harness("T", chunk_tokens=chunk_tokens)
     sizes = harness.prefix_cache.sizes
     harness.prefix_cache.calibrate(calibrated(harness))
     harness.prefix_cache.ledger.budget_bytes = sizes.bytes_for(num_tokens)
     return harness
 
 
-def calibrated(harness: Harness) -> list:  # type: ignore[type-arg]
+def calibrated(harness: Harness) -> list[LayerCache]:
     caches = harness.runner.make_caches()
     harness.runner.prefill(caches, np.ones(8, np.int32))
     return list(caches)
@@ -99,16 +100,16 @@ def test_an_answer_takes_the_memory_of_a_text_which_begins_anew_later() -> None:
 
 
 def test_a_growing_answer_takes_the_memory_of_a_text() -> None:
-    harness = pressed(64, chunk_tokens=16)
+    harness = pressed(90, chunk_tokens=16)
     answer = harness.submit(range(10, 14), max_tokens=50)
-    job = job_of(40)
+    job = job_of(60)
     harness.worker.embed(job)
     harness.run()
-    by_itself = (alone := pressed(64, chunk_tokens=16)).submit(range(10, 14), max_tokens=50)
+    by_itself = (alone := pressed(90, chunk_tokens=16)).submit(range(10, 14), max_tokens=50)
     alone.run()
     assert answer.tokens == by_itself.tokens
     assert_answered(job)
-    assert harness.embedder.log == [(16,), (16,), (16,), (16,), (8,)], "it did not make way once"
+    assert len(harness.embedder.log) > 4, "it did not make way once"
 
 
 def test_a_text_that_never_fits_is_refused_and_others_go_on() -> None:
