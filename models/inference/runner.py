@@ -39,7 +39,8 @@ from cache.types import LayerCache
 from models.inference import probe
 from models.inference.logprobs import StepLogprobs
 from models.inference.ragged import RaggedBatch, own_point_state, ragged_attention
-from models.inference.sampling import BatchSampler, RowSampling, TokenIds
+from models.inference.row_sampling import RowSampling, TokenIds
+from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords

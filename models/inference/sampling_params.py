@@ -22,6 +22,8 @@ class SamplingParams:
     """Keep the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least this fraction of the likeliest, range [0, 1]."""
+    typical_p: float = 1.0
+    """Mass of the tokens whose information is nearest to that expected, range (0, 1]."""
     seed: int | None = None
     """Same seed: same noise in the same draw, however the request was batched. The tokens are the same as far as the
     logits are, which may differ in their last bits with the rows of a step and the chunks of the prompt."""
@@ -54,6 +56,7 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_number("top_p", params.top_p, 0.0, 1.0, exclusive_low=True)
     _check_integer("top_k", params.top_k, 0, 2**63 - 1)
     _check_number("min_p", params.min_p, 0.0, 1.0)
+    _check_number("typical_p", params.typical_p, 0.0, 1.0, exclusive_low=True)
     if params.seed is not None:
         _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
     if params.top_logprobs is not None:

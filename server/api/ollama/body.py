@@ -84,6 +84,8 @@ class Options(BodyModel):
     """0 and below keep all tokens."""
     top_p: _Share | None = None
     min_p: _Share | None = None
+    typical_p: _Share | None = None
+    """0 is the same as 1, which keeps all tokens."""
     seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)] | None = None
     """Below 0 is none."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
@@ -190,7 +192,7 @@ def _warn_of_unknown(options: Mapping[str, Any]) -> None:
 
 def _sampling(options: Options, sent: Mapping[str, Any], model: ServedModel) -> SamplingParams:
     """Returns the model's sampling defaults with what the options say about them."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
+    names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "presence_penalty", "frequency_penalty")
     given: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.repeat_penalty is not None:
         given["repetition_penalty"] = options.repeat_penalty
@@ -201,6 +203,8 @@ def _sampling(options: Options, sent: Mapping[str, Any], model: ServedModel) -> 
     if given.get("top_p") == 0:
         # No mass at all is the likeliest token alone.
         given |= {"top_p": 1.0, "top_k": 1}
+    if given.get("typical_p") == 0:
+        given["typical_p"] = 1.0
     if sent.get("repeat_last_n") == 0:
         given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     return replace(model.sampling, **given)

@@ -35,7 +35,10 @@ IN_MESSAGE: Rules = {
 
 IN_OPTIONS: Rules = {
     **honoured(
-        "num_predict temperature top_k top_p min_p seed stop repeat_penalty presence_penalty frequency_penalty"
+        """
+        num_predict temperature top_k top_p min_p typical_p seed stop repeat_penalty presence_penalty
+        frequency_penalty
+        """
     ),
     "repeat_last_n": Rule(
         Treatment.REFUSED,
@@ -43,7 +46,6 @@ IN_OPTIONS: Rules = {
         (-1, 0),
         only_with_penalties=True,
     ),
-    **refused("the sampler has temperature, top_k, top_p, min_p and penalties only", typical_p=(1, 0)),
     **no_effect("the context is as long as the server's, see --context", "num_ctx"),
     **no_effect("tokens are never shifted or dropped from the context", "num_keep"),
     **no_effect("it could only save time", "draft_num_predict"),

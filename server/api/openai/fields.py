@@ -13,7 +13,8 @@ IN_BOTH: Rules = {
     **honoured(
         """
         model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
-        top_k min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop
+        top_k min_p typical_p
+        seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop
         ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
@@ -68,10 +69,9 @@ IN_BOTH: Rules = {
         do_sample=(True,),
     ),
     **refused(
-        "the sampler has temperature, top_k, top_p, min_p, penalties and logit_bias only",
+        "the sampler has temperature, top_k, top_p, min_p, typical_p, penalties and logit_bias only",
         top_n_sigma=(-1, 0),
         top_a=(0,),
-        typical_p=(1,),
         tfs_z=(1,),
         xtc_probability=(0,),
         mirostat=(0,),

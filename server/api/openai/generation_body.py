@@ -41,6 +41,7 @@ _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_NonzeroShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 _Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_limit)]
 
@@ -76,6 +77,7 @@ class GenerationBody(BoundBody):
     top_k: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None
     """-1 and 0 keep all tokens."""
     min_p: _Share | None = None
+    typical_p: _NonzeroShare | None = None
     seed: Annotated[int, BeforeValidator(_whole), Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     """-1 is the same as none."""
     repetition_penalty: _RepetitionPenalty | None = None

@@ -22,6 +22,7 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
     "seed",
     "repetition_penalty",
     "presence_penalty",

@@ -40,6 +40,7 @@ GENERATION: dict[str, Any] = {
     "top_p": 0.5,
     "top_k": 5,
     "min_p": 0.1,
+    "typical_p": 0.9,
     "seed": 7,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.1,

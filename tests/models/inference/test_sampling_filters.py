@@ -1,0 +1,90 @@
+"""Which tokens may be drawn: filters of random rows, compared with a plain calculation for each alone."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from models.inference.row_sampling import RowSampling
+from models.inference.sampling_filters import filters_of
+from models.inference.sampling_params import SamplingParams
+
+VOCAB = 40
+Floats = NDArray[np.float64]
+PLAIN = SamplingParams()
+
+
+def kept(logits: Floats, rows: list[RowSampling]) -> list[set[int]]:
+    """The tokens that each row may draw, by the filters of the code."""
+    scaled = mx.array(logits - logits.max(axis=-1, keepdims=True), mx.float32)
+    for one in filters_of(rows, logits.shape[-1]):
+        scaled = one.apply_to(scaled)
+    return [set(np.flatnonzero(row > -np.inf).tolist()) for row in np.array(scaled)]
+
+
+def plainly_kept(logits: Floats, params: SamplingParams) -> set[int]:
+    """The same for one row, one filter after the other over lists; for parameters without ties."""
+    if params.is_greedy:
+        return set(range(logits.size))
+    likeliest = sorted(range(logits.size), key=lambda i: -logits[i])[: params.top_k or logits.size]
+    by_mass = first_with(likeliest, probabilities(logits, likeliest), params.top_p)
+    found = [i for i in by_mass if np.exp(logits[i] - logits.max()) >= params.min_p]
+    return set(plainly_typical(logits, found, params.typical_p))
+
+
+def plainly_typical(logits: Floats, tokens: list[int], mass: float) -> list[int]:
+    probs = probabilities(logits, tokens)
+    entropy = -sum(prob * np.log(prob) for prob in probs.values())
+    return first_with(sorted(tokens, key=lambda i: abs(-np.log(probs[i]) - entropy)), probs, mass)
+
+
+def probabilities(logits: Floats, tokens: list[int]) -> dict[int, float]:
+    weights = {i: float(np.exp(logits[i] - logits.max())) for i in tokens}
+    return {i: weight / sum(weights.values()) for i, weight in weights.items()}
+
+
+def first_with(tokens: list[int], probs: dict[int, float], mass: float) -> list[int]:
+    """The first tokens that have `mass` together, the one that reaches it included."""
+    found: list[int] = []
+    for token in tokens:
+        if found and sum(probs[i] for i in found) >= mass:
+            break
+        found.append(token)
+    return found if mass < 1 else tokens
+
+
+FILTERED = [
+    PLAIN,
+    SamplingParams(typical_p=0.3),
+    SamplingParams(typical_p=0.95),
+    SamplingParams(typical_p=0.001),
+    SamplingParams(top_k=10, typical_p=0.5),
+    SamplingParams(top_p=0.8, typical_p=0.7),
+    SamplingParams(top_p=0.9, min_p=0.05, top_k=20, typical_p=0.6),
+    SamplingParams(min_p=1.0, typical_p=0.2),
+    SamplingParams(temperature=0, typical_p=0.2),
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_together_keep_what_a_plain_calculation_keeps_of_each(seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, 2, (len(FILTERED), VOCAB))
+    rows = [RowSampling(params, VOCAB) for params in FILTERED]
+    found = kept(logits, rows)
+    for index, params in enumerate(FILTERED):
+        assert found[index] == plainly_kept(logits[index], params), params
+
+
+def test_the_likeliest_token_may_be_untypical() -> None:
+    # One token of 40 % among 600 of 0.1 %: the many are nearer to what is expected.
+    logits = np.log([[0.4, *[0.001] * 600]])
+    assert kept(logits, [RowSampling(SamplingParams(typical_p=0.5), 601)])[0] == set(range(1, 601))
+
+
+def test_tokens_that_are_equally_typical_are_kept_together() -> None:
+    assert kept(np.zeros((1, VOCAB)), [RowSampling(SamplingParams(typical_p=0.1), VOCAB)]) == [set(range(VOCAB))]
+
+
+def test_filters_that_no_row_asks_for_are_not_there() -> None:
+    greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.5)
+    assert filters_of([RowSampling(PLAIN, VOCAB), RowSampling(greedy, VOCAB)], VOCAB) == []
