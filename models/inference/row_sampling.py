@@ -57,7 +57,14 @@ class RowSampling:
 
     def key(self) -> bytes:
         """Returns the 8 bytes of randomness that belong to the next draw."""
-        return hashlib.blake2b(f"{self.seed}:{self.position}".encode(), digest_size=8).digest()
+        return self._randomness("")
+
+    def chance(self, label: str) -> float:
+        """Returns a random number in [0, 1) that belongs to the next draw too, another one for each label."""
+        return int.from_bytes(self._randomness(f":{label}"), "little") / 2**64
+
+    def _randomness(self, suffix: str) -> bytes:
+        return hashlib.blake2b(f"{self.seed}:{self.position}{suffix}".encode(), digest_size=8).digest()
 
 
 def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDArray[np.float32]:

@@ -1,8 +1,8 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
-The order is the usual one: the mask of a grammar, logit bias, penalties (`sampling_penalties.py`), temperature, filters
-(`sampling_filters.py`), then one draw. Each filter applies to what the one before it kept. Tokens that tie with the
-last one kept are kept too, so that the choice does not depend on the order of a sort.
+The order is the usual one: the mask of a grammar, logit bias, penalties (`sampling_penalties.py`), temperature,
+filters (`sampling_filters.py`), then one draw. Each filter applies to what the one before it kept. Tokens that tie
+with the last one kept are kept too, so that the choice does not depend on the order of a sort.
 
 A draw adds Gumbel noise and takes the maximum (Gumbel-max trick: Maddison, Tarlow, Minka, "A* Sampling", 2014,
 section 2). The noise comes from a key made of the request's seed and the number of tokens drawn before, so it does

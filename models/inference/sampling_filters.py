@@ -1,8 +1,8 @@
 """Which tokens may be drawn, for some rows of a decode step at once.
 
-The order is top-k, top-p, min-p, typical-p. A filter takes log-probabilities up to a constant and returns them with -inf
-for what it drops. It keeps at least one token of each row, and all that tie with the last one kept. Where no row asks
-for it, `of` returns None and nothing is computed; a row that does not ask for it loses nothing by it.
+The order is top-k, top-p, min-p, typical-p, XTC. A filter takes log-probabilities up to a constant and returns them
+with -inf for what it drops. It keeps at least one token of each row, and all that tie with the last one kept. Where
+no row asks for it, `of` returns None and nothing is computed; a row that does not ask for it loses nothing by it.
 """
 
 import math
@@ -30,7 +30,7 @@ class Filter(Protocol):
 def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
     """Returns the filters that at least one of the rows asks for, in the order in which they apply."""
     params = [row.params for row in rows]
-    found: list[Filter | None] = [_Likeliest.of(params, vocab_size), _Typical.of(params)]
+    found: list[Filter | None] = [_Likeliest.of(params, vocab_size), _Typical.of(params), _Xtc.of(rows)]
     return [one for one in found if one is not None]
 
 
@@ -105,6 +105,39 @@ class _Typical:
         num_kept = _num_within(mx.take_along_axis(probs, order, axis=-1), self.mass)
         last = mx.take_along_axis(order, num_kept - 1, axis=-1)
         return mx.where(distance <= mx.take_along_axis(distance, last, axis=-1), scaled, -math.inf)
+
+
+@dataclass
+class _Xtc:
+    """Exclude top choices: at some draws, of the tokens that are likely enough only the least likely one is kept.
+
+    Whether a draw is one of these is itself random; it depends on the request's seed and position alone. The method
+    is that of llama.cpp, where tokens like the end of the turn may be dropped too.
+    """
+
+    rows: list[RowSampling]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling]) -> "_Xtc | None":
+        return cls(list(rows)) if any(map(_asks_for_xtc, rows)) else None
+
+    def apply_to(self, scaled: mx.array) -> mx.array:
+        thresholds = [_xtc_threshold(row) for row in self.rows]
+        if min(thresholds) >= ALL_MASS:
+            return scaled
+        is_likely = (mx.softmax(scaled, axis=-1) >= _column(thresholds)) & (scaled > -math.inf)
+        ceiling = mx.where(is_likely, scaled, math.inf).min(axis=-1, keepdims=True)
+        return mx.where(scaled <= ceiling, scaled, -math.inf)
+
+
+def _asks_for_xtc(row: RowSampling) -> bool:
+    return row.params.xtc_probability > 0 and not row.params.is_greedy
+
+
+def _xtc_threshold(row: RowSampling) -> float:
+    """The probability from which a token is likely in the next draw; one that is never reached if it is spared."""
+    is_struck = _asks_for_xtc(row) and row.chance("xtc") < row.params.xtc_probability
+    return row.params.xtc_threshold if is_struck else ALL_MASS
 
 
 def _num_within(probs: mx.array, mass: mx.array) -> mx.array:

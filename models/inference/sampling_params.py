@@ -24,6 +24,10 @@ class SamplingParams:
     """Keep tokens at least this fraction of the likeliest, range [0, 1]."""
     typical_p: float = 1.0
     """Mass of the tokens whose information is nearest to that expected, range (0, 1]."""
+    xtc_probability: float = 0.0
+    """The share of draws in which only the least likely of the likely tokens is kept, range [0, 1]."""
+    xtc_threshold: float = 0.1
+    """The probability from which a token is likely in this sense, range [0, 1]; above 0.5 there are never two."""
     seed: int | None = None
     """Same seed: same noise in the same draw, however the request was batched. The tokens are the same as far as the
     logits are, which may differ in their last bits with the rows of a step and the chunks of the prompt."""
@@ -57,6 +61,8 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_integer("top_k", params.top_k, 0, 2**63 - 1)
     _check_number("min_p", params.min_p, 0.0, 1.0)
     _check_number("typical_p", params.typical_p, 0.0, 1.0, exclusive_low=True)
+    _check_number("xtc_probability", params.xtc_probability, 0.0, 1.0)
+    _check_number("xtc_threshold", params.xtc_threshold, 0.0, 1.0)
     if params.seed is not None:
         _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
     if params.top_logprobs is not None:

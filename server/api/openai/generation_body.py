@@ -78,6 +78,8 @@ class GenerationBody(BoundBody):
     """-1 and 0 keep all tokens."""
     min_p: _Share | None = None
     typical_p: _NonzeroShare | None = None
+    xtc_probability: _Share | None = None
+    xtc_threshold: _Share | None = None
     seed: Annotated[int, BeforeValidator(_whole), Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     """-1 is the same as none."""
     repetition_penalty: _RepetitionPenalty | None = None

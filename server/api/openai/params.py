@@ -23,6 +23,8 @@ SAMPLING_FIELDS = (
     "top_k",
     "min_p",
     "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
     "seed",
     "repetition_penalty",
     "presence_penalty",

@@ -34,7 +34,13 @@ PARAMS = st.builds(
 MIXED = st.builds(
     lambda params, filters: replace(params, **filters),
     PARAMS,
-    st.fixed_dictionaries({"typical_p": st.sampled_from([0.2, 0.7, 1.0])}),
+    st.fixed_dictionaries(
+        {
+            "typical_p": st.sampled_from([0.2, 0.7, 1.0]),
+            "xtc_probability": st.sampled_from([0.0, 0.5, 1.0]),
+            "xtc_threshold": st.sampled_from([0.05, 0.3]),
+        }
+    ),
 )
 """With what the oracle below knows nothing of."""
 PROMPT = st.lists(st.integers(0, VOCAB - 1), max_size=6)
@@ -170,6 +176,8 @@ INVALID: list[tuple[str, Any]] = [
     *[("top_k", value) for value in (-1, 2**63, 1.5, True)],
     *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
     *[("typical_p", value) for value in (0.0, 1.1, math.nan)],
+    *[("xtc_probability", value) for value in (-0.1, 1.1, math.nan)],
+    *[("xtc_threshold", value) for value in (-0.1, 1.1, True)],
     *[("seed", value) for value in (2**64, -(2**63) - 1, 0.5, True)],
     *[("repetition_penalty", value) for value in (0.0, -1.0, 10.5, math.nan)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, math.nan)],

@@ -29,13 +29,21 @@ def plainly_kept(logits: Floats, params: SamplingParams) -> set[int]:
     likeliest = sorted(range(logits.size), key=lambda i: -logits[i])[: params.top_k or logits.size]
     by_mass = first_with(likeliest, probabilities(logits, likeliest), params.top_p)
     found = [i for i in by_mass if np.exp(logits[i] - logits.max()) >= params.min_p]
-    return set(plainly_typical(logits, found, params.typical_p))
+    typical = plainly_typical(logits, found, params.typical_p)
+    # Without a draw: XTC strikes never or always here.
+    return set(plainly_without_top(logits, typical, params.xtc_threshold) if params.xtc_probability else typical)
 
 
 def plainly_typical(logits: Floats, tokens: list[int], mass: float) -> list[int]:
     probs = probabilities(logits, tokens)
     entropy = -sum(prob * np.log(prob) for prob in probs.values())
     return first_with(sorted(tokens, key=lambda i: abs(-np.log(probs[i]) - entropy)), probs, mass)
+
+
+def plainly_without_top(logits: Floats, tokens: list[int], threshold: float) -> list[int]:
+    probs = probabilities(logits, tokens)
+    likely = sorted((i for i in tokens if probs[i] >= threshold), key=lambda i: probs[i])
+    return [i for i in tokens if i not in likely[1:]]
 
 
 def probabilities(logits: Floats, tokens: list[int]) -> dict[int, float]:
@@ -63,6 +71,14 @@ FILTERED = [
     SamplingParams(top_p=0.9, min_p=0.05, top_k=20, typical_p=0.6),
     SamplingParams(min_p=1.0, typical_p=0.2),
     SamplingParams(temperature=0, typical_p=0.2),
+    SamplingParams(xtc_probability=1),
+    SamplingParams(xtc_probability=1, xtc_threshold=0.02),
+    SamplingParams(xtc_probability=1, xtc_threshold=0),
+    SamplingParams(xtc_probability=1, xtc_threshold=0.6),
+    SamplingParams(xtc_probability=1, xtc_threshold=0.2, top_p=0.7),
+    SamplingParams(xtc_probability=1, xtc_threshold=0.05, top_k=9, min_p=0.01, typical_p=0.8),
+    SamplingParams(xtc_probability=0, xtc_threshold=0.01),
+    SamplingParams(temperature=0, xtc_probability=1),
 ]
 
 
@@ -86,5 +102,29 @@ def test_tokens_that_are_equally_typical_are_kept_together() -> None:
 
 
 def test_filters_that_no_row_asks_for_are_not_there() -> None:
-    greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.5)
+    greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.5, xtc_probability=1)
     assert filters_of([RowSampling(PLAIN, VOCAB), RowSampling(greedy, VOCAB)], VOCAB) == []
+
+
+def test_xtc_strikes_as_often_as_asked_and_in_the_same_draws_in_any_company() -> None:
+    logits = np.log([[0.6, 0.3, 0.1]])
+    params = SamplingParams(xtc_probability=0.3, xtc_threshold=0.2, seed=1)
+
+    def struck(company: list[RowSampling]) -> list[bool]:
+        row, found = RowSampling(params, 3), []
+        for _ in range(400):
+            found.append(0 not in kept(np.repeat(logits, len(company) + 1, axis=0), [*company, row])[-1])
+            row.position += 1
+        return found
+
+    alone = struck([])
+    assert 0.2 < np.mean(alone) < 0.4
+    assert struck([RowSampling(SamplingParams(xtc_probability=0.5, seed=2), 3), RowSampling(PLAIN, 3)]) == alone
+
+
+def test_the_draw_of_xtc_is_not_that_of_the_token() -> None:
+    rows = [RowSampling(SamplingParams(seed=seed), 3) for seed in range(2000)]
+    chances = np.array([row.chance("xtc") for row in rows])
+    noise = np.array([int.from_bytes(row.key(), "little") / 2**64 for row in rows])
+    assert abs(np.corrcoef(chances, noise)[0, 1]) < 0.1
+    assert abs(chances.mean() - 0.5) < 0.03

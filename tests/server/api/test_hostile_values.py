@@ -41,6 +41,8 @@ GENERATION: dict[str, Any] = {
     "top_k": 5,
     "min_p": 0.1,
     "typical_p": 0.9,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.1,
     "seed": 7,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.1,
