@@ -1,13 +1,18 @@
 """How a sequence's tokens are to be chosen, and what of that is allowed. Knows no logits and no MLX."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.errors import InvalidParameter
 
 MAX_TOP_LOGPROBS = 20
 """As OpenAI has it."""
+MAX_WINDOW = 2**31 - 1
+"""Longer than any context."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
+
+ALL_TOKENS = -1
+"""The length of a window that has no beginning."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """These two look at the output tokens of the request only; range [-2, 2]."""
+    repeat_last_n: int | None = None
+    """How many of the last tokens the three penalties look at, those of the prompt included, as llama.cpp has it; -1
+    is all of them, and 0 turns the penalties off. None leaves each penalty the tokens that it looks at by itself."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias, range [-100, 100]."""
     top_logprobs: int | None = None
@@ -51,7 +59,13 @@ class SamplingParams:
     @property
     def is_penalised(self) -> bool:
         """True if tokens that were there before matter."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0
+
+    def within(self, num_tokens: int) -> "SamplingParams":
+        """Returns the same for a sequence that cannot have more than `num_tokens`: a longer window is all of it."""
+        has_all = self.repeat_last_n is not None and self.repeat_last_n >= num_tokens
+        return replace(self, repeat_last_n=ALL_TOKENS) if has_all else self
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:
@@ -70,6 +84,8 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_number("repetition_penalty", params.repetition_penalty, 0.0, 10.0, exclusive_low=True)
     _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    if params.repeat_last_n is not None:
+        _check_integer("repeat_last_n", params.repeat_last_n, ALL_TOKENS, MAX_WINDOW)
     for token_id, bias in params.logit_bias:
         _check_integer("logit_bias", token_id, 0, vocab_size - 1)
         _check_number("logit_bias", bias, -100.0, 100.0)

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from models.inference.row_sampling import RowSampling
+from models.inference.row_sampling import NO_TOKEN, PenaltyWindow, RowSampling
+from models.inference.sampling_params import SamplingParams
 
 
 class Penalty(Protocol):
@@ -31,7 +32,11 @@ class Penalty(Protocol):
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
     """Returns the penalties that at least one of the rows asks for, in the order in which they apply."""
-    found: list[Penalty | None] = [_Repetition.of(rows, vocab_size), _Occurrences.of(rows, vocab_size)]
+    found: list[Penalty | None] = [
+        _Repetition.of(rows, vocab_size),
+        _Occurrences.of(rows, vocab_size),
+        _Windowed.of(rows, vocab_size),
+    ]
     return [penalty for penalty in found if penalty is not None]
 
 
@@ -49,7 +54,7 @@ class _Repetition:
             return None
         return cls(
             divisors=divisors,
-            penalties=mx.array([row.params.repetition_penalty for row in rows], dtype=mx.float32),
+            penalties=mx.array([1.0 if row.divisors is None else row.params.repetition_penalty for row in rows]),
         )
 
     def apply_to(self, logits: mx.array) -> mx.array:
@@ -79,8 +84,8 @@ class _Occurrences:
             return None
         return cls(
             counts=counts,
-            presence=_column(row.params.presence_penalty for row in rows),
-            frequency=_column(row.params.frequency_penalty for row in rows),
+            presence=_column(0.0 if row.counts is None else row.params.presence_penalty for row in rows),
+            frequency=_column(0.0 if row.counts is None else row.params.frequency_penalty for row in rows),
         )
 
     def apply_to(self, logits: mx.array) -> mx.array:
@@ -93,6 +98,72 @@ class _Occurrences:
         for index, row in enumerate(rows):
             if row.counts is not None:
                 row.counts = self.counts[index]
+
+
+@dataclass
+class _Windowed:
+    """All three penalties on the last tokens of prompt and output, each row with a window of its own length."""
+
+    counts: mx.array
+    recent: mx.array
+    """`[num_rows, longest window]`, each row's window at its end."""
+    oldest: mx.array
+    """Where the window of each row begins in `recent`, `[num_rows, 1]`."""
+    forgets: mx.array
+    """1 for rows whose window has a beginning, else 0."""
+    repetition: mx.array
+    presence: mx.array
+    frequency: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Windowed | None":
+        windows = [row.window for row in rows]
+        counts = _stacked([None if window is None else window.counts for window in windows], mx.zeros(vocab_size))
+        if counts is None:
+            return None
+        params = [SamplingParams() if row.window is None else row.params for row in rows]
+        lengths = [0 if window is None else window.recent.size for window in windows]
+        longest = max(1, *lengths)
+        return cls(
+            counts=counts,
+            recent=mx.stack([_padded(None if one is None else one.recent, longest) for one in windows]),
+            oldest=mx.array([min(longest - length, longest - 1) for length in lengths])[:, None],
+            forgets=mx.array([float(length > 0) for length in lengths]),
+            repetition=_column(one.repetition_penalty for one in params),
+            presence=_column(one.presence_penalty for one in params),
+            frequency=_column(one.frequency_penalty for one in params),
+        )
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        is_held = self.counts > 0
+        divisors = mx.where(is_held, self.repetition, 1.0)
+        repeated = mx.where(logits > 0, logits / divisors, logits * divisors)
+        return repeated - self.presence * is_held - self.frequency * self.counts
+
+    def count(self, tokens: mx.array) -> None:
+        rows = mx.arange(tokens.size)
+        leaving = mx.take_along_axis(self.recent, self.oldest, axis=-1)[:, 0]
+        has_left = self.forgets * (leaving != NO_TOKEN)
+        counts = self.counts.at[rows, mx.maximum(leaving, 0)].add(-has_left)
+        self.counts = counts.at[rows, tokens].add(mx.array(1.0))
+        self.recent = _shifted(self.recent, tokens)
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        for index, row in enumerate(rows):
+            if row.window is not None:
+                first = self.recent.shape[1] - row.window.recent.size
+                row.window = PenaltyWindow(self.counts[index], self.recent[index, first:])
+
+
+def _padded(recent: mx.array | None, length: int) -> mx.array:
+    """Returns a window with `NO_TOKEN` in front, `[length]`."""
+    held = mx.array([], mx.int32) if recent is None else recent
+    return mx.pad(held, (length - held.size, 0), constant_values=NO_TOKEN)
+
+
+def _shifted(recent: mx.array, tokens: mx.array) -> mx.array:
+    """Returns windows `[num_rows, length]` with the next token of each row at their end."""
+    return mx.concatenate([recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)
 
 
 def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:

@@ -14,7 +14,8 @@ IN_BOTH: Rules = {
         """
         model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
         top_k min_p typical_p xtc_probability xtc_threshold
-        seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop
+        seed repetition_penalty repeat_penalty presence_penalty frequency_penalty repeat_last_n
+        logit_bias stop
         ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
@@ -85,9 +86,8 @@ IN_BOTH: Rules = {
         custom_logit_processor=(),
     ),
     **refused(
-        "penalties look at all tokens, never at the last few only",
+        "how many tokens the penalties look at is repeat_last_n's to say",
         only_with_penalties=True,
-        repeat_last_n=(-1,),
         repetition_context_size=(),
         presence_context_size=(),
         frequency_context_size=(),

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from models.inference.sampling_params import MAX_WINDOW
 from server.api.openai.output_format import BoundBody
 from server.api.typed_body import BodyModel
 
@@ -43,6 +44,7 @@ _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _NonzeroShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+_Window = Annotated[int, BeforeValidator(_whole), Field(ge=-1, le=MAX_WINDOW)]
 _Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_limit)]
 
 
@@ -87,6 +89,8 @@ class GenerationBody(BoundBody):
     """Another name of `repetition_penalty`; the two may not contradict each other."""
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
+    repeat_last_n: _Window | None = None
+    """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
     logit_bias: dict[str, _Bias] | None = None
     """Token id, as a text, to bias."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (

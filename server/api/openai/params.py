@@ -29,6 +29,7 @@ SAMPLING_FIELDS = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "repeat_last_n",
 )
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 

@@ -8,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -341,7 +341,10 @@ PENALISED = SamplingParams(
 """Seven tokens are likely, and their penalties say which comes next."""
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, PENALISED])
+WINDOWED = replace(PENALISED, repeat_last_n=6)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PENALISED, WINDOWED])
 def test_a_row_goes_on_from_forced_tokens_as_if_they_had_been_sampled(sampling: SamplingParams) -> None:
     runner, forced = runner_of("llama"), {1: 5, 2: 6, 3: 5}
     output = decoded(runner, sampling, forced, None)

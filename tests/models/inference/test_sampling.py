@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from models.errors import InvalidParameter
 from models.inference.row_sampling import RowSampling
 from models.inference.sampling import BatchSampler
-from models.inference.sampling_params import SamplingParams, check
+from models.inference.sampling_params import ALL_TOKENS, SamplingParams, check
 
 VOCAB = 24
 Floats = NDArray[np.float64]
@@ -39,6 +39,7 @@ MIXED = st.builds(
             "typical_p": st.sampled_from([0.2, 0.7, 1.0]),
             "xtc_probability": st.sampled_from([0.0, 0.5, 1.0]),
             "xtc_threshold": st.sampled_from([0.05, 0.3]),
+            "repeat_last_n": st.sampled_from([None, 0, 1, 3, ALL_TOKENS]),
         }
     ),
 )
@@ -178,6 +179,7 @@ INVALID: list[tuple[str, Any]] = [
     *[("typical_p", value) for value in (0.0, 1.1, math.nan)],
     *[("xtc_probability", value) for value in (-0.1, 1.1, math.nan)],
     *[("xtc_threshold", value) for value in (-0.1, 1.1, True)],
+    *[("repeat_last_n", value) for value in (-2, 2**31, 1.5, True)],
     *[("seed", value) for value in (2**64, -(2**63) - 1, 0.5, True)],
     *[("repetition_penalty", value) for value in (0.0, -1.0, 10.5, math.nan)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, math.nan)],

@@ -148,7 +148,7 @@ def rule_names_session(name: str) -> bool:
     return name in ("previous_response_id", "conversation")
 
 
-WINDOWS = ["repeat_last_n", "repetition_context_size", "presence_context_size", "frequency_context_size"]
+WINDOWS = ["repetition_context_size", "presence_context_size", "frequency_context_size"]
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -43,6 +43,7 @@ GENERATION: dict[str, Any] = {
     "typical_p": 0.9,
     "xtc_probability": 0.5,
     "xtc_threshold": 0.1,
+    "repeat_last_n": 64,
     "seed": 7,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.1,

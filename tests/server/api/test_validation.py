@@ -66,6 +66,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "repetition_penalty": [0, -1, 11, "1", True, NAN, INFINITY, HUGE],
     "presence_penalty": [-2.1, 2.1, "1", True, [], NAN, INFINITY, HUGE],
     "frequency_penalty": [-2.1, 2.1, "1", True, [], NAN, INFINITY, HUGE],
+    "repeat_last_n": [-2, 1.5, "1", True, [], NAN, INFINITY, 2**31, HUGE],
     "logit_bias": [
         *(5, "x", [], [[1, 2]], {"-1": 1}, {"1.5": 1}, {"": 1}, {"a": 1}, {"01": 1}, {"١": 1}),
         *({"999999": 100}, {str(VOCAB_SIZE): 100}, {"9" * 400: 100}),
@@ -408,6 +409,9 @@ def test_the_ends_of_every_range_are_served(
         ({"typical_p": 0.3}, "typical_p", 0.3),
         ({"xtc_probability": 1}, "xtc_probability", 1.0),
         ({"xtc_threshold": 0.2}, "xtc_threshold", 0.2),
+        ({"repeat_last_n": 64.0}, "repeat_last_n", 64),
+        ({"repeat_last_n": 0}, "repeat_last_n", 0),
+        ({"repeat_last_n": -1}, "repeat_last_n", -1),
         ({"repetition_penalty": 1.1}, "repetition_penalty", 1.1),
         ({"repeat_penalty": 1.1}, "repetition_penalty", 1.1),
         ({"repeat_penalty": 1.1, "repetition_penalty": 1.1}, "repetition_penalty", 1.1),
