@@ -2,20 +2,14 @@
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterable
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from models.inference.sampling_params import ALL_TOKENS, SamplingParams
-
-NO_TOKEN = -1
-"""Stands in a window for a token that cannot be sampled, so that it equals none."""
-
-TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
+from models.inference.recent_tokens import PenaltyWindow, RepeatedEnds, TokenIds
+from models.inference.sampling_params import SamplingParams
 
 
 class RowSampling:
@@ -52,6 +46,10 @@ class RowSampling:
         `[vocab_size]`; None without one."""
         self.window: PenaltyWindow | None = None
         """The tokens that all penalties look at, in place of the two before; None where each looks at its own."""
+        self.repeated: RepeatedEnds | None = None
+        """Where the end of the sequence was there before; None where DRY is off."""
+        if params.is_dry:
+            self.repeated = RepeatedEnds.of(params, (prompt, emitted), vocab_size)
         if not params.is_penalised:
             return
         if params.repeat_last_n is not None:
@@ -76,39 +74,6 @@ class RowSampling:
 
     def _randomness(self, suffix: str) -> bytes:
         return hashlib.blake2b(f"{self.seed}:{self.position}{suffix}".encode(), digest_size=8).digest()
-
-
-@dataclass(frozen=True)
-class PenaltyWindow:
-    """The last tokens of one sequence, the prompt's included."""
-
-    counts: mx.array
-    """How often each token is among them, float32 `[vocab_size]`."""
-    recent: mx.array
-    """The tokens themselves, the newest last, int32 `[length]`, with `NO_TOKEN` for those that are not there yet and
-    those that the model never samples. Empty for a window that has no beginning, as none ever leaves it."""
-
-    @classmethod
-    def of(cls, length: int, held: Sequence[TokenIds], vocab_size: int) -> "PenaltyWindow":
-        """Returns the window at the end of the tokens that are held, one list after the other."""
-        found = last_tokens(held, length, vocab_size)
-        counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
-        return cls(mx.array(counts, mx.float32), mx.array([] if length == ALL_TOKENS else found, mx.int32))
-
-
-def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
-    """Returns the last `length` of the tokens that are held, `[length]`, or all of them for `ALL_TOKENS`.
-
-    `NO_TOKEN` stands in front of fewer, and for an id that is none of the model's logits.
-    """
-    ids = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in held])
-    known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
-    if length == ALL_TOKENS:
-        return known
-    found = np.full(length, NO_TOKEN, np.int32)
-    last = known[-length:]
-    found[length - last.size :] = last
-    return found
 
 
 def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDArray[np.float32]:

@@ -10,8 +10,12 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from models.inference.row_sampling import NO_TOKEN, PenaltyWindow, RowSampling
-from models.inference.sampling_params import SamplingParams
+from models.inference.recent_tokens import NO_TOKEN, PenaltyWindow, RepeatedEnds
+from models.inference.row_sampling import RowSampling
+from models.inference.sampling_params import MAX_REPEATED, SamplingParams
+
+MAX_PENALTY = 1e9
+"""Beyond it nothing becomes less likely, and an infinite one could leave a row without a token."""
 
 
 class Penalty(Protocol):
@@ -36,6 +40,7 @@ def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
         _Repetition.of(rows, vocab_size),
         _Occurrences.of(rows, vocab_size),
         _Windowed.of(rows, vocab_size),
+        _Dry.of(rows, vocab_size),
     ]
     return [penalty for penalty in found if penalty is not None]
 
@@ -155,10 +160,74 @@ class _Windowed:
                 row.window = PenaltyWindow(self.counts[index], self.recent[index, first:])
 
 
-def _padded(recent: mx.array | None, length: int) -> mx.array:
-    """Returns a window with `NO_TOKEN` in front, `[length]`."""
-    held = mx.array([], mx.int32) if recent is None else recent
-    return mx.pad(held, (length - held.size, 0), constant_values=NO_TOKEN)
+@dataclass
+class _Dry:
+    """Don't repeat yourself: penalises tokens that would go on with a repetition, the more the longer it is already.
+
+    The method is that of llama.cpp and koboldcpp. How long the repetition in front of each token is follows from the
+    step before: by one more where that token's forerunner is the token just sampled, else nothing. Windows move by
+    one token in each step, so these lengths stay where they are.
+    """
+
+    recent: mx.array
+    """`[num_rows, longest window]`, each row's window at its end."""
+    lengths: mx.array
+    """As `recent`: see `RepeatedEnds`."""
+    is_breaker: mx.array
+    """`[num_rows, vocab_size]`."""
+    num_before: mx.array
+    """As `recent`: how many tokens of the row's own window stand in front of each."""
+    multiplier: mx.array
+    base: mx.array
+    allowed_length: mx.array
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_Dry | None":
+        states = [row.repeated for row in rows]
+        nothing_breaks = mx.zeros(vocab_size, mx.bool_)
+        is_breaker = _stacked([None if one is None else one.is_breaker for one in states], nothing_breaks)
+        if is_breaker is None:
+            return None
+        params = [row.params if row.repeated is not None else SamplingParams() for row in rows]
+        windows = [0 if one is None else one.recent.size for one in states]
+        longest = max(windows)
+        starts = mx.array([longest - window for window in windows])[:, None]
+        return cls(
+            recent=mx.stack([_padded(None if one is None else one.recent, longest) for one in states]),
+            lengths=mx.stack([_padded(None if one is None else one.lengths, longest, 0) for one in states]),
+            is_breaker=is_breaker,
+            num_before=mx.maximum(mx.arange(longest) - starts, 0),
+            multiplier=_column(one.dry_multiplier for one in params),
+            base=_column(one.dry_base for one in params),
+            allowed_length=mx.array([one.dry_allowed_length for one in params])[:, None],
+        )
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        lengths = mx.where(self.recent == NO_TOKEN, 0, mx.minimum(self.lengths, self.num_before))
+        rows = mx.arange(logits.shape[0])[:, None]
+        longest = mx.zeros(logits.shape, mx.int32).at[rows, mx.maximum(self.recent, 0)].maximum(lengths)
+        beyond = longest - self.allowed_length
+        penalties = self.multiplier * mx.minimum(self.base**beyond, MAX_PENALTY)
+        return logits - mx.where(beyond >= 0, penalties, 0.0)
+
+    def count(self, tokens: mx.array) -> None:
+        newest = tokens[:, None].astype(mx.int32)
+        goes_on = (self.recent == newest) & ~mx.take_along_axis(self.is_breaker, newest, axis=-1)
+        self.lengths = mx.where(goes_on, mx.minimum(self.lengths + 1, MAX_REPEATED), 0)
+        self.recent = _shifted(self.recent, tokens)
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        for index, row in enumerate(rows):
+            if row.repeated is not None:
+                first = self.recent.shape[1] - row.repeated.recent.size
+                recent, lengths = self.recent[index, first:], self.lengths[index, first:]
+                row.repeated = RepeatedEnds(recent, lengths, row.repeated.is_breaker)
+
+
+def _padded(window: mx.array | None, length: int, filler: int = NO_TOKEN) -> mx.array:
+    """Returns what is held of each token of a window, with `filler` in front, `[length]`."""
+    held = mx.array([], mx.int32) if window is None else window
+    return mx.pad(held, (length - held.size, 0), constant_values=filler)
 
 
 def _shifted(recent: mx.array, tokens: mx.array) -> mx.array:

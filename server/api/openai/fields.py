@@ -15,6 +15,7 @@ IN_BOTH: Rules = {
         model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
         top_k min_p typical_p xtc_probability xtc_threshold
         seed repetition_penalty repeat_penalty presence_penalty frequency_penalty repeat_last_n
+        dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         logit_bias stop
         ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
@@ -44,8 +45,7 @@ IN_BOTH: Rules = {
     **no_effect(
         "it belongs to a field that is refused",
         """
-        mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n
-        dry_sequence_breakers truncation_side custom_params
+        mirostat_tau mirostat_eta dynatemp_exponent truncation_side custom_params
         routed_experts_start_len routed_experts_prompt_start return_mm_kwargs
         """,
     ),
@@ -70,13 +70,12 @@ IN_BOTH: Rules = {
         do_sample=(True,),
     ),
     **refused(
-        "the sampler has temperature, top_k, top_p, min_p, typical_p, XTC, penalties and logit_bias only",
+        "the sampler has temperature, top_k, top_p, min_p, typical_p, XTC, DRY, penalties and logit_bias only",
         top_n_sigma=(-1, 0),
         top_a=(0,),
         tfs_z=(1,),
         mirostat=(0,),
         dynatemp_range=(0,),
-        dry_multiplier=(0,),
         min_keep=(0,),
         samplers=(),
         no_repeat_ngram_size=(0,),

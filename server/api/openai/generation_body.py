@@ -4,12 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from models.inference.sampling_params import MAX_WINDOW
+from models.inference.sampling_params import MAX_REPEATED, MAX_WINDOW
 from server.api.openai.output_format import BoundBody
 from server.api.typed_body import BodyModel
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_BREAKERS = 64
+MAX_BREAKER_CHARACTERS = 64
 RANDOM_SEED = -1
 """What clients send for "no seed"."""
 
@@ -39,6 +41,7 @@ def _priority(value: Any) -> Any:
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Breaker = Annotated[str, Field(max_length=MAX_BREAKER_CHARACTERS)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -91,6 +94,13 @@ class GenerationBody(BoundBody):
     frequency_penalty: _Penalty | None = None
     repeat_last_n: _Window | None = None
     """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
+    dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    """0 penalises no repetition by its length."""
+    dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
+    dry_allowed_length: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=MAX_REPEATED)] | None = None
+    dry_penalty_last_n: _Window | None = None
+    dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS)] | None = None
+    """Texts that no repetition reaches across."""
     logit_bias: dict[str, _Bias] | None = None
     """Token id, as a text, to bias."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (

@@ -9,6 +9,7 @@ from models.inference.sampling_params import SamplingParams, check
 from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
 from server.api.field_rules import Rules, refuse_windows
+from server.api.openai.dry import breaker_tokens
 from server.api.openai.generation_body import RANDOM_SEED, GenerationBody
 from server.api.params import GenerationParams
 from server.api.structured_output import AnswerGrammar
@@ -30,6 +31,10 @@ SAMPLING_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
     "repeat_last_n",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
 )
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
@@ -80,6 +85,8 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     given["top_logprobs"] = body.num_top_logprobs()
     if body.logit_bias:
         given["logit_bias"] = _biases(body.logit_bias, model.vocab_size)
+    if given.get("dry_multiplier"):
+        given["dry_breakers"] = breaker_tokens(body.dry_sequence_breakers, model)
     return replace(model.sampling, **given)
 
 

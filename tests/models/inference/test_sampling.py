@@ -40,6 +40,10 @@ MIXED = st.builds(
             "xtc_probability": st.sampled_from([0.0, 0.5, 1.0]),
             "xtc_threshold": st.sampled_from([0.05, 0.3]),
             "repeat_last_n": st.sampled_from([None, 0, 1, 3, ALL_TOKENS]),
+            "dry_multiplier": st.sampled_from([0.0, 2.0]),
+            "dry_allowed_length": st.just(1),
+            "dry_penalty_last_n": st.sampled_from([0, 3, 8]),
+            "dry_breakers": st.sampled_from([(), (1, 2)]),
         }
     ),
 )
@@ -180,6 +184,11 @@ INVALID: list[tuple[str, Any]] = [
     *[("xtc_probability", value) for value in (-0.1, 1.1, math.nan)],
     *[("xtc_threshold", value) for value in (-0.1, 1.1, True)],
     *[("repeat_last_n", value) for value in (-2, 2**31, 1.5, True)],
+    *[("dry_multiplier", value) for value in (-0.1, 100.1, math.nan)],
+    *[("dry_base", value) for value in (0.9, 100.1, math.inf)],
+    *[("dry_allowed_length", value) for value in (0, 257, 1.5)],
+    *[("dry_penalty_last_n", value) for value in (-2, 2**31, True)],
+    ("dry_breakers", (VOCAB,)),
     *[("seed", value) for value in (2**64, -(2**63) - 1, 0.5, True)],
     *[("repetition_penalty", value) for value in (0.0, -1.0, 10.5, math.nan)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, math.nan)],
