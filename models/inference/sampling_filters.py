@@ -1,8 +1,8 @@
 """Which tokens may be drawn, for some rows of a decode step at once.
 
-The order is top-k, top-p, min-p, typical-p, XTC. A filter takes log-probabilities up to a constant and returns them
-with -inf for what it drops. It keeps at least one token of each row, and all that tie with the last one kept. Where
-no row asks for it, `of` returns None and nothing is computed; a row that does not ask for it loses nothing by it.
+The order is top-n-sigma, top-k, top-p, min-p, typical-p, XTC. A filter takes log-probabilities up to a constant and
+returns them with -inf for what it drops. It keeps at least one token of each row, and all that tie with the last one
+kept. Where no row asks for it, `of` returns None and nothing is computed; a row that does not ask loses nothing.
 """
 
 import math
@@ -30,8 +30,37 @@ class Filter(Protocol):
 def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
     """Returns the filters that at least one of the rows asks for, in the order in which they apply."""
     params = [row.params for row in rows]
-    found: list[Filter | None] = [_Likeliest.of(params, vocab_size), _Typical.of(params), _Xtc.of(rows)]
+    found: list[Filter | None] = [
+        _NearMaximum.of(params),
+        _Likeliest.of(params, vocab_size),
+        _Typical.of(params),
+        _Xtc.of(rows),
+    ]
     return [one for one in found if one is not None]
+
+
+@dataclass
+class _NearMaximum:
+    """Top-n-sigma: keeps what is within n standard deviations of the logits below the largest one.
+
+    (Tang, Liu, Xu et al., "Top-nσ: Not All Logits Are You Need", 2024, section 3.) Temperature changes nothing of it.
+    The maximum of each row must be 0.
+    """
+
+    num_deviations: mx.array
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "_NearMaximum | None":
+        wanted = [0.0 if p.is_greedy else p.top_n_sigma for p in params]
+        return cls(_column(wanted)) if max(wanted) > 0 else None
+
+    def apply_to(self, scaled: mx.array) -> mx.array:
+        is_there = scaled > -math.inf
+        count = is_there.sum(axis=-1, keepdims=True)
+        mean = mx.where(is_there, scaled, 0.0).sum(axis=-1, keepdims=True) / count
+        variance = mx.where(is_there, (scaled - mean) ** 2, 0.0).sum(axis=-1, keepdims=True) / count
+        floor = mx.where(self.num_deviations > 0, -self.num_deviations * mx.sqrt(variance), -math.inf)
+        return mx.where(scaled >= floor, scaled, -math.inf)
 
 
 @dataclass

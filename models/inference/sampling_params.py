@@ -31,6 +31,8 @@ class SamplingParams:
     """Keep tokens at least this fraction of the likeliest, range [0, 1]."""
     typical_p: float = 1.0
     """Mass of the tokens whose information is nearest to that expected, range (0, 1]."""
+    top_n_sigma: float = 0.0
+    """Keep logits at most so many of their standard deviations below the largest; 0 keeps all, range [0, 100]."""
     xtc_probability: float = 0.0
     """The share of draws in which only the least likely of the likely tokens is kept, range [0, 1]."""
     xtc_threshold: float = 0.1
@@ -105,6 +107,7 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_integer("top_k", params.top_k, 0, 2**63 - 1)
     _check_number("min_p", params.min_p, 0.0, 1.0)
     _check_number("typical_p", params.typical_p, 0.0, 1.0, exclusive_low=True)
+    _check_number("top_n_sigma", params.top_n_sigma, 0.0, 100.0)
     _check_number("xtc_probability", params.xtc_probability, 0.0, 1.0)
     _check_number("xtc_threshold", params.xtc_threshold, 0.0, 1.0)
     if params.seed is not None:

@@ -13,7 +13,7 @@ IN_BOTH: Rules = {
     **honoured(
         """
         model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
-        top_k min_p typical_p xtc_probability xtc_threshold
+        top_k min_p typical_p top_n_sigma xtc_probability xtc_threshold
         seed repetition_penalty repeat_penalty presence_penalty frequency_penalty repeat_last_n
         dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         logit_bias stop
@@ -70,8 +70,7 @@ IN_BOTH: Rules = {
         do_sample=(True,),
     ),
     **refused(
-        "the sampler has temperature, top_k, top_p, min_p, typical_p, XTC, DRY, penalties and logit_bias only",
-        top_n_sigma=(-1, 0),
+        "there is no such sampler here",
         top_a=(0,),
         tfs_z=(1,),
         mirostat=(0,),

@@ -83,6 +83,8 @@ class GenerationBody(BoundBody):
     """-1 and 0 keep all tokens."""
     min_p: _Share | None = None
     typical_p: _NonzeroShare | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=100, allow_inf_nan=False)] | None = None
+    """0 and below keep all tokens."""
     xtc_probability: _Share | None = None
     xtc_threshold: _Share | None = None
     seed: Annotated[int, BeforeValidator(_whole), Field(ge=RANDOM_SEED, lt=2**63)] | None = None

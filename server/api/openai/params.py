@@ -24,6 +24,7 @@ SAMPLING_FIELDS = (
     "top_k",
     "min_p",
     "typical_p",
+    "top_n_sigma",
     "xtc_probability",
     "xtc_threshold",
     "seed",
@@ -79,6 +80,8 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
         given["seed"] = None
     if "top_k" in given and not 0 < given["top_k"] < model.vocab_size:
         given["top_k"] = 0
+    if "top_n_sigma" in given:
+        given["top_n_sigma"] = max(given["top_n_sigma"], 0.0)
     if given.get("top_p") == 0:
         # No mass at all is the likeliest token alone.
         given |= {"top_p": 1.0, "top_k": 1}

@@ -38,6 +38,7 @@ MIXED = st.builds(
         {
             "typical_p": st.sampled_from([0.2, 0.7, 1.0]),
             "xtc_probability": st.sampled_from([0.0, 0.5, 1.0]),
+            "top_n_sigma": st.sampled_from([0.0, 1.0, 3.0]),
             "xtc_threshold": st.sampled_from([0.05, 0.3]),
             "repeat_last_n": st.sampled_from([None, 0, 1, 3, ALL_TOKENS]),
             "dry_multiplier": st.sampled_from([0.0, 2.0]),
@@ -189,6 +190,7 @@ INVALID: list[tuple[str, Any]] = [
     *[("dry_allowed_length", value) for value in (0, 257, 1.5)],
     *[("dry_penalty_last_n", value) for value in (-2, 2**31, True)],
     ("dry_breakers", (VOCAB,)),
+    *[("top_n_sigma", value) for value in (-0.1, 100.1, math.nan)],
     *[("seed", value) for value in (2**64, -(2**63) - 1, 0.5, True)],
     *[("repetition_penalty", value) for value in (0.0, -1.0, 10.5, math.nan)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, math.nan)],

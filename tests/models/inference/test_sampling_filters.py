@@ -26,12 +26,18 @@ def plainly_kept(logits: Floats, params: SamplingParams) -> set[int]:
     """The same for one row, one filter after the other over lists; for parameters without ties."""
     if params.is_greedy:
         return set(range(logits.size))
-    likeliest = sorted(range(logits.size), key=lambda i: -logits[i])[: params.top_k or logits.size]
+    near = [i for i in range(logits.size) if not params.top_n_sigma or is_near(logits, i, params.top_n_sigma)]
+    likeliest = sorted(near, key=lambda i: -logits[i])[: params.top_k or logits.size]
     by_mass = first_with(likeliest, probabilities(logits, likeliest), params.top_p)
     found = [i for i in by_mass if np.exp(logits[i] - logits.max()) >= params.min_p]
     typical = plainly_typical(logits, found, params.typical_p)
     # Without a draw: XTC strikes never or always here.
     return set(plainly_without_top(logits, typical, params.xtc_threshold) if params.xtc_probability else typical)
+
+
+def is_near(logits: Floats, token: int, num_deviations: float) -> bool:
+    there = logits[logits > -np.inf]
+    return bool(logits[token] >= logits.max() - num_deviations * np.std(there))
 
 
 def plainly_typical(logits: Floats, tokens: list[int], mass: float) -> list[int]:
@@ -79,6 +85,11 @@ FILTERED = [
     SamplingParams(xtc_probability=1, xtc_threshold=0.05, top_k=9, min_p=0.01, typical_p=0.8),
     SamplingParams(xtc_probability=0, xtc_threshold=0.01),
     SamplingParams(temperature=0, xtc_probability=1),
+    SamplingParams(top_n_sigma=1),
+    SamplingParams(top_n_sigma=0.2),
+    SamplingParams(top_n_sigma=2, top_p=0.7),
+    SamplingParams(top_n_sigma=1.5, top_k=5, typical_p=0.6, xtc_probability=1),
+    SamplingParams(temperature=0, top_n_sigma=1),
 ]
 
 
@@ -89,6 +100,18 @@ def test_rows_together_keep_what_a_plain_calculation_keeps_of_each(seed: int) ->
     found = kept(logits, rows)
     for index, params in enumerate(FILTERED):
         assert found[index] == plainly_kept(logits[index], params), params
+
+
+def test_masked_tokens_have_no_part_in_the_deviation() -> None:
+    free, masked = np.array([[3.0, 1.0, 0.0]]), np.array([[3.0, 1.0, 0.0, *[-np.inf] * 5]])
+    for num_deviations in (1.5, 1.7, 2.5):
+        params = SamplingParams(top_n_sigma=num_deviations)
+        found = [kept(logits, [RowSampling(params, logits.size)]) for logits in (free, masked)]
+        assert found[0] == found[1] == [plainly_kept(free[0], params)]
+
+
+def test_equal_logits_are_all_near() -> None:
+    assert kept(np.zeros((1, 3)), [RowSampling(SamplingParams(top_n_sigma=1), 3)]) == [{0, 1, 2}]
 
 
 def test_the_likeliest_token_may_be_untypical() -> None:
@@ -102,7 +125,9 @@ def test_tokens_that_are_equally_typical_are_kept_together() -> None:
 
 
 def test_filters_that_no_row_asks_for_are_not_there() -> None:
-    greedy = SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.5, xtc_probability=1)
+    greedy = SamplingParams(
+        temperature=0, top_k=3, top_p=0.5, min_p=0.1, typical_p=0.5, xtc_probability=1, top_n_sigma=1
+    )
     assert filters_of([RowSampling(PLAIN, VOCAB), RowSampling(greedy, VOCAB)], VOCAB) == []
 
 

@@ -30,7 +30,7 @@ CHANGING = {
     "truncate_prompt_tokens": 5,
     "allowed_token_ids": [1, 2],
     "skip_special_tokens": False,
-    "top_n_sigma": 1.5,
+    "dynatemp_range": 0.5,
     "stop_regex": "x+",
     "return_token_ids": True,
     "options": {"temperature": 0},

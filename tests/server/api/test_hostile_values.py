@@ -41,6 +41,7 @@ GENERATION: dict[str, Any] = {
     "top_k": 5,
     "min_p": 0.1,
     "typical_p": 0.9,
+    "top_n_sigma": 2,
     "xtc_probability": 0.5,
     "xtc_threshold": 0.1,
     "repeat_last_n": 64,
