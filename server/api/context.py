@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from models.output.pieces import OutputParser
 from models.output.plain import PlainParser
 from models.output.reasoning import ReasoningParser
 from models.output.reasoning_format import ReasoningFormat, Thinking
+from models.output.token_search import TokenSearch
 from models.output.tool_formats.find import ToolSyntax, tool_parser
 from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
@@ -149,6 +151,11 @@ class ServedModel:
     """The model's own defaults, for what a request leaves out."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     """What it is, for people."""
+
+    @cached_property
+    def token_search(self) -> TokenSearch:
+        """Looks for texts in its tokens."""
+        return TokenSearch(self.token_texts.piece, self.vocab_size)
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:

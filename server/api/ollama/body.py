@@ -11,12 +11,12 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from models.inference.sampling_params import SamplingParams, check
+from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check
 from models.output.tool_formats.harmony import HarmonyFormat
 from server.api.context import ApiContext, ServedModel
 from server.api.dialect import ModelReady, Payload
 from server.api.errors import ApiError, Code
-from server.api.field_rules import refuse_fields, refuse_windows
+from server.api.field_rules import refuse_fields
 from server.api.ollama.fields import IN_OPTIONS
 from server.api.params import GenerationParams
 from server.api.structured_output import ANY_OBJECT, AnswerGrammar, json_grammar
@@ -32,6 +32,17 @@ MAX_STOP_CHARACTERS = 1024
 MAX_NAMED_OPTIONS = 500
 """Characters of unknown options that the log names."""
 OPTIONS_PLACE = "options."
+SAMPLING_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repeat_last_n",
+)
 
 HIGHEST_EFFORT = "max"
 EFFORTS = ("high", "medium", "low", HIGHEST_EFFORT)
@@ -85,12 +96,16 @@ class Options(BodyModel):
     """0 and below keep all tokens."""
     top_p: _Share | None = None
     min_p: _Share | None = None
+    typical_p: _Share | None = None
+    """0 is the same as 1, which keeps all tokens."""
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     """Below 0 is none."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
+    repeat_last_n: Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)] | None = None
+    """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
 
 
 class OllamaBody(BodyModel):
@@ -170,10 +185,8 @@ def read_params(body: OllamaBody, fields: Mapping[str, Any], model: ServedModel)
     sent: Mapping[str, Any] = fields.get("options") or {}
     refuse_fields(sent, IN_OPTIONS, OPTIONS_PLACE)
     _warn_of_unknown(sent)
-    sampling = _sampling(options, sent, model)
+    sampling = _sampling(options, model)
     check(sampling, model.vocab_size)
-    if sampling.is_penalised:
-        refuse_windows(sent, IN_OPTIONS, OPTIONS_PLACE)
     limit = options.num_predict
     return GenerationParams(
         sampling,
@@ -189,10 +202,11 @@ def _warn_of_unknown(options: Mapping[str, Any]) -> None:
         logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
 
 
-def _sampling(options: Options, sent: Mapping[str, Any], model: ServedModel) -> SamplingParams:
+def _sampling(options: Options, model: ServedModel) -> SamplingParams:
     """Returns the model's sampling defaults with what the options say about them."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
-    given: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given: dict[str, Any] = {
+        name: getattr(options, name) for name in SAMPLING_OPTIONS if getattr(options, name) is not None
+    }
     if options.repeat_penalty is not None:
         given["repetition_penalty"] = options.repeat_penalty
     if given.get("seed", 0) < 0:
@@ -202,8 +216,8 @@ def _sampling(options: Options, sent: Mapping[str, Any], model: ServedModel) -> 
     if given.get("top_p") == 0:
         # No mass at all is the likeliest token alone.
         given |= {"top_p": 1.0, "top_k": 1}
-    if sent.get("repeat_last_n") == 0:
-        given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    if given.get("typical_p") == 0:
+        given["typical_p"] = 1.0
     return replace(model.sampling, **given)
 
 

@@ -119,12 +119,16 @@ def test_what_has_no_effect_and_what_is_unknown_changes_nothing(
         ({"top_k": 0, "top_p": 0.5, "min_p": 0.1}, SamplingParams(0.7, 0.5, 0, 0.1)),
         ({"top_k": -1, "seed": -1}, SamplingParams(0.7)),
         ({"top_p": 0}, SamplingParams(0.7, top_k=1)),
+        ({"typical_p": 0.4}, SamplingParams(0.7, top_k=5, typical_p=0.4)),
+        ({"typical_p": 0}, SamplingParams(0.7, top_k=5)),
         (
             {"repeat_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 1, "repeat_last_n": -1},
-            SamplingParams(0.7, top_k=5, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=1),
+            SamplingParams(
+                *(0.7, 1.0, 5), repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=1, repeat_last_n=-1
+            ),
         ),
-        ({"repeat_penalty": 1.1, "presence_penalty": 0.5, "repeat_last_n": 0}, SamplingParams(0.7, top_k=5)),
-        ({"repeat_last_n": 64}, SamplingParams(0.7, top_k=5)),
+        ({"repeat_last_n": 0}, SamplingParams(0.7, top_k=5, repeat_last_n=0)),
+        ({"repeat_last_n": 64.0}, SamplingParams(0.7, top_k=5, repeat_last_n=64)),
         ({"temperature": None, "stop": None}, SamplingParams(0.7, top_k=5)),
     ],
 )
@@ -161,6 +165,7 @@ def test_num_predict_limits_the_answer(
         ({"options": {"stop": "x"}}, "options.stop:"),
         ({"options": {"stop": ["x"] * 17}}, "options.stop:"),
         ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty:"),
+        ({"options": {"repeat_last_n": -2}}, "options.repeat_last_n:"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
