@@ -24,6 +24,7 @@ from models.errors import ModelError
 from models.fast_blas import load_fast_blas
 from models.names import resolve
 from server.cli.config import load_config, show_settings, template
+from server.cli.examples import epilog
 from server.cli.interrupts import held_back, interruptible
 from server.config import ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
@@ -39,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=epilog(""),
 )
 
 MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a short name such as qwen3:0.6b."
@@ -122,25 +124,29 @@ def run(
         str | None,
         typer.Option(metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that has the model."),
     ] = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not keep what is typed for the arrow keys of the next time.")
+    ] = False,
 ) -> None:
     """Chat with a model in the terminal, or ask it one question."""
     from server.cli.chat import Opening, chat
+    from server.cli.repl.history import history_file
 
     given = {"models": model and [model], "context_tokens": context, "cache_memory_bytes": cache_memory}
     config = load_config(given, os.environ)
     name = config.models[0]
-    opening = Opening(system, " ".join(question or ()))
+    opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
     # Only a model loaded here has these limits, and a server may have another model by a folder's name.
     wants_own = local or context is not None or cache_memory is not None or Path(name).expanduser().is_dir()
     served = None if wants_own else _find_served(name, api_key)
     if served is not None:
-        from server.cli.repl.joined import JoinedModel
+        from server.cli.repl.joined import JoinedModels
 
-        raise typer.Exit(chat(JoinedModel(served, api_key), opening, f" · joined the server at {served.url}"))
+        raise typer.Exit(chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}"))
     with _loading(name):
-        from server.cli.repl.local import local_model
-    with local_model(config) as answerer:
-        raise typer.Exit(chat(answerer, opening))
+        from server.cli.repl.local import LocalModels
+    with LocalModels(config) as models:
+        raise typer.Exit(chat(models, opening))
 
 
 def _known_urls() -> list[str]:
@@ -278,7 +284,11 @@ def print_gateway_config(
     typer.echo(gateway_config(gateway), nl=False)
 
 
-cache_app = typer.Typer(help="List or delete the conversations that --cache-disk keeps.", invoke_without_command=True)
+cache_app = typer.Typer(
+    help="List or delete the conversations that --cache-disk keeps.",
+    invoke_without_command=True,
+    epilog=epilog("cache"),
+)
 app.add_typer(cache_app, name="cache")
 
 _CacheDir = Annotated[str | None, typer.Option(metavar="TEXT", help="The folder that servers have as --cache-dir.")]
@@ -431,3 +441,14 @@ app.command("config")(
         _switch("as_template", "--template", "Print a file of all settings, to be edited."),
     )
 )
+
+
+def _add_examples(group: typer.Typer, prefix: str = "") -> None:
+    for command in group.registered_commands:
+        assert command.name is not None or command.callback is not None
+        name = command.name or getattr(command.callback, "__name__", "")
+        command.epilog = epilog(f"{prefix}{name}")
+
+
+_add_examples(app)
+_add_examples(cache_app, "cache ")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from models import names
-from server.cli.chat import HELP
 from server.cli.config import load_config
 from server.cli.main import execute
+from server.cli.repl.commands import HELP
 from server.config import ConfigError, ServerConfig
 from server.settings import parse_size, parse_size_per_day
 
