@@ -5,7 +5,7 @@ PY := $(BIN)/python
 CODE := mlx_serve.py server models cache scripts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv dev install run test check fix bench clients load lock
+.PHONY: help venv dev install run test check fix bench clients load architectures compat lock
 
 help:
 	@echo "make install         set up .venv with what running needs (CUDA=1: with the CUDA backend, on Linux)"
@@ -17,6 +17,8 @@ help:
 	@echo "make fix             format, and mend what the linter can mend"
 	@echo "make bench           run the benchmarks; results go to results/ (ARGS='decode trie')"
 	@echo "make clients         try client packages and coding agents, as pip and npm bring them (ARGS='opencode litellm')"
+	@echo "make architectures   try every architecture of mlx-lm, built tiny, and write docs/architectures.md"
+	@echo "make compat          run the tests that touch mlx-lm with each version of it that is allowed (ARGS=0.32.1)"
 	@echo "make load            prove that bad input, many clients and slow ones do no harm (ARGS='fuzz --seed 7')"
 	@echo "make lock            resolve the dependencies anew into requirements.lock and requirements-dev.lock"
 
@@ -51,6 +53,12 @@ bench: dev
 
 clients: dev
 	@$(PY) -m scripts.clients $(ARGS)
+
+architectures: dev
+	@$(PY) -m scripts.architectures --out docs/architectures.md --at-least 90 $(ARGS)
+
+compat: dev
+	@$(PY) -m scripts.compat $(ARGS)
 
 load: dev
 	@$(PY) -m scripts.load $(ARGS)

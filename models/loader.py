@@ -207,7 +207,8 @@ def _load_config(path: Path, name: str) -> dict[str, Any]:
 
 def _check_model_type(config: dict[str, Any], name: str) -> None:
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or not model_type.isidentifier():
+    # It becomes the name of a module: some of mlx-lm's have a hyphen, none has a dot or a slash.
+    if not isinstance(model_type, str) or not model_type.replace("-", "_").isidentifier():
         raise ModelBroken(f"{name}: config.json names no model_type, but {model_type!r}")
     module = MODEL_REMAPPING.get(model_type, model_type)
     if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:

@@ -122,6 +122,7 @@ FAULTS: list[tuple[Damage, type[ModelError], str]] = [
     (write_file("config.json", '{"model_type": "llama"}'), ModelBroken, "hidden_size"),
     (configure(model_type=None), ModelBroken, "model_type"),
     (configure(model_type="../llama"), ModelBroken, "model_type"),
+    (configure(model_type="lfm2-vl"), ModelBroken, "text_config"),
     (configure(model_type="llamma"), ModelBroken, "'llamma' is not known"),
     (configure(model_type="base"), ModelBroken, "base"),
     (configure(hidden_size=128), ModelBroken, r"shape \(320, 128\)"),

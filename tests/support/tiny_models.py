@@ -276,17 +276,25 @@ def build(name: str, precision: Precision = "float32") -> Module:
 
 @functools.cache
 def _build(name: str, precision: Precision) -> Module:
-    config = json.loads(json.dumps((CONFIGS | EXTRA_CONFIGS)[name]))
-    model_class, args_class = _get_classes(config)
-    mx.random.seed(SEED)
-    model: Module = model_class(args_class.from_dict(config))
-    model.update(tree_map_with_path(_weight_maker(name), _parameters(model)))
+    config = (CONFIGS | EXTRA_CONFIGS)[name]
+    model = make(config)
     if precision != "float32":
         model.set_dtype(mx.bfloat16)
     if precision == "4bit":
         quantize(model, group_size=32, bits=4, class_predicate=_can_be_quantized)
     elif quantization := config.get("quantization"):
         quantize(model, **quantization)
+    mx.eval(_parameters(model))
+    return model
+
+
+def make(config: dict[str, Any]) -> Module:
+    """Returns a model of this configuration with seeded float32 weights."""
+    copied = json.loads(json.dumps(config))
+    model_class, args_class = _get_classes(copied)
+    mx.random.seed(SEED)
+    model: Module = model_class(args_class.from_dict(copied))
+    model.update(tree_map_with_path(_weight_maker(config["model_type"]), _parameters(model)))
     model.eval()
     mx.eval(_parameters(model))
     return model
@@ -300,7 +308,7 @@ def _parameters(model: Module) -> dict[str, Any]:
     return cast(dict[str, Any], model.parameters())  # type: ignore[no-untyped-call]
 
 
-def _weight_maker(name: str) -> Callable[[str, mx.array], mx.array]:
+def _weight_maker(model_type: str) -> Callable[[str, mx.array], mx.array]:
     """Matrices get unit gain and more, so that attention is sharp and tokens far back still matter.
 
     The embedding stays small against the layers' output: otherwise the next token would hang on the last
@@ -308,7 +316,7 @@ def _weight_maker(name: str) -> Callable[[str, mx.array], mx.array]:
     their state remembers some hundred tokens.
     """
     generator = np.random.default_rng(SEED)
-    embedding_scale = 0.05 if "gemma" in name else 0.3
+    embedding_scale = 0.05 if "gemma" in model_type else 0.3
 
     def make(path: str, weight: mx.array) -> mx.array:
         if path.endswith("dt_bias"):
@@ -354,11 +362,16 @@ CHAT_TEMPLATE = """\
 
 def write(name: str, folder: Path) -> Path:
     """Writes the tiny model `name` with tokenizer and chat template as a model folder; returns `folder`."""
+    return write_model(build(name), CONFIGS[name], folder)
+
+
+def write_model(model: Module, config: dict[str, Any], folder: Path) -> Path:
+    """Writes a model as a folder that has the tiny tokenizer and chat template; returns `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    weights = dict(tree_flatten(_parameters(build(name))))
+    weights = dict(tree_flatten(_parameters(model)))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     tokenizer().save_pretrained(str(folder))
-    config = {**CONFIGS[name], "eos_token_id": tokenizer().eos_token_id}
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    with_eos = {**config, "eos_token_id": tokenizer().eos_token_id}
+    (folder / "config.json").write_text(json.dumps(with_eos, indent=1))
     return folder

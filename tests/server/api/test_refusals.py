@@ -37,7 +37,7 @@ def refused(client: TestClient, key: str = "k", query: str = "") -> list[dict[st
         ("a" * 300, {}, "context_length_exceeded", "holds at most"),
         ("Hi", {"temperature": -1}, "invalid_value", "temperature"),
         ("Hi", {"messages": 3}, "invalid_type", "messages"),
-        ("Hi", {"n": 3}, "unsupported_parameter", "n"),
+        ("Hi", {"best_of": 3}, "unsupported_parameter", "best_of"),
         ("Hi", {"model": "gpt-4o"}, "model_not_found", "gpt-4o"),
     ],
 )

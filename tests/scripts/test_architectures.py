@@ -1,0 +1,57 @@
+"""What `make architectures` finds out and writes; the whole of it is started by hand only."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts.architectures import checks, configs, one
+from scripts.architectures.report import Result, page
+
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere2", "mamba", "olmo_hybrid"])
+def test_attention_windows_and_recurrent_state_pass_every_check(name: str) -> None:
+    found = Result(**one.check(name))
+    assert found.is_passed, found.reasons
+    assert list(found.results) == list(checks.CHECKS)
+
+
+def test_wrong_state_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = checks.Subject.cold
+    monkeypatch.setattr(checks.Subject, "cold", lambda self, prompt: right(self, [*prompt[:-2], *prompt[-1:]]))
+    found = Result(**one.check("granite"))
+    assert not found.is_passed
+    assert set(found.reasons) == set(checks.CHECKS) - {"loads"}
+
+
+def test_state_that_is_never_restored_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = checks.Subject.ask
+    monkeypatch.setattr(
+        checks.Subject, "ask", lambda self, worker, prompt, **fields: ask(self, worker, prompt, cache_prompt=False)
+    )
+    found = Result(**one.check("granite"))
+    assert set(found.reasons) == {"restored = cold", "paged", "disk"}
+    assert set(found.reasons.values()) == {"nothing was restored"}
+
+
+def test_a_model_that_cannot_be_built_is_told() -> None:
+    found = Result(**one.check("olmo2_of_another_world"))
+    assert not found.is_passed
+    assert "ModuleNotFoundError" in found.reasons["build"]
+
+
+def test_the_page_tells_what_works_what_does_not_and_why() -> None:
+    good = Result("llama", ["KVCache"], dict.fromkeys(checks.CHECKS, "yes"), shards=True, told_of_shards="yes")
+    bad = Result("odd", ["OddCache"], {**good.results, "disk": "no"}, {"disk": "nothing was restored"})
+    text = page([good, bad])
+    assert f"1 of {2 + len(configs.NOT_BUILT)} pass every check." in text
+    assert "| `llama` | KVCache | yes | yes | yes | yes | yes | yes | yes |" in text
+    assert "| `odd` | OddCache | yes | yes | yes | yes | yes | no | none |" in text
+    assert "- `odd`, disk: nothing was restored" in text
+
+
+def test_the_page_in_the_docs_names_every_architecture_of_this_mlx_lm() -> None:
+    told = re.findall(r"^(?:\| |- )`([^`]+)`[ :]", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(set(told)) == configs.names()
