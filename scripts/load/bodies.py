@@ -96,6 +96,8 @@ _OPENAI = (
     _post("/v1/completions", prompt="The capital of France is", **_SAMPLED),
     _post("/v1/completions", prompt=["One", "Two"], echo=True, logprobs=1, max_tokens=2, suffix="x"),
     _post("/v1/completions", prompt=[5, 6, 7], max_tokens=2, stream=True),
+    _post("/v1/embeddings", input=["One", "Two"], dimensions=8, encoding_format="base64"),
+    _post("/v1/rerank", query="One", documents=["Two", {"text": "Three"}], top_n=1, return_documents=True),
     Example("GET", "/v1/models"),
     Example("GET", "/v1/models/demo"),
 )
@@ -154,6 +156,8 @@ _OLLAMA = (
     _post("/api/chat", model="demo", messages=_CHAT[:3], options=_OPTIONS, keep_alive="5m"),
     _post("/api/chat", model="demo", messages=[{"role": "user", "content": "Hi"}], tools=[_TOOL], stream=False),
     _post("/api/chat", model="demo", messages=_CHAT[1:2], format=_SCHEMA, think=False, options=_OPTIONS),
+    _post("/api/embed", model="demo", input=["One", "Two"], truncate=True, dimensions=8, keep_alive="5m"),
+    _post("/api/embeddings", model="demo", prompt="One", options={}),
     _post("/api/generate", model="demo", prompt="Hi", system="Be kind.", options=_OPTIONS, context=[5, 6]),
     _post("/api/generate", model="demo", prompt="Hi", raw=True, stream=False, suffix="x", options=_OPTIONS),
     _post("/api/show", model="demo", verbose=True),

@@ -21,7 +21,7 @@ from server.api.ollama.fields import IN_OPTIONS
 from server.api.params import GenerationParams
 from server.api.structured_output import ANY_OBJECT, AnswerGrammar, json_grammar
 from server.api.thinking import ThinkingWish
-from server.api.typed_body import BodyModel
+from server.api.typed_body import BodyModel, Whole
 from server.pool.errors import ModelNotLoaded, ModelUnknown
 from server.pool.keep_alive import parse_keep_alive
 
@@ -49,11 +49,6 @@ EFFORTS = ("high", "medium", "low", HIGHEST_EFFORT)
 HIGHEST_OF_HARMONY = "high"
 
 
-def _whole(value: Any) -> Any:
-    """Some languages have one type of number only and write 16 as 16.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _format(value: Any) -> Any:
     if value in (None, ""):
         return None
@@ -79,31 +74,37 @@ def _keep_alive(value: Any) -> Any:
     return value
 
 
-_Whole = Annotated[int, BeforeValidator(_whole)]
+KeepAlive = Annotated[str | float | None, BeforeValidator(_keep_alive)]
+"""How long a model stays loaded, in any of the ways in which clients write it."""
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
+def keep_alive_seconds(keep_alive: str | float | None) -> float | None:
+    """Returns a checked `keep_alive` in seconds, infinite for ever; None where nothing is said."""
+    return None if keep_alive is None else parse_keep_alive(keep_alive)
+
+
 class Options(BodyModel):
     """`options`: how the answer is sampled and where it ends."""
 
-    num_predict: _Whole | None = None
+    num_predict: Whole | None = None
     """0 and below are no limit."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_k: _Whole | None = None
+    top_k: Whole | None = None
     """0 and below keep all tokens."""
     top_p: _Share | None = None
     min_p: _Share | None = None
     typical_p: _Share | None = None
     """0 is the same as 1, which keeps all tokens."""
-    seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     """Below 0 is none."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repeat_last_n: Annotated[int, BeforeValidator(_whole), Field(ge=-1, le=MAX_WINDOW)] | None = None
+    repeat_last_n: Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)] | None = None
     """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
 
 
@@ -117,7 +118,7 @@ class OllamaBody(BodyModel):
     """The JSON schema that the answer is bound to; "json" for any object."""
     think: Annotated[bool | str | None, BeforeValidator(_think)] = None
     options: Options | None = None
-    keep_alive: Annotated[str | float | None, BeforeValidator(_keep_alive)] = None
+    keep_alive: KeepAlive = None
     """How long the model stays loaded after its last request."""
 
     @property
@@ -128,7 +129,7 @@ class OllamaBody(BodyModel):
     @property
     def keep_alive_seconds(self) -> float | None:
         """How long the model stays loaded after its last request, infinite for ever; None where nothing is said."""
-        return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
+        return keep_alive_seconds(self.keep_alive)
 
     def answer_grammar(self) -> AnswerGrammar | None:
         """Returns what the answer is bound to."""

@@ -15,6 +15,17 @@ IN_BOTH: Rules = {
 }
 """Fields of both generation endpoints."""
 
+_OF_VECTORS: Rules = {
+    **honoured("model keep_alive"),
+    **no_effect("options are about answers, and vectors are none", "options"),
+}
+
+IN_EMBED: Rules = {**_OF_VECTORS, **honoured("input truncate dimensions")}
+"""Fields of `POST /api/embed`."""
+
+IN_EMBEDDING: Rules = {**_OF_VECTORS, **honoured("prompt")}
+"""Fields of `POST /api/embeddings`."""
+
 IN_CHAT: Rules = {**IN_BOTH, **honoured("messages tools")}
 """Fields of `POST /api/chat`."""
 

@@ -185,6 +185,33 @@ IN_BOTH: Rules = {
 }
 """Fields of both completion endpoints."""
 
+_OF_VECTORS: Rules = {
+    **no_effect("it only says who asks", "user"),
+    **no_effect("vectors depend on their text only", "session_id cache_salt priority"),
+    **refused(
+        "a text that is too long is answered with an error, never cut",
+        truncate_prompt_tokens=(-1,),
+        max_tokens_per_doc=(),
+        max_chunks_per_doc=(),
+    ),
+}
+
+IN_EMBEDDINGS: Rules = {
+    **_OF_VECTORS,
+    **honoured("model input encoding_format dimensions"),
+    **refused("texts have the tokens that the tokenizer puts around them", add_special_tokens=(True,)),
+    **refused("a vector has the length 1", normalize=(True,), embd_normalize=(2,)),
+    **refused("texts are embedded as they are, without a template", messages=([],), task=(), input_type=()),
+}
+"""Fields of `POST /v1/embeddings`."""
+
+IN_RERANK: Rules = {
+    **_OF_VECTORS,
+    **honoured("model query documents top_n return_documents"),
+    **refused("a document is a text, or an object with a text", rank_fields=([], ["text"])),
+}
+"""Fields of `POST /v1/rerank`."""
+
 IN_CHAT: Rules = {
     **IN_BOTH,
     **honoured(
