@@ -13,6 +13,11 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "pull": ("mlx-serve pull qwen3:0.6b", "mlx-serve pull mlx-community/Qwen3-4B-4bit"),
     "doctor": ("mlx-serve doctor", "mlx-serve doctor --file requests.jsonl --speed 400"),
     "gateway-config": ("mlx-serve gateway-config --replica 10.0.0.1:8080 --replica 10.0.0.2:8080 > haproxy.cfg",),
+    "completion": (
+        "mlx-serve completion bash > ~/.local/share/bash-completion/completions/mlx-serve",
+        "mlx-serve completion fish > ~/.config/fish/completions/mlx-serve.fish",
+    ),
+    "man": ("mlx-serve man > ~/.local/share/man/man1/mlx-serve.1",),
     "cache": ("mlx-serve cache list",),
     "cache list": ("mlx-serve cache list --json",),
     "cache rm": ("mlx-serve cache rm --all",),

@@ -33,6 +33,7 @@ from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
     from server.cli.repl.joined import Served
+    from server.cli.shell.outline import CommandOutline
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -441,6 +442,32 @@ app.command("config")(
         _switch("as_template", "--template", "Print a file of all settings, to be edited."),
     )
 )
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to be told.")]) -> None:
+    """Print a script by which a shell completes commands, flags and models."""
+    from server.cli.shell.completion import SCRIPTS
+
+    if shell not in SCRIPTS:
+        raise ConfigError(f"there is no completion for {shell!r}; there is one for {', '.join(SCRIPTS)}")
+    typer.echo(SCRIPTS[shell](_outline()), nl=False)
+
+
+@app.command()
+def man() -> None:
+    """Print the manual page, for `man`."""
+    from importlib.metadata import version as version_of
+
+    from server.cli.shell.manual import manual
+
+    typer.echo(manual(_outline(), version_of("mlx-serve")), nl=False)
+
+
+def _outline() -> "CommandOutline":
+    from server.cli.shell.outline import outline
+
+    return outline(typer.main.get_command(app))
 
 
 def _add_examples(group: typer.Typer, prefix: str = "") -> None:
