@@ -71,7 +71,8 @@ class Sequence:
         arrival: int,
     ) -> None:
         # Gets a seed if it has none, so that a replay goes on with the same.
-        self.request = replace(request, sampling=_seeded(request.sampling))
+        sampling = _seeded(request.sampling).within(len(request.tokens) + request.max_tokens)
+        self.request = replace(request, sampling=sampling)
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.namespace)
