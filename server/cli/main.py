@@ -326,6 +326,56 @@ def remove_cache(
     remove_folders(folders or [], _cache_folder(cache_dir), everything=everything)
 
 
+service_app = typer.Typer(
+    help="Have a server start when you log in, by systemd or launchd, with the settings of the file.",
+    invoke_without_command=True,
+    epilog=epilog("service"),
+)
+app.add_typer(service_app, name="service")
+
+
+@service_app.callback()
+def _service(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@service_app.command("install")
+def install_service() -> None:
+    """Start a server now and at each login; again after a change of settings."""
+    from server.cli.service.commands import install
+
+    install(os.environ)
+
+
+@service_app.command("status")
+def show_service(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Say whether the server runs; the exit status is 1 if not."""
+    from server.cli.service.commands import show_state
+
+    raise typer.Exit(show_state(os.environ, as_json=as_json))
+
+
+@service_app.command("logs")
+def show_service_log(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Show the last 100 lines of the server's log."""
+    from server.cli.service.commands import show_log
+
+    raise typer.Exit(show_log(os.environ, follow=follow))
+
+
+@service_app.command("remove")
+def remove_service() -> None:
+    """End the server, and have it start no more."""
+    from server.cli.service.commands import remove
+
+    remove(os.environ)
+
+
 def _cache_folder(cache_dir: str | None) -> str:
     return load_config({"cache_dir": cache_dir}, os.environ).cache_dir
 
@@ -479,3 +529,4 @@ def _add_examples(group: typer.Typer, prefix: str = "") -> None:
 
 _add_examples(app)
 _add_examples(cache_app, "cache ")
+_add_examples(service_app, "service ")

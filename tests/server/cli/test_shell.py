@@ -76,7 +76,7 @@ COMPLETERS = [
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("mlx-serve se", ["serve"]),
+        ("mlx-serve ser", ["serve", "service"]),
         ("mlx-serve cache ", ["list", "rm"]),
         ("mlx-serve serve --log-f", ["--log-format"]),
         ("mlx-serve serve demo --log-format ", ["json", "text"]),
