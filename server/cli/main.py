@@ -26,6 +26,7 @@ from models.names import resolve
 from server.cli.config import load_config, show_settings, template
 from server.cli.examples import epilog
 from server.cli.interrupts import held_back, interruptible
+from server.cli.launch.recipes import RECIPES
 from server.config import ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
@@ -324,6 +325,28 @@ def remove_cache(
     if bool(folders) == everything:
         raise ConfigError("give the folders to remove, or --all")
     remove_folders(folders or [], _cache_folder(cache_dir), everything=everything)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    client: Annotated[str, typer.Argument(metavar="|".join(RECIPES), help="The agent to start.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="For the agent; behind -- if they begin with -."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help=f"{MODEL_HELP} Default: the one that `serve` has.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
+    api_key: _Key = None,
+) -> None:
+    """Start a coding agent that asks this server, which is started too if none runs."""
+    from server.cli.launch.commands import Launch
+    from server.cli.launch.commands import launch as start
+
+    asked = Launch(client, model, api_key, arguments or (), show)
+    runtime = runtime_folder(os.environ, tempfile.gettempdir())
+    raise typer.Exit(start(asked, _known_urls(), runtime, os.environ))
 
 
 service_app = typer.Typer(
