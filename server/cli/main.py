@@ -161,6 +161,12 @@ def _known_urls() -> list[str]:
     return list(dict.fromkeys([*known, DEFAULT_URL]))
 
 
+def _usual_url() -> str:
+    """Returns the usual address or, where a server of this user runs at others only, the first of these."""
+    *own, usual = _known_urls()
+    return own[0] if own else usual
+
+
 def _find_served(model: str, api_key: str | None) -> "Served | None":
     """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
     from server.cli.repl.joined import KeyNeeded, find_served
@@ -229,7 +235,8 @@ def pull(
 @app.command()
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Address of a running server. Default: http://127.0.0.1:8080.")
+        str | None,
+        typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
@@ -252,13 +259,12 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, for a program.")] = False,
 ) -> None:
     """Say which text keeps prompts from being reused, and how to mend it."""
-    from server.doctor.fetch import DEFAULT_URL
     from server.doctor.report import examine_file, examine_server
 
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed}; it must be above 0")
     if file is None:
-        examine_server(url or DEFAULT_URL, api_key, cache_salt, as_json=json)
+        examine_server(url or _usual_url(), api_key, cache_salt, as_json=json)
     elif url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     else:

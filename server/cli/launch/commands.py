@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
@@ -49,7 +50,7 @@ def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mappi
         return 0
     if shutil.which(recipe.program, path=environment.get("PATH")) is None:
         raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {recipe.advice}")
-    with _server(asked, urls, runtime) as target:
+    with _ended_in_order(), _server(asked, urls, runtime) as target:
         return _run(recipe, target, asked.arguments, environment)
 
 
@@ -95,6 +96,22 @@ def _interrupts_left_to_the_agent() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Has a closed terminal, or SIGTERM, end the agent and the server that was started for it as well."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, _leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _tell(text: str) -> None:

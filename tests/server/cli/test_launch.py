@@ -4,9 +4,12 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 
 from server.app import create_app
+from server.cli.launch import commands
 from server.cli.launch.commands import Launch, launch
 from server.cli.launch.recipes import RECIPES, LaunchTarget, as_shell, command_of, environment_of
 from server.cli.launch.savings import LaunchSavings, count_sessions, prompt_speed, savings_between
@@ -223,6 +227,31 @@ def test_a_server_with_a_key_is_told(agent: dict[str, str], tmp_path: Path) -> N
         assert launch(Launch("claude", "tiny", "sesame", ["0"]), [url], tmp_path, agent) == 0
         agent["MLX_SERVE_API_KEY"] = "sesame"
         assert launch(Launch("claude", "tiny", None, ["0"]), [url], tmp_path, agent) == 0
+
+
+def test_sigterm_ends_the_agent_and_the_server_that_was_started_for_it(
+    agent: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, begun = tmp_path / "run", tmp_path / "begun"
+    program = Path(agent["PATH"].partition(":")[0]) / "claude"
+    tell = f"echo $$ $ANTHROPIC_BASE_URL > {begun}.new; mv {begun}.new {begun}"
+    program.write_text(f"#!/bin/sh\n{tell}; exec sleep 600\n")
+    monkeypatch.setattr(commands, "own_program", lambda _: [sys.executable, "-c", STUB, str(runtime)])
+
+    def end_it() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_it, daemon=True).start()
+    with pytest.raises(SystemExit) as ended:
+        launch(Launch("claude", "demo", None, []), ["http://127.0.0.1:1"], runtime, agent)
+    assert ended.value.code == 143
+    pid, url = begun.read_text().split()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+    with pytest.raises(OSError, match="refused"):
+        _connect(url)
 
 
 def test_showing_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
