@@ -1,8 +1,7 @@
 """`POST /v1/completions`: OpenAI's plain completions, streamed or whole."""
 
-import time
 from collections.abc import Sequence
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -20,12 +19,11 @@ from server.api.context import ApiContext, ServedModel
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
 from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
-from server.api.openai.dialect import SYSTEM_FINGERPRINT
 from server.api.openai.errors import ErrorObject
 from server.api.openai.fields import IN_TEXT
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
-from server.api.openai.params import read_params
+from server.api.openai.params import read_params, refuse_lone_stream_options
 from server.api.openai.usage import AnswerHead, Usage, finish_reason
 from server.api.params import Incoming, build_request
 from server.api.typed_body import parse_body
@@ -88,6 +86,7 @@ async def create_completion(request: Request) -> Response:
 def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange | SeveralChoices:
     """Returns the checked request; raises ApiError."""
     body = parse_body(CompletionBody, dict(incoming.fields), IN_TEXT)
+    refuse_lone_stream_options(body)
     model = context.find_model(body.model)
     params = read_params(body, incoming.fields, IN_TEXT, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -149,7 +148,6 @@ class CompletionExchange(ChoiceExchange):
         index: int = 0,
     ) -> None:
         super().__init__(body, model, request, prompt, index=index)
-        self._created = int(time.time())
         self._texts: list[str] = []
         count = body.num_top_logprobs()
         self._logprobs = TextLogprobsWriter(model.token_texts, count) if count is not None else None
@@ -193,14 +191,7 @@ class CompletionExchange(ChoiceExchange):
 
     def _body(self, text: str, reason: str | None) -> TextCompletion:
         choice: TextChoice = {"index": self.index, "text": text, "logprobs": self._untold(), "finish_reason": reason}
-        body: TextCompletion = {
-            "id": self.answer_id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self.model.id,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [choice],
-        }
+        body = cast(TextCompletion, {**self.head("text_completion"), "choices": [choice]})
         if self.wants_usage:
-            body["usage"] = None
+            body["usage"] = self.usage_so_far()
         return body
