@@ -33,6 +33,7 @@ from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
     from server.cli.repl.joined import Served
+    from server.cli.shell.outline import CommandOutline
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -325,6 +326,56 @@ def remove_cache(
     remove_folders(folders or [], _cache_folder(cache_dir), everything=everything)
 
 
+service_app = typer.Typer(
+    help="Have a server start when you log in, by systemd or launchd, with the settings of the file.",
+    invoke_without_command=True,
+    epilog=epilog("service"),
+)
+app.add_typer(service_app, name="service")
+
+
+@service_app.callback()
+def _service(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@service_app.command("install")
+def install_service() -> None:
+    """Start a server now and at each login; again after a change of settings."""
+    from server.cli.service.commands import install
+
+    install(os.environ)
+
+
+@service_app.command("status")
+def show_service(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Say whether the server runs; the exit status is 1 if not."""
+    from server.cli.service.commands import show_state
+
+    raise typer.Exit(show_state(os.environ, as_json=as_json))
+
+
+@service_app.command("logs")
+def show_service_log(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Show the last 100 lines of the server's log."""
+    from server.cli.service.commands import show_log
+
+    raise typer.Exit(show_log(os.environ, follow=follow))
+
+
+@service_app.command("remove")
+def remove_service() -> None:
+    """End the server, and have it start no more."""
+    from server.cli.service.commands import remove
+
+    remove(os.environ)
+
+
 def _cache_folder(cache_dir: str | None) -> str:
     return load_config({"cache_dir": cache_dir}, os.environ).cache_dir
 
@@ -443,6 +494,32 @@ app.command("config")(
 )
 
 
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to be told.")]) -> None:
+    """Print a script by which a shell completes commands, flags and models."""
+    from server.cli.shell.completion import SCRIPTS
+
+    if shell not in SCRIPTS:
+        raise ConfigError(f"there is no completion for {shell!r}; there is one for {', '.join(SCRIPTS)}")
+    typer.echo(SCRIPTS[shell](_outline()), nl=False)
+
+
+@app.command()
+def man() -> None:
+    """Print the manual page, for `man`."""
+    from importlib.metadata import version as version_of
+
+    from server.cli.shell.manual import manual
+
+    typer.echo(manual(_outline(), version_of("mlx-serve")), nl=False)
+
+
+def _outline() -> "CommandOutline":
+    from server.cli.shell.outline import outline
+
+    return outline(typer.main.get_command(app))
+
+
 def _add_examples(group: typer.Typer, prefix: str = "") -> None:
     for command in group.registered_commands:
         assert command.name is not None or command.callback is not None
@@ -452,3 +529,4 @@ def _add_examples(group: typer.Typer, prefix: str = "") -> None:
 
 _add_examples(app)
 _add_examples(cache_app, "cache ")
+_add_examples(service_app, "service ")

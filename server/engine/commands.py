@@ -8,6 +8,7 @@ import numpy as np
 from cache.pins import PinName
 from cache.tokens import TokenArray
 from cache.view import CacheView, NamespaceView, StateBytes
+from server.engine.free_memory import give_back
 from server.engine.worker import Worker
 
 HOLD_SECONDS = 120.0
@@ -59,7 +60,7 @@ class Freed:
 
 @dataclass(frozen=True)
 class ClearCache:
-    """Forgets what a namespace holds, but for what running requests use."""
+    """Forgets what a namespace holds, but for what running requests use; idle, the system gets the memory back."""
 
     namespace: str
 
@@ -69,6 +70,8 @@ class ClearCache:
         tokens, before = self._held(worker)
         worker.prefix_cache.clear(self.namespace)
         tokens_left, after = self._held(worker)
+        if not worker.has_work:
+            give_back()
         return Freed(tokens - tokens_left, before.in_memory - after.in_memory, before.disk - after.disk)
 
     def _held(self, worker: Worker) -> tuple[int, StateBytes]:

@@ -32,6 +32,7 @@ from server.engine.commands import ResizeBudget
 from server.engine.dormant import DormantState
 from server.engine.embeddings import EmbeddingJob, Vector
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
+from server.engine.free_memory import give_back
 from server.engine.generation import Generation
 from server.engine.inbox import Inbox, WorkerMessage
 from server.engine.request import GenerationRequest, TokenArray
@@ -291,6 +292,7 @@ class Engine:
                     return self._inbox.get(IDLE_PAUSE_SECONDS)
         except Exception:  # a bug of ours; nobody waits for this work
             logger.exception("the engine failed while it was idle")
+        give_back()
         self._idle_work_at = None
         self._stats = worker.stats()
         return self._inbox.get()
