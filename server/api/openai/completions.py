@@ -50,6 +50,8 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
     """A text, a list of token ids, or a list of several of either; once checked, a list."""
+    echo: bool | None = None
+    """Begin the answer with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """How many of the likeliest tokens are told with each token of the answer."""
 
@@ -87,6 +89,8 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
     """Returns the checked request; raises ApiError."""
     body = parse_body(CompletionBody, dict(incoming.fields), IN_TEXT)
     refuse_lone_stream_options(body)
+    if body.echo and body.logprobs is not None:
+        raise ApiError(Code.INVALID_VALUE, "echo: logprobs are told of the answer only, not of the prompt", "echo")
     model = context.find_model(body.model)
     params = read_params(body, incoming.fields, IN_TEXT, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -106,7 +110,8 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
         for number in range(count):
             index = len(exchanges)
             own = request_of_choice(request, index, number)
-            exchanges.append(CompletionExchange(body, model, own, prompt, index))
+            repeated = _as_text(written, model) if body.echo else ""
+            exchanges.append(CompletionExchange(body, model, own, prompt, index, repeated))
     return SeveralChoices(exchanges) if len(exchanges) > 1 else exchanges[0]
 
 
@@ -136,6 +141,10 @@ def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "promp
     return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())
 
 
+def _as_text(prompt: str | list[int], model: ServedModel) -> str:
+    return prompt if isinstance(prompt, str) else model.token_texts.text(prompt)
+
+
 class CompletionExchange(ChoiceExchange):
     """Writes the continuation of one prompt."""
 
@@ -146,15 +155,17 @@ class CompletionExchange(ChoiceExchange):
         request: GenerationRequest,
         prompt: RenderedPrompt,
         index: int = 0,
+        repeated: str = "",
     ) -> None:
+        """`repeated` is what the answer begins with, before what the model says."""
         super().__init__(body, model, request, prompt, index=index)
-        self._texts: list[str] = []
+        self._texts = [repeated]
         count = body.num_top_logprobs()
         self._logprobs = TextLogprobsWriter(model.token_texts, count) if count is not None else None
 
     def opening(self) -> list[TextCompletion]:
-        """Returns nothing: a completion begins with its text."""
-        return []
+        """Returns the prompt where it is repeated; else nothing: a completion begins with its text."""
+        return [self._body(text, None) for text in self._texts if text]
 
     def take(self, piece: Piece) -> list[TextCompletion]:
         """Keeps more of the text, and returns the chunk that tells of it."""

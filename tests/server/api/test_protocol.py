@@ -215,6 +215,21 @@ TAKEN: dict[str, Callable[[], Any]] = {
     "token ids are a prompt": lambda: ask(TEXT, prompt=[0, 0, 0]).engine.requests[0].tokens.tolist() == [0, 0, 0],
     "texts and token ids are prompts": lambda: len(ask(TEXT, prompt=["a", [5, 6]]).body["choices"]) == 2,
     "the newer limit is one": lambda: ask(CHAT, max_completion_tokens=5).engine.requests[0].max_tokens == 5,
+    "the prompt may be repeated": lambda: ask(TEXT, prompt="Once", echo=True).choice["text"] == "OnceHello there.",
+    "a prompt of tokens may be repeated": lambda: (
+        ask(TEXT, prompt=[79, 110], echo=True).choice["text"] == "OnHello there."
+    ),
+    "each prompt is repeated in its own answers": lambda: (
+        [choice["text"][0] for choice in ask(TEXT, prompt=["a", "b"], n=2, echo=True).body["choices"]] == list("aabb")
+    ),
+    "a prompt is not counted as an answer": lambda: ask(TEXT, echo=True).usage["completion_tokens"] == 3,
+    "a stream repeats the prompt first": lambda: (
+        ask(TEXT, prompt="Once", echo=True, stream=True).deltas[0]["text"] == "Once"
+    ),
+    "a stream repeats the prompt once": lambda: (
+        "".join(each["text"] for each in ask(TEXT, prompt="Once", echo=True, stream=True).deltas)
+        == "OnceHello there."
+    ),
     "the model's end can be ignored": lambda: ask(CHAT, ignore_eos=True).engine.requests[0].ignore_eos,
     "a user is taken": lambda: ask(CHAT, user="ada").status == 200,
     "metadata is taken": lambda: ask(CHAT, metadata={"a": "b"}).status == 200,
@@ -273,6 +288,7 @@ REFUSED: dict[str, tuple[Callable[[], Reply], int, str | None]] = {
     "top_logprobs without logprobs": (lambda: ask(CHAT, top_logprobs=2), 400, "top_logprobs"),
     "a seed of more than 63 bits": (lambda: ask(CHAT, seed=2**63), 400, "seed"),
     "a seed of fewer": (lambda: ask(CHAT, seed=-(2**63) - 1), 400, "seed"),
+    "logprobs of a prompt that is repeated": (lambda: ask(TEXT, echo=True, logprobs=1), 400, "echo"),
     "no tokens": (lambda: ask(CHAT, max_tokens=0), 400, "max_tokens"),
     "too hot": (lambda: ask(CHAT, temperature=2.5), 400, "temperature"),
     "n of none": (lambda: ask(CHAT, n=0), 400, "n"),
