@@ -85,3 +85,14 @@ def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> N
             break
         lengths[places] = length
     return lengths
+
+
+def padded(window: mx.array | None, length: int, filler: int = NO_TOKEN) -> mx.array:
+    """Returns what is held of each token of a window, with `filler` in front, `[length]`."""
+    held = mx.array([], mx.int32) if window is None else window
+    return mx.pad(held, (length - held.size, 0), constant_values=filler)
+
+
+def shifted(recent: mx.array, tokens: mx.array) -> mx.array:
+    """Returns windows `[num_rows, length]` with the next token of each row at their end."""
+    return mx.concatenate([recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)

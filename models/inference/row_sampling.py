@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from models.inference.recent_tokens import PenaltyWindow, RepeatedEnds, TokenIds
+from models.inference.recent_tokens import PenaltyWindow, RepeatedEnds, TokenIds, last_tokens
 from models.inference.sampling_params import SamplingParams
 
 
@@ -48,6 +48,10 @@ class RowSampling:
         """The tokens that all penalties look at, in place of the two before; None where each looks at its own."""
         self.repeated: RepeatedEnds | None = None
         """Where the end of the sequence was there before; None where DRY is off."""
+        self.output_end: mx.array | None = None
+        """The last tokens of the output, int32; None where no bad word is longer than a token."""
+        if params.longest_bad_word > 1:
+            self.output_end = mx.array(last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
         if params.is_dry:
             self.repeated = RepeatedEnds.of(params, (prompt, emitted), vocab_size)
         if not params.is_penalised:

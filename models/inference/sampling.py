@@ -1,8 +1,9 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
-The order is the usual one: the mask of a grammar, logit bias, penalties (`sampling_penalties.py`), temperature,
-filters (`sampling_filters.py`), then one draw. Each filter applies to what the one before it kept. Tokens that tie
-with the last one kept are kept too, so that the choice does not depend on the order of a sort.
+The order is the usual one: the mask of a grammar, logit bias, what the request rules out (`sampling_bans.py`),
+penalties (`sampling_penalties.py`), temperature, filters (`sampling_filters.py`), then one draw. Each filter applies
+to what the one before it kept. Tokens that tie with the last one kept are kept too, so that no choice depends on the
+order of a sort.
 
 A draw adds Gumbel noise and takes the maximum (Gumbel-max trick: Maddison, Tarlow, Minka, "A* Sampling", 2014,
 section 2). The noise comes from a key made of the request's seed and the number of tokens drawn before, so it does
@@ -18,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from models.inference.row_sampling import RowSampling
+from models.inference.sampling_bans import bans_of
 from models.inference.sampling_filters import filters_of
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_penalties import penalties_of
@@ -63,7 +65,7 @@ class _Batch:
         self._vocab_size = vocab_size
         params = [row.params for row in rows]
         self._bias = _BiasEntries.of(params)
-        self._penalties = penalties_of(self._rows, vocab_size)
+        self._penalties = [*bans_of(self._rows, vocab_size), *penalties_of(self._rows, vocab_size)]
         self._is_greedy = None if all(p.is_greedy for p in params) else mx.array([p.is_greedy for p in params])
         self._temperature = _column(1.0 if p.is_greedy else p.temperature for p in params)
         self._filters = filters_of(self._rows, vocab_size)

@@ -62,6 +62,10 @@ class SamplingParams:
     """Tokens that no repetition reaches across."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias, range [-100, 100]."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be sampled; empty where all may."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output may not hold."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens are told with each token of the output, and how likely that one was; None
     tells nothing. Range [0, `MAX_TOP_LOGPROBS`]."""
@@ -74,7 +78,12 @@ class SamplingParams:
     @property
     def looks_back(self) -> bool:
         """True if tokens that were there before matter."""
-        return self.is_penalised or self.is_dry
+        return self.is_penalised or self.is_dry or self.longest_bad_word > 1
+
+    @property
+    def longest_bad_word(self) -> int:
+        """Tokens of the longest one; 0 without one."""
+        return max(map(len, self.bad_words), default=0)
 
     @property
     def is_dry(self) -> bool:
@@ -125,6 +134,10 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_integer("dry_penalty_last_n", params.dry_penalty_last_n, ALL_TOKENS, MAX_WINDOW)
     for token_id in params.dry_breakers:
         _check_integer("dry_breakers", token_id, 0, vocab_size - 1)
+    for token_id in params.allowed_token_ids:
+        _check_integer("allowed_token_ids", token_id, 0, vocab_size - 1)
+    for token_id in (one for word in params.bad_words for one in word):
+        _check_integer("bad_words", token_id, 0, vocab_size - 1)
     for token_id, bias in params.logit_bias:
         _check_integer("logit_bias", token_id, 0, vocab_size - 1)
         _check_number("logit_bias", bias, -100.0, 100.0)

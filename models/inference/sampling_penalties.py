@@ -10,7 +10,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from models.inference.recent_tokens import NO_TOKEN, PenaltyWindow, RepeatedEnds
+from models.inference.recent_tokens import NO_TOKEN, PenaltyWindow, RepeatedEnds, padded, shifted
 from models.inference.row_sampling import RowSampling
 from models.inference.sampling_params import MAX_REPEATED, SamplingParams
 
@@ -131,7 +131,7 @@ class _Windowed:
         longest = max(1, *lengths)
         return cls(
             counts=counts,
-            recent=mx.stack([_padded(None if one is None else one.recent, longest) for one in windows]),
+            recent=mx.stack([padded(None if one is None else one.recent, longest) for one in windows]),
             oldest=mx.array([min(longest - length, longest - 1) for length in lengths])[:, None],
             forgets=mx.array([float(length > 0) for length in lengths]),
             repetition=_column(one.repetition_penalty for one in params),
@@ -151,7 +151,7 @@ class _Windowed:
         has_left = self.forgets * (leaving != NO_TOKEN)
         counts = self.counts.at[rows, mx.maximum(leaving, 0)].add(-has_left)
         self.counts = counts.at[rows, tokens].add(mx.array(1.0))
-        self.recent = _shifted(self.recent, tokens)
+        self.recent = shifted(self.recent, tokens)
 
     def give_back(self, rows: Sequence[RowSampling]) -> None:
         for index, row in enumerate(rows):
@@ -193,8 +193,8 @@ class _Dry:
         longest = max(windows)
         starts = mx.array([longest - window for window in windows])[:, None]
         return cls(
-            recent=mx.stack([_padded(None if one is None else one.recent, longest) for one in states]),
-            lengths=mx.stack([_padded(None if one is None else one.lengths, longest, 0) for one in states]),
+            recent=mx.stack([padded(None if one is None else one.recent, longest) for one in states]),
+            lengths=mx.stack([padded(None if one is None else one.lengths, longest, 0) for one in states]),
             is_breaker=is_breaker,
             num_before=mx.maximum(mx.arange(longest) - starts, 0),
             multiplier=_column(one.dry_multiplier for one in params),
@@ -214,7 +214,7 @@ class _Dry:
         newest = tokens[:, None].astype(mx.int32)
         goes_on = (self.recent == newest) & ~mx.take_along_axis(self.is_breaker, newest, axis=-1)
         self.lengths = mx.where(goes_on, mx.minimum(self.lengths + 1, MAX_REPEATED), 0)
-        self.recent = _shifted(self.recent, tokens)
+        self.recent = shifted(self.recent, tokens)
 
     def give_back(self, rows: Sequence[RowSampling]) -> None:
         for index, row in enumerate(rows):
@@ -222,17 +222,6 @@ class _Dry:
                 first = self.recent.shape[1] - row.repeated.recent.size
                 recent, lengths = self.recent[index, first:], self.lengths[index, first:]
                 row.repeated = RepeatedEnds(recent, lengths, row.repeated.is_breaker)
-
-
-def _padded(window: mx.array | None, length: int, filler: int = NO_TOKEN) -> mx.array:
-    """Returns what is held of each token of a window, with `filler` in front, `[length]`."""
-    held = mx.array([], mx.int32) if window is None else window
-    return mx.pad(held, (length - held.size, 0), constant_values=filler)
-
-
-def _shifted(recent: mx.array, tokens: mx.array) -> mx.array:
-    """Returns windows `[num_rows, length]` with the next token of each row at their end."""
-    return mx.concatenate([recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)
 
 
 def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:

@@ -33,7 +33,7 @@ _SAMPLED = {
     "max_tokens": MAX_TOKENS, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 3,
     "typical_p": 0.9, "top_n_sigma": 2, "xtc_probability": 0.5, "xtc_threshold": 0.1, "repeat_last_n": 20,
     "dry_multiplier": 0.8, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 50,
-    "dry_sequence_breakers": ["\n", "Bob"],
+    "dry_sequence_breakers": ["\n", "Bob"], "bad_words": ["Mallory", "Oscar"],
     "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
     "stop": ["Bob", "Eve"], "session_id": "one", "cache_salt": "salt", "metadata": {"user_id": "u"},
 }  # fmt: skip

@@ -406,6 +406,9 @@ def _heartbeat(dialect: Dialect, answer: Answer | ChoicesAnswer) -> bytes:
 async def _whole(begun: _Begun) -> Response:
     try:
         return JsonBody(await begun.body())
+    except Exception:
+        begun.answer.leave_log()
+        raise
     finally:
         begun.close()
 

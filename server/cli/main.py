@@ -26,6 +26,7 @@ from models.names import resolve
 from server.cli.config import load_config, show_settings, template
 from server.cli.examples import epilog
 from server.cli.interrupts import held_back, interruptible
+from server.cli.launch.recipes import RECIPES
 from server.config import ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
@@ -33,6 +34,7 @@ from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
     from server.cli.repl.joined import Served
+    from server.cli.shell.outline import CommandOutline
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -159,6 +161,12 @@ def _known_urls() -> list[str]:
     return list(dict.fromkeys([*known, DEFAULT_URL]))
 
 
+def _usual_url() -> str:
+    """Returns the usual address or, where a server of this user runs at others only, the first of these."""
+    *own, usual = _known_urls()
+    return own[0] if own else usual
+
+
 def _find_served(model: str, api_key: str | None) -> "Served | None":
     """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
     from server.cli.repl.joined import KeyNeeded, find_served
@@ -227,7 +235,8 @@ def pull(
 @app.command()
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Address of a running server. Default: http://127.0.0.1:8080.")
+        str | None,
+        typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
@@ -250,13 +259,12 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, for a program.")] = False,
 ) -> None:
     """Say which text keeps prompts from being reused, and how to mend it."""
-    from server.doctor.fetch import DEFAULT_URL
     from server.doctor.report import examine_file, examine_server
 
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed}; it must be above 0")
     if file is None:
-        examine_server(url or DEFAULT_URL, api_key, cache_salt, as_json=json)
+        examine_server(url or _usual_url(), api_key, cache_salt, as_json=json)
     elif url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     else:
@@ -323,6 +331,78 @@ def remove_cache(
     if bool(folders) == everything:
         raise ConfigError("give the folders to remove, or --all")
     remove_folders(folders or [], _cache_folder(cache_dir), everything=everything)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    client: Annotated[str, typer.Argument(metavar="|".join(RECIPES), help="The agent to start.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="For the agent; behind -- if they begin with -."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help=f"{MODEL_HELP} Default: the one that `serve` has.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
+    api_key: _Key = None,
+) -> None:
+    """Start a coding agent that asks this server, which is started too if none runs."""
+    from server.cli.launch.commands import Launch
+    from server.cli.launch.commands import launch as start
+
+    asked = Launch(client, model, api_key, arguments or (), show)
+    runtime = runtime_folder(os.environ, tempfile.gettempdir())
+    raise typer.Exit(start(asked, _known_urls(), runtime, os.environ))
+
+
+service_app = typer.Typer(
+    help="Have a server start when you log in, by systemd or launchd, with the settings of the file.",
+    invoke_without_command=True,
+    epilog=epilog("service"),
+)
+app.add_typer(service_app, name="service")
+
+
+@service_app.callback()
+def _service(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@service_app.command("install")
+def install_service() -> None:
+    """Start a server now and at each login; again after a change of settings."""
+    from server.cli.service.commands import install
+
+    install(os.environ)
+
+
+@service_app.command("status")
+def show_service(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Say whether the server runs; the exit status is 1 if not."""
+    from server.cli.service.commands import show_state
+
+    raise typer.Exit(show_state(os.environ, as_json=as_json))
+
+
+@service_app.command("logs")
+def show_service_log(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Show the last 100 lines of the server's log."""
+    from server.cli.service.commands import show_log
+
+    raise typer.Exit(show_log(os.environ, follow=follow))
+
+
+@service_app.command("remove")
+def remove_service() -> None:
+    """End the server, and have it start no more."""
+    from server.cli.service.commands import remove
+
+    remove(os.environ)
 
 
 def _cache_folder(cache_dir: str | None) -> str:
@@ -443,6 +523,32 @@ app.command("config")(
 )
 
 
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to be told.")]) -> None:
+    """Print a script by which a shell completes commands, flags and models."""
+    from server.cli.shell.completion import SCRIPTS
+
+    if shell not in SCRIPTS:
+        raise ConfigError(f"there is no completion for {shell!r}; there is one for {', '.join(SCRIPTS)}")
+    typer.echo(SCRIPTS[shell](_outline()), nl=False)
+
+
+@app.command()
+def man() -> None:
+    """Print the manual page, for `man`."""
+    from importlib.metadata import version as version_of
+
+    from server.cli.shell.manual import manual
+
+    typer.echo(manual(_outline(), version_of("mlx-serve")), nl=False)
+
+
+def _outline() -> "CommandOutline":
+    from server.cli.shell.outline import outline
+
+    return outline(typer.main.get_command(app))
+
+
 def _add_examples(group: typer.Typer, prefix: str = "") -> None:
     for command in group.registered_commands:
         assert command.name is not None or command.callback is not None
@@ -452,3 +558,4 @@ def _add_examples(group: typer.Typer, prefix: str = "") -> None:
 
 _add_examples(app)
 _add_examples(cache_app, "cache ")
+_add_examples(service_app, "service ")

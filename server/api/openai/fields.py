@@ -16,7 +16,7 @@ IN_BOTH: Rules = {
         top_k min_p typical_p top_n_sigma xtc_probability xtc_threshold
         seed repetition_penalty repeat_penalty presence_penalty frequency_penalty repeat_last_n
         dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-        logit_bias stop
+        logit_bias allowed_token_ids bad_words stop
         ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
@@ -89,11 +89,6 @@ IN_BOTH: Rules = {
         repetition_context_size=(),
         presence_context_size=(),
         frequency_context_size=(),
-    ),
-    **refused(
-        "single tokens are steered by logit_bias only",
-        allowed_token_ids=(),
-        bad_words=([],),
     ),
     **refused(
         "an answer ends where the model ends it, at a text in stop, or at max_tokens",

@@ -10,6 +10,8 @@ from server.api.typed_body import BodyModel, Whole, as_whole
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 128
 MAX_BREAKERS = 64
 MAX_BREAKER_CHARACTERS = 64
 RANDOM_SEED = -1
@@ -37,6 +39,7 @@ def _priority(value: Any) -> Any:
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Breaker = Annotated[str, Field(max_length=MAX_BREAKER_CHARACTERS)]
+_BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -100,6 +103,10 @@ class GenerationBody(BoundBody):
     """Texts that no repetition reaches across."""
     logit_bias: dict[str, _Bias] | None = None
     """Token id, as a text, to bias."""
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    """Nothing but these tokens is sampled."""
+    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    """Texts that are not in the answer, as far as it spells them with the tokens that the tokenizer would take."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (
         None
     )

@@ -9,9 +9,9 @@ from models.inference.sampling_params import SamplingParams, check
 from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
 from server.api.field_rules import Rules, refuse_windows
-from server.api.openai.dry import breaker_tokens
 from server.api.openai.generation_body import RANDOM_SEED, GenerationBody
-from server.api.params import GenerationParams
+from server.api.openai.sampling_texts import bad_word_tokens, breaker_tokens
+from server.api.params import GenerationParams, check_token_ids
 from server.api.structured_output import AnswerGrammar
 from server.engine.request import Priority
 
@@ -88,6 +88,11 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     given["top_logprobs"] = body.num_top_logprobs()
     if body.logit_bias:
         given["logit_bias"] = _biases(body.logit_bias, model.vocab_size)
+    if body.allowed_token_ids:
+        check_token_ids(body.allowed_token_ids, model.vocab_size, "allowed_token_ids")
+        given["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    if body.bad_words:
+        given["bad_words"] = bad_word_tokens(body.bad_words, model)
     if given.get("dry_multiplier"):
         given["dry_breakers"] = breaker_tokens(body.dry_sequence_breakers, model)
     return replace(model.sampling, **given)

@@ -8,11 +8,13 @@ from typing import Any
 from models.errors import InvalidParameter
 from models.inference.sampling_params import SamplingParams, check
 
-SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "top_logprobs"))
+_FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
+"""Beginnings of the names that are no numbers, or of use only beside such ones."""
+SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
 MAX_TOKENS, THINK = "max_tokens", "think"
 NAMES = (*SAMPLING, MAX_TOKENS, THINK)
 
-_WHOLE = ("top_k", "seed", MAX_TOKENS)
+_WHOLE = ("top_k", "seed", "repeat_last_n", MAX_TOKENS)
 _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 
 

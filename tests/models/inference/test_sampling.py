@@ -44,6 +44,8 @@ MIXED = st.builds(
             "dry_multiplier": st.sampled_from([0.0, 2.0]),
             "dry_allowed_length": st.just(1),
             "dry_penalty_last_n": st.sampled_from([0, 3, 8]),
+            "allowed_token_ids": st.sampled_from([(), (2, 5, 9)]),
+            "bad_words": st.sampled_from([(), ((2,),), ((5, 9), (1, 2, 3))]),
             "dry_breakers": st.sampled_from([(), (1, 2)]),
         }
     ),
@@ -190,6 +192,8 @@ INVALID: list[tuple[str, Any]] = [
     *[("dry_allowed_length", value) for value in (0, 257, 1.5)],
     *[("dry_penalty_last_n", value) for value in (-2, 2**31, True)],
     ("dry_breakers", (VOCAB,)),
+    ("allowed_token_ids", (-1,)),
+    ("bad_words", ((0, VOCAB),)),
     *[("top_n_sigma", value) for value in (-0.1, 100.1, math.nan)],
     *[("seed", value) for value in (2**64, -(2**63) - 1, 0.5, True)],
     *[("repetition_penalty", value) for value in (0.0, -1.0, 10.5, math.nan)],

@@ -28,7 +28,7 @@ ASKING = [{"an": "object that no field takes"}]
 
 CHANGING = {
     "truncate_prompt_tokens": 5,
-    "allowed_token_ids": [1, 2],
+    "no_repeat_ngram_size": 3,
     "skip_special_tokens": False,
     "dynatemp_range": 0.5,
     "stop_regex": "x+",

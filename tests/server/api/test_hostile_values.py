@@ -50,6 +50,8 @@ GENERATION: dict[str, Any] = {
     "dry_allowed_length": 2,
     "dry_penalty_last_n": -1,
     "dry_sequence_breakers": ["\n", "x"],
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["x", "yz"],
     "seed": 7,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.1,

@@ -72,6 +72,8 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "dry_allowed_length": [0, 257, 1.5, "1", True, [], NAN, HUGE],
     "dry_penalty_last_n": [-2, 1.5, "1", True, [], NAN, 2**31, HUGE],
     "dry_sequence_breakers": ["x", 5, [5], [None], {}, ["x"] * 65, ["x" * 65]],
+    "allowed_token_ids": [5, [], [-1], [VOCAB_SIZE], ["5"], [True], [1.5], [None], {}, "5", [HUGE]],
+    "bad_words": ["x", 5, [5], [None], {}, ["x"] * 257, ["x" * 129]],
     "logit_bias": [
         *(5, "x", [], [[1, 2]], {"-1": 1}, {"1.5": 1}, {"": 1}, {"a": 1}, {"01": 1}, {"١": 1}),
         *({"999999": 100}, {str(VOCAB_SIZE): 100}, {"9" * 400: 100}),
@@ -425,6 +427,9 @@ def test_the_ends_of_every_range_are_served(
         ({"dry_multiplier": 0.8, "dry_sequence_breakers": []}, "dry_breakers", ()),
         ({"dry_sequence_breakers": ["b"]}, "dry_breakers", ()),
         ({"dry_base": 2}, "dry_base", 2.0),
+        ({"allowed_token_ids": [7, 0]}, "allowed_token_ids", (7, 0)),
+        ({"bad_words": [" ab", "", "c", "ab"]}, "bad_words", ((97, 98), (32, 97, 98), (99,), (32, 99))),
+        ({"bad_words": []}, "bad_words", ()),
         ({"dry_allowed_length": 3.0}, "dry_allowed_length", 3),
         ({"dry_penalty_last_n": 90}, "dry_penalty_last_n", 90),
         ({"repeat_last_n": -1}, "repeat_last_n", -1),

@@ -119,8 +119,13 @@ def test_thinking_is_told_to_the_template(engine: FakeEngine) -> None:
 def test_every_parameter_can_be_typed() -> None:
     assert parse_parameter("top_k", "40") == 40
     assert parse_parameter("top_p", "0.9") == 0.9
+    assert parse_parameter("repeat_last_n", "-1") == -1
+    assert parse_parameter("xtc_probability", "0.5") == 0.5
     with pytest.raises(ParameterError):
         parse_parameter("logit_bias", "1")
+    for name in ("bad_words", "allowed_token_ids", "dry_breakers", "dry_multiplier"):
+        with pytest.raises(ParameterError, match="there is no parameter"):
+            parse_parameter(name, "1")
 
 
 # --------------------------------------------------------------------------------------------- saving, loading

@@ -1,11 +1,11 @@
-"""DRY's sequence breakers: texts that no repetition reaches across, as tokens of one model."""
+"""Texts that steer the sampling, as tokens of one model: DRY's sequence breakers and bad words."""
 
 from collections.abc import Sequence
 
 from server.api.context import ServedModel
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-"""Those of llama.cpp and koboldcpp."""
+"""Texts that no repetition reaches across: those of llama.cpp and koboldcpp."""
 
 
 def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int, ...]:
@@ -20,3 +20,10 @@ def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int
 def _tokens_of(text: str, model: ServedModel) -> Sequence[int]:
     last = model.renderer.tokenize(text)[-1:]
     return model.token_search.containing(text) or [token for token in last if token < model.vocab_size]
+
+
+def bad_word_tokens(texts: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens of each text, at the beginning of a line and behind a blank."""
+    forms = {form: None for text in texts for form in (text.lstrip(), " " + text.lstrip()) if text.strip()}
+    found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
+    return tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
