@@ -132,7 +132,8 @@ def create_pool_app(
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )
     app.state.openapi = openapi_document(apis)
-    app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
+    context = app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
+    pool.tell_given_up(context.conversations.note_unloaded)
     return app
 
 

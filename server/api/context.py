@@ -274,6 +274,10 @@ class PoolPort(Protocol):
         """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
         ...
 
+    def tell_given_up(self, tell: Callable[[str], None]) -> None:
+        """Has `tell` called with the id of a model whose conversations are given up after it was unloaded."""
+        ...
+
     def try_hold(self, model: ServedModel) -> HoldPort | None:
         """Returns a hold on a model that `find` returned; None if it has been unloaded since."""
         ...

@@ -27,6 +27,8 @@ class EvaluatedTurn:
     num_prompt_tokens: int
     was_cleared: bool = False
     """Whether the cache was cleared since."""
+    was_unloaded: bool = False
+    """Whether its model was unloaded since, and the state of its conversations given up."""
     request_id: str = ""
     """What the request was called."""
     is_neighbour: bool = False
@@ -133,7 +135,7 @@ class _Loss:
 
         Where a template changes a reply, prompts part within the answer's header; the restore point is before it.
         """
-        if self._match < self._common or self._previous.was_cleared:
+        if self._match < self._common or self._previous.was_cleared or self._previous.was_unloaded:
             return False
         if not changes:
             return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
@@ -145,6 +147,8 @@ class _Loss:
         reason, cause = MissReason.EVICTED, Cause.EVICTED
         if self._previous.was_cleared:
             reason, cause = MissReason.CLEARED, Cause.CLEARED
+        elif self._previous.was_unloaded:
+            reason, cause = MissReason.UNLOADED, Cause.UNLOADED
         elif self._match >= self._common:
             reason, cause = MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE
         return _state_miss(self._request, self._hit, lost, reason, cause)

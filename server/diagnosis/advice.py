@@ -36,6 +36,7 @@ _ADVICE: Mapping[Cause, str] = {
     Cause.COLD: "There is nothing to mend: nothing like it was asked before.",
     Cause.EVICTED: "Give the server more memory with --cache-memory: this was known once and had to go.",
     Cause.CLEARED: "Do not clear the cache within a conversation: it was known until then.",
+    Cause.UNLOADED: "Give the server more memory, or --cache-disk: another model needed what this one had.",
     Cause.NOT_RESTORABLE: "Put `cache_control` on the last message, or part of one, that is the same: "
     "requests can then resume there.",
     Cause.DECLINED: "Leave out `cache_prompt: false`: it keeps the server from reusing anything.",

@@ -85,6 +85,13 @@ class Conversations:
             if name.namespace == namespace:
                 turns[:] = [replace(turn, was_cleared=True) for turn in turns]
 
+    def note_unloaded(self, model: str) -> None:
+        """Notes that a model was unloaded and nothing is held of its conversations."""
+        for turns in self._turns.values():
+            turns[:] = [
+                replace(turn, was_unloaded=True) if turn.turn.prompt.model == model else turn for turn in turns
+            ]
+
     def _take(self, name: Name) -> list[EvaluatedTurn]:
         turns = self._turns.pop(name, [])
         self.num_bytes -= sum(turn.num_bytes for turn in turns)

@@ -14,7 +14,7 @@ SHORTEST_SECONDS = 60.0
 """From turns within a shorter time no rate per day is computed."""
 _SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
 """Causes that are reported only above `NEGLIGIBLE_TOKENS`."""
-_PLACELESS = _SMALL | {Cause.CLEARED, Cause.DECLINED}
+_PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
 """Causes that no single message has."""
 
 

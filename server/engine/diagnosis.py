@@ -27,6 +27,7 @@ class MissReason(StrEnum):
     NO_RESTORE_POINT = "no_restore_point"
     EVICTED = "evicted"
     CLEARED = "cleared"
+    UNLOADED = "model_unloaded"
     DISABLED = "disabled"
 
 
@@ -60,6 +61,7 @@ class Cause(StrEnum):
     COLD = "first request"
     EVICTED = "evicted state"
     CLEARED = "cleared cache"
+    UNLOADED = "unloaded model"
     NOT_RESTORABLE = "no restore point"
     DECLINED = "declined cache"
 

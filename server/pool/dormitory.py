@@ -13,6 +13,8 @@ class Dormitory:
 
     def __init__(self) -> None:
         self._states: dict[str, DormantState] = {}
+        self.on_given_up: Callable[[str], None] = lambda model_id: None
+        """Called when nothing is held any more of the conversations of a model."""
 
     @property
     def num_bytes(self) -> int:
@@ -30,6 +32,7 @@ class Dormitory:
             state.shrink(limit_bytes)
         if not 0 < state.num_bytes <= limit_bytes:
             self._states.pop(model_id).drop()
+            self.on_given_up(model_id)
 
     def take(self, model_id: str) -> DormantState | None:
         """Removes and returns the state of a model that is loaded again; None if there is none."""
@@ -49,4 +52,5 @@ class Dormitory:
         while self._states and not is_enough(self.num_bytes):
             oldest = next(iter(self._states))
             self._states.pop(oldest).drop()
+            self.on_given_up(oldest)
             logger.info("the conversations of %s are given up: other models need the memory", oldest)

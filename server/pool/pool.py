@@ -171,6 +171,10 @@ class ModelPool:
         """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
         return self._dormitory.forget(source.id, namespace)
 
+    def tell_given_up(self, tell: Callable[[str], None]) -> None:
+        """Has `tell` called with the id of a model whose conversations are given up after it was unloaded."""
+        self._dormitory.on_given_up = tell
+
     # --------------------------------------------------------------------------------------------------- loading
 
     def _begin(self, source: ModelSource) -> Loading:

@@ -196,3 +196,18 @@ def test_turns_and_conversations_that_are_kept_are_limited(monkeypatch: pytest.M
 def test_conversations_of_other_namespaces_are_not_looked_at() -> None:
     first, other = asked("It is 09:16.", "Far?", "a"), asked("It is 09:17.", "Milk?", "b")
     assert accounts(first, other, asked("It is 09:17.", "Apples?", "a"))[2] == [(Cause.CLOCK, 0)]
+
+
+def test_what_went_with_an_unloaded_model_is_told_so() -> None:
+    conversations = Conversations()
+    prompts = {model: Prompt((Part("user", "How far is the sea from here?" * 3),), model=model) for model in "ab"}
+    for model, one in prompts.items():
+        conversations.record(Name("", model), EvaluatedTurn(Turn(one), characters_of(one), 1))
+    conversations.note_unloaded("a")
+    causes = {}
+    for model, one in prompts.items():
+        longer = Prompt((*one.parts, Part("assistant", "Far."), Part("user", "Why?")), model=model)
+        request = rendered(longer)
+        _, previous = conversations.find(model, request, "2")
+        causes[model] = [miss.cause for miss in explain(previous, request, match=0, hit=0).misses]
+    assert causes == {"a": [Cause.UNLOADED], "b": [Cause.EVICTED]}

@@ -171,6 +171,21 @@ def test_conversations_of_an_unloaded_model_can_be_forgotten(tmp_path: Path) -> 
         assert cached(server.ask("llama")) == 0
 
 
+def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> None:
+    with Several(tmp_path) as server:
+        first = server.ask("llama", session_id="s")
+        server.unload("llama")
+        until(lambda: "llama" in server.pool._dormitory)
+        server.pool._dormitory.drop_until(lambda num_bytes: False)
+        turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+        again = server.ask("llama", turn, session_id="s")
+        assert cached(again) == 0
+        assert (again["cache"]["miss"]["reason"], again["cache"]["miss"]["cause"]) == (
+            "model_unloaded",
+            "unloaded model",
+        )
+
+
 def test_a_damaged_model_is_told_by_its_file_but_not_by_its_path(tmp_path: Path) -> None:
     with Several(tmp_path) as server:
         weights = tmp_path / "llama" / "model.safetensors"
