@@ -1,8 +1,8 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
-The order is the usual one: the mask of a grammar, logit bias, penalties, temperature, top-k, top-p, min-p, then one
-draw. Each filter applies to what the one before it kept. Tokens that tie with the last one kept are kept too, so that
-the choice does not depend on the order of a sort.
+The order is the usual one: the mask of a grammar, logit bias, ends that would come before `min_tokens`, penalties,
+temperature, top-k, top-p, min-p, then one draw. Each filter applies to what the one before it kept. Tokens that tie
+with the last one kept are kept too, so that the choice does not depend on the order of a sort.
 
 A draw adds Gumbel noise and takes the maximum (Gumbel-max trick: Maddison, Tarlow, Minka, "A* Sampling", 2014,
 section 2). The noise comes from a key made of the request's seed and the number of tokens drawn before, so it does
@@ -112,6 +112,7 @@ class _Batch:
         self._vocab_size = vocab_size
         params = [row.params for row in rows]
         self._bias = _BiasEntries.of(params)
+        self._early_ends = _EarlyEnds.of(self._rows, vocab_size)
         penalties = (_Repetition.of(self._rows, vocab_size), _Occurrences.of(self._rows, vocab_size))
         self._penalties = [penalty for penalty in penalties if penalty is not None]
         self._is_greedy = None if all(p.is_greedy for p in params) else mx.array([p.is_greedy for p in params])
@@ -125,6 +126,8 @@ class _Batch:
         logits = logits.astype(mx.float32)
         if self._bias is not None:
             logits = self._bias.add_to(logits)
+        if self._early_ends is not None:
+            logits = self._early_ends.exclude_from(logits)
         for penalty in self._penalties:
             logits = penalty.apply_to(logits)
         tokens = mx.argmax(logits, axis=-1)
@@ -165,6 +168,35 @@ class _BiasEntries:
 
     def add_to(self, logits: mx.array) -> mx.array:
         return logits.at[self.row_ids, self.token_ids].add(self.biases)
+
+
+class _EarlyEnds:
+    """Excludes the tokens that would end a row before its `min_tokens`. Each draw may be one row's last to need it."""
+
+    def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._early: tuple[int, ...] = ()
+        self._entries: tuple[mx.array, mx.array] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_EarlyEnds | None":
+        return cls(rows, vocab_size) if any(_is_early(row) for row in rows) else None
+
+    def exclude_from(self, logits: mx.array) -> mx.array:
+        early = tuple(index for index, row in enumerate(self._rows) if _is_early(row))
+        if early != self._early:
+            self._early, self._entries = early, self._entries_of(early)
+        return logits if self._entries is None else logits.at[self._entries].add(-math.inf)
+
+    def _entries_of(self, early: Iterable[int]) -> tuple[mx.array, mx.array] | None:
+        ends = [(row, token) for row in early for token in self._rows[row].params.end_token_ids]
+        known = [(row, token) for row, token in ends if token < self._vocab_size]
+        return (mx.array([row for row, _ in known]), mx.array([token for _, token in known])) if known else None
+
+
+def _is_early(row: RowSampling) -> bool:
+    return row.position < row.params.min_tokens
 
 
 @dataclass

@@ -36,6 +36,9 @@ class GenerationParams:
     max_tokens: int | None = None
     """None: as many as the server allows. 0 only evaluates the prompt."""
     stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    keeps_stop: bool = False
+    """Whether the stop string or stop token that ends the answer is part of it."""
     cache_prompt: bool = True
     is_volatile: bool = False
     priority: Priority = Priority.INTERACTIVE
@@ -75,6 +78,8 @@ def build_request(
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params.max_tokens, prompt_param, model, config),
         sampling=params.sampling,
         stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        keeps_stop=params.keeps_stop,
         session_id=dialect_of(incoming.http).session_id(incoming.fields, incoming.http.headers),
         namespace=namespace,
         cache_prompt=params.cache_prompt,

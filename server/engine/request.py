@@ -33,8 +33,13 @@ class GenerationRequest:
     max_tokens: int
     """0 only evaluates the prompt, all of it, and keeps a restore point at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Its `min_tokens` also holds back stop strings; its `end_token_ids` are filled in by the engine."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched on decoded text; none is empty."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the output, besides the model's ends of turn, even where those are ignored."""
+    keeps_stop: bool = False
+    """Whether the stop string or stop token that ends the output is part of it."""
     session_id: str | None = None
     """A hint for slot affinity and order, never a key to other tokens."""
     namespace: str = ""

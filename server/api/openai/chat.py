@@ -34,7 +34,7 @@ from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choice
 from server.api.openai.dialect import SYSTEM_FINGERPRINT
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
 from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.api.openai.params import read_params
+from server.api.openai.params import read_params, refuse_going_on
 from server.api.openai.usage import finish_reason
 from server.api.params import Incoming, build_request
 from server.api.structured_output import AnswerGrammar
@@ -109,10 +109,7 @@ def _grammar(
     """Returns what binds the answer: the calls that are forced, or what is `wanted` of a text."""
     choice = body.tool_choice
     if choice is not None and choice.mode == "required":
-        if body.ignore_eos:
-            raise ApiError(
-                Code.INVALID_VALUE, "ignore_eos: an answer ends with the calls that are forced", "ignore_eos"
-            )
+        refuse_going_on(body, "an answer ends with the calls that are forced")
         is_single = choice.is_named or body.parallel_tool_calls is False
         return forced_calls(model, tools, ForcedCalls(choice.names, is_single))
     return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)

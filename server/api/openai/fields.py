@@ -14,7 +14,7 @@ IN_BOTH: Rules = {
         """
         model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
         top_k min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop
-        ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
+        stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
         store
@@ -99,16 +99,12 @@ IN_BOTH: Rules = {
         bad_words=([],),
     ),
     **refused(
-        "an answer ends where the model ends it, at a text in stop, or at max_tokens",
-        min_tokens=(0,),
-        min_new_tokens=(0,),
-        stop_token_ids=([],),
+        "an answer ends where the model ends it, at a text in stop, at a token, or at max_tokens",
         stop_regex=("", []),
         n_indent=(0,),
         t_max_predict_ms=(0, -1),
         repetition_detection=(),
     ),
-    **refused("a stop text is never part of the answer", include_stop_str_in_output=(False,), no_stop_trim=(False,)),
     **refused("special tokens are never part of the answer", skip_special_tokens=(True,)),
     **refused(
         "prompts are never cut; what is too long is answered with an error",

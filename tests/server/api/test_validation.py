@@ -93,7 +93,11 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "store": ["yes", 1],
     "n": [0, 73, -1, "1", 1.5, True, NAN, HUGE],
     "best_of": [2, "1"],
-    "min_tokens": [1, "0"],
+    "min_tokens": [-1, "0", 1.5, True, NAN, 2**63, HUGE],
+    "min_new_tokens": [-1, "0", 1.5, True],
+    "stop_token_ids": [5, "5", ["5"], [None], [-1], [1.5], [True], [VOCAB_SIZE], [HUGE], [1] * 65],
+    "include_stop_str_in_output": ["yes", 1, []],
+    "no_stop_trim": ["yes", 1],
     "response_format": [
         *("text", [], {}, {"type": "json_schema"}, {"type": "xml"}, {"type": "json_schema", "json_schema": {}}),
         {"type": "json_schema", "json_schema": {"name": "x", "schema": []}},
