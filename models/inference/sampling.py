@@ -171,7 +171,7 @@ class _BiasEntries:
 
 
 class _EarlyEnds:
-    """Excludes the tokens that would end a row before its `min_tokens`. Each draw may be one row's last to need it."""
+    """Excludes the tokens that would end a row before its `min_tokens`. Which rows need it changes."""
 
     def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
         self._rows = rows

@@ -12,12 +12,12 @@ _NO_TEMPLATE = "a plain completion has no messages, tools or template; send it t
 IN_BOTH: Rules = {
     **honoured(
         """
-        model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
-        top_k min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias stop
-        stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
-        guided_grammar grammar ebnf
-        session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
-        store
+        model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature
+        top_p top_k min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias
+        stop stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens ignore_eos
+        response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
+        guided_grammar grammar ebnf session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention
+        priority service_tier metadata store
         """
     ),
     **no_effect("it only says who asks", "user safety_identifier", is_read=True),
