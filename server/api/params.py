@@ -88,8 +88,8 @@ def build_request(
         restore_points=prompt.restore_points,
         outline=prompt.outline,
         ignore_eos=params.ignore_eos,
-        thinking=model.thinking(prompt.text, params.max_thinking_tokens) if prompt.text else None,
-        grammar=bind(model, params.grammar, prompt.text) if params.grammar is not None else None,
+        thinking=model.thinking(prompt.text, params.max_thinking_tokens, prompt.begun) if prompt.text else None,
+        grammar=bind(model, params.grammar, prompt) if params.grammar is not None else None,
     )
 
 

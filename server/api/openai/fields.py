@@ -193,9 +193,9 @@ IN_CHAT: Rules = {
     **IN_BOTH,
     **honoured(
         """
-        messages tools tool_choice chat_template_kwargs enable_thinking reasoning_effort reasoning thinking think
-        max_thinking_tokens thinking_budget thinking_budget_tokens thinking_token_budget reasoning_budget
-        reasoning_budget_tokens
+        messages tools tool_choice continue_final_message add_generation_prompt chat_template_kwargs
+        enable_thinking reasoning_effort reasoning thinking think max_thinking_tokens thinking_budget
+        thinking_budget_tokens thinking_token_budget reasoning_budget reasoning_budget_tokens
         """
     ),
     **refused(
@@ -212,10 +212,8 @@ IN_CHAT: Rules = {
     **refused("prompts and answers are text only", modalities=(["text"],), audio=()),
     **refused(
         "messages become the prompt by the model's own template, which ends with the beginning of an answer",
-        add_generation_prompt=(True,),
         add_special_tokens=(False,),
         chat_template=("",),
-        continue_final_message=(False,),
         documents=([],),
         prompt=(),
     ),
@@ -270,11 +268,10 @@ IN_TEXT_PRIME: Rules = {**IN_TEXT, **_PRIME_ONLY}
 """Fields of `POST /v1/cache/prime`, with messages or a prompt."""
 
 IN_MESSAGE: Rules = {
-    **honoured("role content name tool_calls tool_call_id reasoning_content reasoning refusal cache_control"),
+    **honoured("role content name tool_calls tool_call_id reasoning_content reasoning refusal cache_control prefix"),
     **honoured("audio function_call"),
     **refused("prompts are text only", images=([],)),
     **refused("its name here is reasoning_content", thinking=("",)),
-    **refused("a message is never continued, only answered", prefix=(False,)),
     **refused("tools stand in the body, not in a message", tools=([],)),
 }
 """Fields of one message of a conversation."""

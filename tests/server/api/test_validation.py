@@ -158,8 +158,8 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
     "modalities": [["text", "audio"], ["audio"], "text"],
     "audio": [{"voice": "x"}],
     "web_search_options": [{}],
-    "continue_final_message": [True],
-    "add_generation_prompt": [False],
+    "continue_final_message": [True, "yes", 1],
+    "add_generation_prompt": [False, "no", 0],
     "chat_template": ["{% for i in range(999999999) %}x{% endfor %}"],
 }
 
@@ -304,7 +304,7 @@ MESSAGES: list[tuple[str, list[Any]]] = [
     ("messages[1].audio", [user("x"), {"role": "assistant", "content": "", "audio": {"id": "a"}}]),
     ("messages[1].tool_call_id", [user("x"), {"role": "tool", "content": "1", "tool_call_id": 5}]),
     ("messages[0].images", [user("x") | {"images": ["aGk="]}]),
-    ("messages[1].prefix", [user("x"), {"role": "assistant", "content": "y", "prefix": True}]),
+    ("messages[0].prefix", [{**user("x"), "prefix": True}]),
     ("messages[1].thinking", [user("x"), {"role": "assistant", "content": "y", "thinking": "z"}]),
     ("messages[0].tools", [user("x") | {"tools": [{"type": "function"}]}]),
     ("messages", [{"role": "assistant", "content": "x"}]),
