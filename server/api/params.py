@@ -7,6 +7,8 @@ from typing import Any
 from starlette.requests import Request
 
 from models.inference.sampling_params import SamplingParams
+from models.output.call_watch import CallMarkers
+from models.output.tool_format import ToolFormat
 from models.prompt.chat_template import RenderedPrompt
 from server.api.context import ServedModel
 from server.api.dialect import dialect_of
@@ -45,6 +47,8 @@ class GenerationParams:
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
     """The thought is closed after so many tokens; None: when the model closes it."""
+    is_single_call: bool = False
+    """Whether the answer ends with its first tool call, where the model's calls stand between markers."""
     grammar: AnswerGrammar | None = None
     """What the answer is bound to."""
 
@@ -89,8 +93,16 @@ def build_request(
         outline=prompt.outline,
         ignore_eos=params.ignore_eos,
         thinking=model.thinking(prompt.text, params.max_thinking_tokens, prompt.begun) if prompt.text else None,
+        single_call=_call_markers(model) if params.is_single_call else None,
         grammar=bind(model, params.grammar, prompt) if params.grammar is not None else None,
     )
+
+
+def _call_markers(model: ServedModel) -> CallMarkers | None:
+    syntax = model.tool_syntax
+    if not isinstance(syntax, ToolFormat) or not syntax.start or not syntax.end:
+        return None
+    return CallMarkers(syntax.start, syntax.end)
 
 
 def _fitting_max_tokens(

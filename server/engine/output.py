@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from models.output.call_watch import CallWatch
 from models.output.grammar import MaskWords
 from models.output.reasoning import ThoughtWatch
 from models.output.token_logprob import TokenLogprob
@@ -26,8 +27,9 @@ class Output:
         self._kept_ends = request.stop_token_ids if request.keeps_stop else frozenset[int]()
         self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._thoughts) if request.grammar is not None else None
-        # The grammar asks the thoughts, and so is told of a token behind them.
-        bounds: Sequence[TokenConstraint | None] = (self._thoughts, self._grammar)
+        self._calls = CallWatch(request.single_call, self._thoughts) if request.single_call is not None else None
+        # The others ask the thoughts, and so are told of a token behind them.
+        bounds: Sequence[TokenConstraint | None] = (self._thoughts, self._grammar, self._calls)
         self._constraints = [bound for bound in bounds if bound is not None]
         self._text = OutputText(decoder, request.stop, self._constraints, keeps_stop=request.keeps_stop)
 
@@ -64,13 +66,17 @@ class Output:
             kept = self._text.push(token, logprob, may_stop=False) if token in self._kept_ends else []
             return [*kept, *self.end(FinishReason.STOP)]
         deltas = self._text.push(token, logprob, may_stop=len(self.tokens) > self._min_tokens)
-        # Behind a complete grammar only the end of the turn may follow, which needs no step to be known.
-        is_complete = self._grammar is not None and self._grammar.is_complete
-        if self._text.stop_text is not None or is_complete:
+        if self._text.stop_text is not None or self._is_complete:
             return [*deltas, *self.end(FinishReason.STOP)]
         if len(self.tokens) >= self._max_tokens:
             return [*deltas, *self.end(FinishReason.LENGTH)]
         return deltas
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether only the end of the turn may follow, which needs no step to be known."""
+        ends = (self._grammar, self._calls)
+        return any(bound is not None and bound.is_complete for bound in ends)
 
     def end(self, reason: FinishReason) -> list[Delta]:
         """Ends it where it is and returns the text held back so far.

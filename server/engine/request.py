@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cache.restore_points import RestorePoint
 from models.inference.sampling_params import SamplingParams
+from models.output.call_watch import CallMarkers
 from models.output.grammar import OutputGrammar
 from models.output.reasoning_format import Thinking
 from models.prompt.outline import NO_OUTLINE, Outline
@@ -58,6 +59,8 @@ class GenerationRequest:
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
     thinking: Thinking | None = None
     """How thoughts are marked, and their limit; None where the output holds none that could be told apart."""
+    single_call: CallMarkers | None = None
+    """What stands around a tool call, where the output ends with the first; None where it does not."""
     grammar: OutputGrammar | None = None
     """What the answer is bound to, its thought left aside; None where any answer is right."""
 

@@ -42,6 +42,7 @@ def read_params(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: S
         body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,
+        is_single_call=bool(tools) and body.tool_choice is not None and body.tool_choice.is_single,
         grammar=_grammar(body, tools, model),
     )
 
@@ -63,8 +64,7 @@ def _grammar(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: Serv
     choice = body.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
         name = choice.name if choice.type == "tool" else None
-        is_single = name is not None or choice.disable_parallel_tool_use is True
-        return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), is_single))
+        return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), choice.is_single))
     wanted = _output_format(body)
     return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)
 

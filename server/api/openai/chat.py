@@ -67,6 +67,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | Sever
         replace(
             params,
             max_thinking_tokens=body.thinking_wish().max_tokens,
+            is_single_call=body.parallel_tool_calls is False and bool(conversation.tools),
             grammar=_grammar(body, params.grammar, conversation, model),
         ),
         prompt,

@@ -94,7 +94,7 @@ def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
     session = given.items.history.session
     request = build_request(
         _in_chain(incoming, session),
-        replace(params, grammar=_grammar(body, given, model)),
+        replace(params, grammar=_grammar(body, given, model), is_single_call=_is_single_call(body, given)),
         prompt,
         prompt_param="input",
         namespace=namespace,
@@ -168,6 +168,10 @@ def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> Answe
         names = _shown_names(given.tools, choice.names) if choice.names is not None else None
         return forced_calls(model, tools, ForcedCalls(names, is_single))
     return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)
+
+
+def _is_single_call(body: ResponsesBody, given: ReadInput) -> bool:
+    return body.parallel_tool_calls is False and bool(given.conversation.tools)
 
 
 def _shown_names(tools: ToolSet, names: Sequence[str]) -> tuple[str, ...]:

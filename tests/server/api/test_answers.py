@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cache.restore_points import RestorePointKind
+from models.output.call_watch import CallMarkers
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Miss, MissReason
@@ -450,3 +451,17 @@ def test_a_nonce_at_the_head_reaches_the_engine_as_a_constant_unless_told_otherw
     first, second, third, fourth = (request.tokens.tolist() for request in engine.requests)
     assert first == second
     assert third != fourth
+
+
+def test_one_call_at_most_is_asked_of_the_engine_where_there_are_tools(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    ask(client, tools=tools, parallel_tool_calls=False)
+    ask(client, tools=tools, parallel_tool_calls=True)
+    ask(client, parallel_tool_calls=False)
+    assert [request.single_call for request in engine.requests] == [
+        CallMarkers("<tool_call>", "</tool_call>"),
+        None,
+        None,
+    ]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from models.inference.sampling_params import SamplingParams
+from models.output.call_watch import CallMarkers
 from server.engine.events import FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Collected, Harness
@@ -104,3 +105,13 @@ def test_other_rows_are_not_changed_by_one_with_a_least_length() -> None:
     expected = reference(prompt_of(2, 20), 12)
     assert free.tokens == [token for token in expected if token != EOS]
     assert len(bound.tokens) == 12
+
+
+def test_an_answer_of_one_call_ends_with_it_and_the_next_turn_finds_all_of_it() -> None:
+    harness = Harness()
+    markers = CallMarkers(f"{FREE[2]} ", f"{FREE[5]} ")
+    sink = answer(harness, single_call=markers)
+    assert sink.tokens == FREE[:6]
+    assert (sink.last.reason, sink.last.stop_text) == (FinishReason.STOP, None)
+    following = answer(harness, [*PROMPT, *sink.tokens, 48, 48])
+    assert following.started.hit_tokens == len(PROMPT) + 6
