@@ -10,7 +10,7 @@ from server.api.context import ApiContext, ServedModel
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams
 from server.api.structured_output import AnswerGrammar, json_grammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
 
 _OWN_NAMES = "claude-"
 """What the names of Anthropic's own models begin with."""
@@ -66,7 +66,9 @@ def _grammar(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: Serv
         name = choice.name if choice.type == "tool" else None
         return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), choice.is_single))
     wanted = _output_format(body)
-    return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)
+    if wanted is None:
+        return strict_calls(model, tools)
+    return answer_or_calls(model, tools, wanted) if tools else wanted
 
 
 def _output_format(body: MessagesBody) -> AnswerGrammar | None:

@@ -39,7 +39,7 @@ from server.api.openai.params import read_params, refuse_going_on
 from server.api.openai.usage import finish_reason
 from server.api.params import Incoming, build_request
 from server.api.structured_output import AnswerGrammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
 from server.api.typed_body import parse_body
 from server.config import ServerConfig
 from server.engine.events import Finished
@@ -120,7 +120,8 @@ def _grammar(
         is_single = choice.is_named or body.parallel_tool_calls is False
         return forced_calls(model, tools, ForcedCalls(choice.names, is_single))
     if wanted is None:
-        return None
+        # What only measures goes on behind the end of turn, where no grammar does.
+        return None if body.ignore_eos else strict_calls(model, tools)
     return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 

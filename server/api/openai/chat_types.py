@@ -170,7 +170,7 @@ class FunctionSpec(BodyModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Whether a forced call is refused where its schema holds a keyword that is not known."""
+    """Whether calls are bound to the schema though none is forced; a keyword that is not known is refused then."""
 
 
 class ToolSpec(BodyModel):
