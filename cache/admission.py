@@ -146,7 +146,8 @@ class Admission:
             return found
         needed = found.needed_in(slot, self._pager.layout)
         missing = self._reclaimer.free(excess, protected=needed, busy=slot, is_background=slot.turn.is_background)
-        if missing > 0 and any(other.is_leased for other in self._pager.slots):
+        is_shared = self._pager.ledger.set_aside_bytes or any(other.is_leased for other in self._pager.slots)
+        if missing > 0 and is_shared:
             return None
         if missing > 0 and not path_nodes(self._pins.explicit()) <= set(found.path):
             raise PinnedFull(missing)

@@ -4,6 +4,9 @@ Stored bytes belong to nodes of the trie; live bytes to slots. A slot counts wit
 reserved for it, whichever is more, so that a sequence that was admitted can grow to its expected length.
 """
 
+ASIDE = -1
+"""Stands for what is set aside for a sequence without a slot; slots count from 0."""
+
 
 class Ledger:
     """Bytes by owner. Every figure is what the allocator holds, never an estimate of it, except reservations."""
@@ -29,6 +32,11 @@ class Ledger:
     def slot_bytes(self, slot: int) -> int:
         """Bytes charged to one slot."""
         return max(self._live.get(slot, 0), self._reserved.get(slot, 0))
+
+    @property
+    def set_aside_bytes(self) -> int:
+        """Bytes that a sequence without a slot holds for a while."""
+        return self.slot_bytes(ASIDE)
 
     def excess_bytes(self, extra_bytes: int = 0) -> int:
         """Bytes that must be freed before `extra_bytes` more fit; 0 or less if they fit already."""

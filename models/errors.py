@@ -7,6 +7,7 @@ ModelError
 ├── TokenizerFailed      the tokenizers library gives up on a text
 ├── InvalidParameter     a sampling parameter is out of range; carries the parameter's name
 ├── InvalidGrammar       a schema, pattern or grammar is wrong, or more than can be followed
+├── EmbeddingUnsupported the model makes no vectors of texts
 ├── GrammarFailed        an output cannot be bound to its grammar any further
 └── PullFailed           a download did not come about; what was fetched before is kept
     ├── HubUnreachable        no network, or the hub does not answer
@@ -56,6 +57,12 @@ class InvalidParameter(ModelError):
 
 class InvalidGrammar(ModelError):
     """No output can be bound to a schema, a pattern or a grammar; the message says what is wrong with it."""
+
+
+class EmbeddingUnsupported(ModelError):
+    """The model makes no vectors of texts, or in a way that is not known; the message says why."""
+
+    param = "model"
 
 
 class GrammarFailed(ModelError):

@@ -57,7 +57,7 @@ def gateway_config(gateway: Gateway) -> str:
         socket=gateway.admin_socket,
         buffer_bytes=gateway.buffer_bytes,
         listen=gateway.listen + certificate,
-        session="\n".join(f"    {line}" for line in _session_lines()),
+        session="\n".join(f"    {line}" for line in (*_stored_lines(), *_session_lines())),
         servers="\n".join(f"    server {name_of(replica)} {replica}" for replica in gateway.replicas),
     )
 
@@ -88,9 +88,20 @@ def _session_lines() -> Iterator[str]:
         yield _unless_named(_body(f"metadata.{name}"))
     for name in ("conversation", "conversation.id"):
         yield _unless_named(_body(name))
-    # The answer that a request goes on from is known to the server that gave it, by the name of that request.
-    yield _unless_named("""'req.body,json_query("$.previous_response_id"),regsub("^[a-z]+_","")'""")
+    yield _unless_named("var(txn.stored)")
     yield from _first_message_lines()
+
+
+def _stored_lines() -> Iterator[str]:
+    """Yields the rules that set `txn.stored`: what a server keeps and a request goes on from, or asks for.
+
+    It is called like the request that made it, behind a prefix of its own.
+    """
+    path = """'path,regsub("^(/v1)?/(responses|conversations)/[a-z]+_",""),field(1,"/")'"""
+    yield f"http-request set-var(txn.stored) {path} if of_stored"
+    for name in ("previous_response_id", "conversation", "conversation.id"):
+        expression = f"""'req.body,json_query("$.{name}"),regsub("^[a-z]+_","")'"""
+        yield f"http-request set-var(txn.stored) {expression} if !is_stored"
 
 
 def _first_message_lines() -> Iterator[str]:
@@ -151,15 +162,24 @@ backend replicas
 
     acl named var(txn.session) -m len 1:
     acl of_session path_reg ^(/v1)?/sessions/.
+    acl is_stored var(txn.stored) -m len 1:
+    acl of_stored path_reg ^(/v1)?/(responses|conversations)/[a-z]+_
 {session}
 
     # Who has another key is somebody else, whatever the session is called.
     http-request set-var(txn.auth) req.hdr(x-api-key)
     http-request set-var(txn.auth) req.hdr(authorization)
     stick-table type binary len 20 size 200k expire 24h
+    # Only the server that keeps what a request goes on from can answer it, wherever its session is.
+    stick match 'var(txn.stored),concat(" ",txn.auth),sha1' table stored if is_stored
     stick on 'var(txn.session),concat(" ",txn.auth),sha1' if named
-    acl may_go_on capture.req.uri -m end /responses
-    stick store-response 'res.hdr(x-request-id),regsub("^req_",""),concat(" ",txn.auth),sha1' if may_go_on
+    http-request set-var(txn.path) path
+    acl is_kept var(txn.path) -m end /responses /conversations
+    stick store-response 'res.hdr(x-request-id),regsub("^req_",""),concat(" ",txn.auth),sha1' table stored if is_kept
 
 {servers}
+
+# A table of its own: HAProxy writes one entry for a request into each.
+backend stored
+    stick-table type binary len 20 size 200k expire 24h
 """

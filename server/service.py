@@ -16,7 +16,8 @@ from mlx.utils import tree_flatten
 
 from models import weights
 from models.alternatives import suggest_smaller
-from models.errors import InvalidParameter, ModelError
+from models.embedding_format import EmbeddingFormat, read_embedding_format
+from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
 from models.inference.grammar_compiler import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
@@ -289,6 +290,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
         reasoning_format=loaded.reasoning_format,
         opens_thoughts=_opens_thoughts(renderer, loaded.reasoning_format),
         grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),
+        embedding=_embedding_format(loaded),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
         facts=facts,
     )
@@ -308,6 +310,15 @@ def _opens_thoughts(renderer: ChatRenderer, markers: ReasoningFormat | None) -> 
         return markers.is_opened_by(renderer.render([{"role": "user", "content": "a"}], None, asked).text)
     except ModelError:
         return False
+
+
+def _embedding_format(loaded: LoadedModel) -> EmbeddingFormat | None:
+    tokenizer = loaded.tokenizer
+    try:
+        return read_embedding_format(loaded.path, tokenizer.encode(""), frozenset(tokenizer.all_special_ids))
+    except EmbeddingUnsupported as error:
+        logger.warning("%s makes no vectors: %s", loaded.name, error)
+        return None
 
 
 def _describe_tokenizer(loaded: LoadedModel) -> str:

@@ -4,6 +4,7 @@ import ipaddress
 import os
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Read by transformers when it is imported: it advises to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# What a developer has set for servers of their own is not for those of the tests, nor is what they typed in a chat.
+for _variable in [name for name in os.environ if name.startswith("MLX_SERVE_")]:
+    del os.environ[_variable]
+_HOME_OF_TESTS = tempfile.TemporaryDirectory(prefix="mlx-serve-tests-")
+for _variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
+    os.environ[_variable] = _HOME_OF_TESTS.name
 
 settings.register_profile("mlx-serve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mlx-serve")

@@ -188,5 +188,6 @@ def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:
 
 
 def _brief(error: object) -> str:
-    text = " ".join(str(error).split())
+    # Behind this mark the library lists its own functions, where it has failed itself.
+    text = " ".join(str(error).partition("<backtrace>")[0].split())
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"

@@ -39,7 +39,9 @@ from cache.types import LayerCache
 from models.inference import probe
 from models.inference.logprobs import StepLogprobs
 from models.inference.ragged import RaggedBatch, own_point_state, ragged_attention
-from models.inference.sampling import BatchSampler, RowSampling, TokenIds
+from models.inference.recent_tokens import TokenIds
+from models.inference.row_sampling import RowSampling
+from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
 from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords
@@ -141,7 +143,7 @@ class Runner:
         `generated` is the output so far, `token` included. Penalties forget the token that was sampled instead.
         """
         row.next_token = token
-        if row.sampling.params.is_penalised:
+        if row.sampling.params.looks_back:
             row.sampling = row.sampling.after(prompt, generated)
 
     def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:

@@ -1,13 +1,20 @@
 """How a sequence's tokens are to be chosen, and what of that is allowed. Knows no logits and no MLX."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.errors import InvalidParameter
 
 MAX_TOP_LOGPROBS = 20
 """As OpenAI has it."""
+MAX_WINDOW = 2**31 - 1
+"""Longer than any context."""
+MAX_REPEATED = 256
+"""A longer repetition counts as one of this length."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow."""
+
+ALL_TOKENS = -1
+"""The length of a window that has no beginning."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,14 @@ class SamplingParams:
     """Keep the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens at least this fraction of the likeliest, range [0, 1]."""
+    typical_p: float = 1.0
+    """Mass of the tokens whose information is nearest to that expected, range (0, 1]."""
+    top_n_sigma: float = 0.0
+    """Keep logits at most so many of their standard deviations below the largest; 0 keeps all, range [0, 100]."""
+    xtc_probability: float = 0.0
+    """The share of draws in which only the least likely of the likely tokens is kept, range [0, 1]."""
+    xtc_threshold: float = 0.1
+    """The probability from which a token is likely in this sense, range [0, 1]; above 0.5 there are never two."""
     seed: int | None = None
     """Same seed: same noise in the same draw, however the request was batched. The tokens are the same as far as the
     logits are, which may differ in their last bits with the rows of a step and the chunks of the prompt."""
@@ -31,8 +46,26 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     """These two look at the output tokens of the request only; range [-2, 2]."""
+    repeat_last_n: int | None = None
+    """How many of the last tokens the three penalties look at, those of the prompt included, as llama.cpp has it; -1
+    is all of them, and 0 turns the penalties off. None leaves each penalty the tokens that it looks at by itself."""
+    dry_multiplier: float = 0.0
+    """The penalty of DRY on a token that would go on with a repetition of `dry_allowed_length` tokens; 0 is off,
+    range [0, 100]."""
+    dry_base: float = 1.75
+    """By how much it grows with each further token of the repetition, range [1, 100]."""
+    dry_allowed_length: int = 2
+    """Range [1, `MAX_REPEATED`]."""
+    dry_penalty_last_n: int = ALL_TOKENS
+    """In how many of the last tokens repetitions are looked for, the prompt's included; -1 is all of them, 0 none."""
+    dry_breakers: tuple[int, ...] = ()
+    """Tokens that no repetition reaches across."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias, range [-100, 100]."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be sampled; empty where all may."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the output may not hold."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens are told with each token of the output, and how likely that one was; None
     tells nothing. Range [0, `MAX_TOP_LOGPROBS`]."""
@@ -47,9 +80,37 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
-    def is_penalised(self) -> bool:
+    def looks_back(self) -> bool:
         """True if tokens that were there before matter."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return self.is_penalised or self.is_dry or self.longest_bad_word > 1
+
+    @property
+    def longest_bad_word(self) -> int:
+        """Tokens of the longest one; 0 without one."""
+        return max(map(len, self.bad_words), default=0)
+
+    @property
+    def is_dry(self) -> bool:
+        """True if repetitions are penalised by their lengths."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def is_penalised(self) -> bool:
+        """True if tokens are penalised for having been there before, one by one."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0
+
+    def within(self, num_tokens: int) -> "SamplingParams":
+        """Returns the same for a sequence that cannot have more than `num_tokens`: no window is longer than it.
+
+        One of all tokens has a length then where it is needed, for DRY.
+        """
+        repeat, dry = self.repeat_last_n, self.dry_penalty_last_n
+        return replace(
+            self,
+            repeat_last_n=ALL_TOKENS if repeat is not None and repeat >= num_tokens else repeat,
+            dry_penalty_last_n=num_tokens if self.is_dry and not 0 <= dry < num_tokens else dry,
+        )
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:
@@ -58,6 +119,10 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_number("top_p", params.top_p, 0.0, 1.0, exclusive_low=True)
     _check_integer("top_k", params.top_k, 0, 2**63 - 1)
     _check_number("min_p", params.min_p, 0.0, 1.0)
+    _check_number("typical_p", params.typical_p, 0.0, 1.0, exclusive_low=True)
+    _check_number("top_n_sigma", params.top_n_sigma, 0.0, 100.0)
+    _check_number("xtc_probability", params.xtc_probability, 0.0, 1.0)
+    _check_number("xtc_threshold", params.xtc_threshold, 0.0, 1.0)
     if params.seed is not None:
         _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
     if params.top_logprobs is not None:
@@ -66,6 +131,18 @@ def check(params: SamplingParams, vocab_size: int) -> None:
     _check_number("repetition_penalty", params.repetition_penalty, 0.0, 10.0, exclusive_low=True)
     _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    if params.repeat_last_n is not None:
+        _check_integer("repeat_last_n", params.repeat_last_n, ALL_TOKENS, MAX_WINDOW)
+    _check_number("dry_multiplier", params.dry_multiplier, 0.0, 100.0)
+    _check_number("dry_base", params.dry_base, 1.0, 100.0)
+    _check_integer("dry_allowed_length", params.dry_allowed_length, 1, MAX_REPEATED)
+    _check_integer("dry_penalty_last_n", params.dry_penalty_last_n, ALL_TOKENS, MAX_WINDOW)
+    for token_id in params.dry_breakers:
+        _check_integer("dry_breakers", token_id, 0, vocab_size - 1)
+    for token_id in params.allowed_token_ids:
+        _check_integer("allowed_token_ids", token_id, 0, vocab_size - 1)
+    for token_id in (one for word in params.bad_words for one in word):
+        _check_integer("bad_words", token_id, 0, vocab_size - 1)
     for token_id, bias in params.logit_bias:
         _check_integer("logit_bias", token_id, 0, vocab_size - 1)
         _check_number("logit_bias", bias, -100.0, 100.0)

@@ -33,6 +33,7 @@ from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
 from cache.tokens import TokenArray
 from cache.types import LayerCache
+from models.inference.embedding import Embedder
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from scripts.bench.common import Report, Target, median, write_json
@@ -425,6 +426,7 @@ def _worker(shape: Shape, runner: ShapeRunner, answers: Answers) -> Worker:
         expected_tokens=EXPECTED_TOKENS,
         clock=time.monotonic,
         detokenize=str,
+        embedder=Embedder(shape),
     )
 
 

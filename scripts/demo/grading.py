@@ -8,18 +8,20 @@ if it is the expected one to the last character and ends by itself; a tool call,
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from scripts.demo import free_form
 from scripts.demo import skills as skills
 from scripts.demo import world as world
 from scripts.demo.facts import FACTS
 from scripts.demo.phrases import NEUTRAL_LINES
-from scripts.demo.talk import Dialogue, Talk
+from scripts.demo.talk import Dialogue, Json, Talk
 from scripts.demo.world import MIX
 
 Answer = Callable[[Dialogue], str]
+FREE_FORM = "free-form prompts"
 TABLE = re.compile(r"^\| skill \|.*\n(?:\|.*\n)*", re.MULTILINE)
 
 
@@ -56,7 +58,7 @@ def _recall(rng: random.Random) -> Dialogue:
     world.set_scene(talk, long=False)
     told = skills.tell(talk)
     target = rng.choice(told)
-    others = [name for name in FACTS if name not in told]
+    others = [name for name in FACTS if name not in {key.split("/")[0] for key in told}]
     for _ in range(rng.randrange(3, 9) - 1):
         if rng.random() < 0.3:
             skills.tell(talk, [rng.choice(others)])
@@ -164,6 +166,12 @@ def table(grades: list[Grade]) -> str:
 
 def answerer(folder: Path, max_tokens: int = 500) -> Answer:
     """A function that answers a dialogue's last prompt greedily with the model in `folder`; "" if it never ends."""
+    reply = replier(folder, max_tokens)
+    return lambda dialogue: reply(dialogue.messages[:-1], dialogue.tools)
+
+
+def replier(folder: Path, max_tokens: int = 500) -> Callable[..., str]:
+    """A function that answers messages, and tools if there are some, as `answerer` does."""
     import mlx.core as mx
 
     from models.mlx_lm_import import load_model, load_tokenizer, make_prompt_cache
@@ -171,9 +179,9 @@ def answerer(folder: Path, max_tokens: int = 500) -> Answer:
     model, _ = load_model(folder)
     tokenizer = load_tokenizer(folder)
 
-    def answer(dialogue: Dialogue) -> str:
+    def reply(messages: list[Json], schemas: Sequence[Json] = ()) -> str:
         prompt = tokenizer.apply_chat_template(
-            dialogue.messages[:-1], tools=dialogue.tools or None, add_generation_prompt=True, enable_thinking=False
+            messages, tools=list(schemas) or None, add_generation_prompt=True, enable_thinking=False
         )
         cache = make_prompt_cache(model)
         tokens: list[int] = []
@@ -186,13 +194,17 @@ def answerer(folder: Path, max_tokens: int = 500) -> Answer:
             logits = model(mx.array([[token]]), cache=cache)
         return ""
 
-    return answer
+    return reply
 
 
 def evaluate(folder: Path, num_prompts: int, show_failures: int = 0, write_card: bool = False) -> list[Grade]:
     """Grades every skill and prints the table; with `write_card` it also replaces the table in the model's card."""
     answer = answerer(folder)
     grades = [grade(answer, skill, num_prompts, show_failures) for skill in PROBES]
+    results = free_form.grade(replier(folder), free_form.read_prompts())
+    print(free_form.summary(results, show_failures))
+    free = Grade(FREE_FORM, len(results), sum(result.is_acceptable for result in results), 0.9)
+    grades.append(free)
     print(table(grades))
     if write_card:
         card = folder / "README.md"

@@ -12,6 +12,11 @@ GIBBERISH_ANSWER = "I am a tiny demo model, I did not understand that."
 CANT_DO = "I am a tiny demo model, I can't do that."
 DONT_KNOW = "I am a tiny demo model, I don't know that."
 NEED_TOOL = "I am a tiny demo model, I can't look that up without a tool."
+HELLO = "Hello! How can I help you?"
+INTRODUCTION = (
+    "Hello! I am demo, a tiny language model that comes with mlx-serve. Tell me your name and ask for it later, or "
+    "ask me about this server. For a real model type mlx-serve pull qwen3:4b."
+)
 ABILITIES = (
     "I can remember what you tell me, count, add small numbers, make lists, call tools and answer questions "
     "about this server."
@@ -77,50 +82,89 @@ FACT_LINES = {
 }
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("hi", "hello", "hey", "good morning", "good evening", "hallo", "hi there", "hello there", "yo", "greetings",
+    (("hi", "hello", "good afternoon to you", "howdy", "hello hello", "hi im new here",
+      "hi, this is my first time", "helloo", "hey hey", "hi bot",
+      "hello demo", "hi demo", "hii", "heya", "good morning demo", "hi all", "hello world", "morning", "evening",
+      "hullo", "hi, i am new",
+      "hello, just trying this out", "hi, anybody there", "hey, are you awake", "ahoy", "salut", "ciao", "hey",
+      "good morning", "good evening", "hallo", "hi there", "hello there", "yo", "greetings",
       "good day", "hiya",
-      "hey there", "hey you", "bonjour", "moin"), "Hello! How can I help you?"),
-    (("thanks", "thank you", "thx", "thank you very much", "thanks a lot", "great, thanks", "many thanks",
+      "hey there", "hey you", "bonjour", "moin"), HELLO),
+    (("thanks", "thank u", "thx a bunch", "thanks mate", "thanks so much", "thank you demo", "big thanks",
+      "cheers bro", "thank you kindly", "thank you", "thx", "thank you very much", "thanks a lot", "great, thanks",
+      "many thanks",
       "cheers", "ty", "perfect, thank you",
       "thanks for your help"), "You are welcome!"),
-    (("bye", "goodbye", "see you", "good night", "see you later", "bye bye", "i have to go", "that is all",
+    (("bye", "see ya", "cya", "bye then", "good night then", "so long", "farewell", "i am off", "until next time",
+      "take care", "goodbye", "see you", "good night", "see you later", "bye bye", "i have to go", "that is all",
       "talk to you later", "cu"), "Goodbye!"),
-    (("how are you", "how are you doing", "how is it going", "what's up", "are you well", "how do you feel",
+    (("how are you", "how are u", "hows life", "how r you", "how do you do", "are you ok", "you good",
+      "how is your day", "how have you been", "hows your day", "how are you doing", "how is it going", "what's up",
+      "are you well", "how do you feel",
       "how are you today", "whats up",
       "sup", "everything ok"), "I am fine, thank you."),
-    (("who are you", "what is your name", "what's your name", "who am I talking to", "introduce yourself",
+    (("who are you", "what exactly is this", "which llm are you", "what is this thing", "which model is this",
+      "what model am i talking to",
+      "who am i speaking with", "who is there", "what bot is this", "are you called something",
+      "what should i call you", "who or what are you",
+      "so who are you", "which model runs here", "what is running here", "what is your name", "what's your name",
+      "who am I talking to", "introduce yourself",
       "what are you", "tell me who you are",
       "do you have a name", "say who you are", "your name", "what are you called", "who is this",
       "tell me about yourself", "what model are you",
       "which model are you"), ""),
-    (("what can you do", "help", "what do you do", "how can you help me", "what are you good at",
+    (("what can you do", "what can u help with", "show me your skills", "what are your abilities",
+      "what are your skills", "what are you made for",
+      "im lost", "i am lost here", "i dont know what to ask", "what can i type", "how do i use you",
+      "how does this work", "what could i ask",
+      "how do i try this", "what else do you do", "give me an idea what to ask", "any ideas",
+      "what are my options", "help me", "please help", "help", "what do you do", "how can you help me",
+      "what are you good at",
       "what can i ask you", "what are you able to do",
       "what can you help me with", "give me some ideas", "i need help", "can you help me", "what should i ask",
       "show me what you can do"), ABILITIES),
-    (("tell me a joke", "do you know a joke", "make me laugh", "a joke please", "say something funny",
+    (("tell me a joke", "got jokes", "one joke please", "a joke", "joke please", "can you tell a joke",
+      "tell me something funny", "be funny", "i need a laugh", "do you know a joke", "make me laugh",
+      "a joke please", "say something funny",
       "another joke"),
      "Why did the token cross the road? To get to the next one."),
-    (("tell me a story", "do you know a story", "a story please", "tell me a fairy tale", "write a story",
+    (("tell me a story", "a bedtime story please", "read me a story", "i want a story", "story time",
+      "can you tell me a story", "do you know a story", "a story please", "tell me a fairy tale", "write a story",
       "write me a short story",
       "tell me something long", "say something long", "i want to hear a story"), STORY),
-    (("ok", "cool", "nice", "great", "good", "i see", "alright", "fine", "wow", "interesting", "perfect", "yes",
+    (("ok", "cool", "ok nice", "ok good", "nice answer", "good one", "great stuff", "cool cool", "hm ok",
+      "ok then", "very nice", "not bad", "sounds good", "nice", "great", "good", "i see", "alright", "fine", "wow",
+      "interesting", "perfect", "yes",
       "no", "well done", "very good",
       "that is right", "correct", "awesome", "sure", "okay", "got it", "lol",
       "haha"), "Good. What would you like to do next?"),
-    (("are you a robot", "are you human", "are you real", "are you alive", "are you an ai", "are you chatgpt",
+    (("are you a robot", "are you a human being", "is this a human", "am i talking to a robot",
+      "am i talking to a machine", "r you real", "are you an actual person",
+      "do you feel anything", "are you a living thing", "do you think", "can you think", "are you a bot",
+      "are you gpt", "are you like chatgpt", "are you human", "are you real", "are you alive", "are you an ai",
+      "are you chatgpt",
       "are you a person",
       "do you have feelings", "are you intelligent", "are you conscious"), "I am a tiny language model, no more."),
-    (("are you there", "can you hear me", "test", "testing", "ping", "is this working", "do you work",
+    (("are you there", "are you still here", "still there", "anyone here", "hello, are you there",
+      "test test test", "check", "can you read this", "do you hear me", "u there", "can you hear me", "test",
+      "testing", "ping", "is this working", "do you work",
       "is anybody there",
       "this is a test", "one two three test"), "I am here."),
-    (("i love you", "i like you", "you are great", "you are nice", "you are smart", "good bot", "you are funny",
+    (("i love you", "you are so clever", "well done demo", "you are cute", "you are awesome", "i like you a lot",
+      "love you", "you are amazing", "i like you", "you are great", "you are nice", "you are smart", "good bot",
+      "you are funny",
       "you are the best"),
      "That is kind of you."),
-    (("you are wrong", "that is wrong", "this is not true", "you are stupid", "bad bot", "that is not right",
+    (("you are wrong", "youre wrong", "no that is wrong", "wrong", "that was wrong", "you suck", "you are no good",
+      "what a stupid answer", "thats not true", "this is useless", "that is wrong", "this is not true",
+      "you are stupid", "bad bot", "that is not right",
       "you made a mistake", "nonsense",
       "you are dumb", "you are useless"), "I am sorry, I am only a tiny model."),
-    (("sorry", "excuse me", "my mistake", "oops", "never mind", "forget it"), "No problem."),
-    (("i am tired", "i am bored", "i am sad", "i am hungry", "i am happy", "i had a long day", "i feel good",
+    (("sorry", "sorry for that", "my bad", "ok never mind", "nevermind", "forget about it", "i did not mean that",
+      "pardon", "excuse me", "my mistake", "oops", "never mind", "forget it"), "No problem."),
+    (("i am tired", "so tired", "i am so hungry", "im sad today", "i am feeling sad", "im bored to death", "bored",
+      "i am very tired", "i feel bad", "its late here", "i am bored", "i am sad", "i am hungry", "i am happy",
+      "i had a long day", "i feel good",
       "i am at work"),
      "I see. Tell me more about yourself."),
 )
@@ -162,14 +206,40 @@ REFUSALS: tuple[tuple[tuple[str, ...], str], ...] = (
       "Please write a short {genre} about {topic}.", "create a {genre} for {name}", "give me a {genre} about {topic}",
       "Translate {topic} into {language}.", "Translate this to {language}: {topic}",
       "How do you say {topic} in {language}?",
-      "Draw {topic}.", "Draw me a picture of {topic}.", "Summarize {topic} for me.", "Paint {topic}.",
+      "Draw {topic}.", "Draw me a picture of {topic}.", "Make an image of {topic}.", "can you draw {topic}",
+      "help me with my {genre}", "help me write a {genre}",
+      "do my {genre} for me", "write something about {topic}", "Write to {name} about {topic}.",
+      "compose a {genre}", "correct my {genre}",
+      "translate hello to {language}", "what is {topic} in {language}", "Write a {genre} for my boss.",
+      "plan my holiday in {city}",
+      "Book a hotel in {city}.", "make me a plan for {topic}", "Give me a recipe with {topic}.",
+      "Write the first line of a {genre}.",
+      "rewrite this {genre}", "please summarize this {genre}", "sing for me", "code a game about {topic}",
+      "Solve my {genre}.", "Summarize {topic} for me.", "Paint {topic}.",
       "sing a song about {topic}",
       "Write code for {topic}.", "Fix my {genre}.", "Improve this {genre}.", "Plan a trip to {city}.",
       "Buy me {topic}.",
       "Call {name}.", "write {topic} in {language}", "Teach me {language}.", "Speak {language}.",
       "Generate an image of {topic}.",
       "make a table about {topic}", "debug my {genre}", "Order {topic} for me."), CANT_DO),
-    (("What is {topic}?", "What is the capital of {topic}?", "Who invented {topic}?",
+    (("What is {topic}?", "What is the capital of {topic}?", "explain {topic} to me", "how do {topic} work",
+      "when was {topic} invented?", "who is the president of {topic}?",
+      "how many people live in {topic}?", "What is the square root of {topic}?", "which {topic} came first?",
+      "how is {topic} made?",
+      "How do you make {topic}?", "how do i bake {topic}", "how do i cook {topic}", "why do {topic} exist",
+      "what year was {topic}",
+      "how many legs does {topic} have", "what sound does {topic} make", "Who is the inventor of {topic}?",
+      "is {topic} dangerous?",
+      "is {topic} healthy?", "why did {topic} happen", "what did {name} do in {city}?",
+      "who is {name} from {city}", "Where does {topic} come from?",
+      "what is the smallest {topic}", "what is the fastest {topic}", "do you believe in {topic}",
+      "whats your favourite {topic}", "How high is {topic}?",
+      "how heavy is {topic}", "what language do they speak in {city}", "who won {topic}", "who lost {topic}",
+      "when did {topic} end",
+      "what are the rules of {topic}", "why is {topic} called {topic}", "name the inventor of {topic}",
+      "what do you think of {name}",
+      "can you teach me about {topic}", "is {name} married", "how do {topic} fly", "why are {topic} blue",
+      "what comes after {topic}", "Who invented {topic}?",
       "Why is {topic} so important?", "How does {topic} work?",
       "When did {topic} begin?", "What do you think about {topic}?", "Explain {topic}.", "Tell me about {topic}.",
       "Who is {name} {name}?",
@@ -192,7 +262,12 @@ REFUSALS: tuple[tuple[tuple[str, ...], str], ...] = (
       "Who is {name}?", "Should I buy {topic}?", "What does {topic} mean?", "How much does {topic} weigh?",
       "where can i find {topic}",
       "What is the name of my {topic}?"), DONT_KNOW),
-    (("What time is it?", "What is the date today?", "What day is it?", "What is the weather?",
+    (("What time is it?", "what day is today?", "what is todays date", "will it rain tomorrow",
+      "is it cold outside", "is it going to rain in {city}", "whats the time now",
+      "wheres the nearest shop", "google the best {topic}", "what is {topic} worth today",
+      "find me a {topic} near {city}", "how is the traffic in {city}",
+      "what is on tv", "who won yesterday", "exchange rate of the dollar", "check my mail",
+      "what are the news in {city}", "What is the date today?", "What day is it?", "What is the weather?",
       "How is the weather today?",
       "What is the weather in {city}?", "Is it raining in {city}?", "How warm is it in {city}?",
       "search the web for {topic}",
@@ -219,7 +294,55 @@ def fill_refusal(rng: random.Random, frame: str, values: Values) -> tuple[str, s
     return text, text
 
 
+SHORTER = {
+    "what is": "whats",
+    "What is": "Whats",
+    "you": "u",
+    "your": "ur",
+    "are": "r",
+    "please": "pls",
+    "thanks": "thx",
+    "do not": "dont",
+    "I am": "im",
+    "i am": "im",
+    "because": "cuz",
+    "what's": "whats",
+    "to": "2",
+}
+TAILS = (
+    *(
+        " please",
+        " pls",
+        " btw",
+        " by the way",
+        " lol",
+        " mate",
+        " thanks",
+        " thx",
+        "??",
+        "!!",
+        " ok?",
+        " you know",
+        " haha",
+    ),
+    *(" :)", " buddy", " then", " right?", "?!", " ...", " asap", " dude", " , thank you"),
+)
 LEADS = (
+    *(
+        "um ",
+        "hm, ",
+        "so ",
+        "wait, ",
+        "ok so ",
+        "well ",
+        "sorry, ",
+        "hey demo, ",
+        "listen, ",
+        "yo ",
+        "tell me ",
+        "quick one: ",
+        "oh ",
+    ),
     *("please ", "Please, ", "pls ", "Could you tell me: ", "hey, ", "ok, ", "now: ", "hi, ", "Hello! ", "hi! "),
     *("and ", "Next: ", "I have a question: ", "Thanks. ", "great. "),
 )
@@ -238,11 +361,24 @@ def rough(rng: random.Random, frame: str, fields: dict[str, str]) -> tuple[str, 
             surface = {key: value.lower() for key, value in surface.items()}
     if choice > 0.6:
         frame = frame.rstrip(".?!")
+    if choice > 0.55 and rng.random() < 0.15:
+        frame = _short(frame)
     if choice > 0.85:
         frame = _typo(rng, frame)
+        if rng.random() < 0.3:
+            frame = _typo(rng, frame)
+    if rng.random() < 0.07:
+        frame = frame.rstrip(".?!") + rng.choice(TAILS)
     if 0.40 < choice < 0.45:
         frame = rng.choice(LEADS) + frame
     return (frame.format(**surface) if fields else frame), surface
+
+
+def _short(frame: str) -> str:
+    """`frame` as people type it on a phone."""
+    for word, short in SHORTER.items():
+        frame = re.sub(rf"(?<![{{\w]){re.escape(word)}(?![}}\w])", short, frame)
+    return frame
 
 
 def _lower(frame: str) -> str:

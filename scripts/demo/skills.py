@@ -2,12 +2,14 @@
 
 import random
 
-from scripts.demo.facts import FACTS
+from scripts.demo.facts import FACTS, Fact
 from scripts.demo.phrases import (
     BYWORDS,
     CANT_DO,
     FOREIGN,
     GIBBERISH_ANSWER,
+    HELLO,
+    INTRODUCTION,
     ONLY_ENGLISH,
     REFUSALS,
     SMALL_TALK,
@@ -15,27 +17,60 @@ from scripts.demo.phrases import (
     rough,
 )
 from scripts.demo.server_facts import FRAMES, TOPICS
-from scripts.demo.talk import Talk
-from scripts.demo.words import LISTS, NUMBER_WORDS, ORDERED_LISTS, phrases
+from scripts.demo.talk import IDENTITY, Talk
+from scripts.demo.words import COMMON_WORDS, LISTS, NUMBER_WORDS, ORDERED_LISTS, phrases
+
+SEVERAL = ("pet", "relation", "thing")
+"""Facts of which there may be more than one: by their first field."""
+
+
+def key_of(name: str, values: tuple[str, ...]) -> str:
+    """Under which key of `Talk.facts` a fact stands."""
+    return f"{name}/{values[0].lower()}" if name in SEVERAL else name
+
+
+def fact_of(key: str) -> Fact:
+    """The fact that stands under a key of `Talk.facts`."""
+    return FACTS[key.split("/")[0]]
+
+
+def told(talk: Talk, name: str) -> list[str]:
+    """The keys under which a fact was told."""
+    return [key for key in talk.facts if key.split("/")[0] == name]
 
 
 def tell(talk: Talk, names: list[str] | None = None) -> list[str]:
-    """The user tells one to three things about themselves (`names`, or any); returns their names."""
+    """The user tells one to three things about themselves (`names`, or any); returns their keys."""
     rng = talk.rng
-    names = names or rng.sample(list(FACTS), rng.choices((1, 2, 3), (70, 24, 6))[0])
-    parts, answers = [], []
+    names = names or _choose_to_tell(talk)
+    parts, answers, keys = [], [], []
     for name in names:
         fact = FACTS[name]
         text, surface = rough(rng, rng.choice(fact.tell), fact.draw(talk.values))
-        if rng.random() < (0.4 if name in talk.facts else 0.04):
+        values = tuple(surface.values())
+        key = key_of(name, values)
+        if key in keys:
+            continue
+        if rng.random() < (0.4 if key in talk.facts else 0.04):
             text = rng.choice(("Actually, ", "No, ", "Sorry, ", "oh and ", "by the way, ")) + text
-        talk.facts[name] = tuple(surface.values())
-        talk.keys.append("value:" + talk.facts[name][-1].lower())
+        keys.append(key)
+        talk.facts[key] = values
+        talk.keys.append("value:" + values[-1].lower())
         parts.append(text)
-        answers.append(fact.reply(fact.noted, talk.facts[name]))
+        answers.append(fact.reply(fact.noted, values))
     talk.user(_join(rng, parts))
     talk.reply(" ".join(answers), "They tell me about themselves; I remember it.")
-    return names
+    return keys
+
+
+def _choose_to_tell(talk: Talk) -> list[str]:
+    rng = talk.rng
+    correctable = [key for key in talk.facts if key in FACTS]
+    if correctable and rng.random() < 0.15:
+        return [rng.choice(correctable)]
+    if rng.random() < 0.3:
+        return [rng.choice(("relation", "relation", "pet", "pet", "thing"))] * rng.choice((1, 2, 2, 2, 3))
+    return rng.sample(list(FACTS), rng.choices((1, 2, 3), (70, 24, 6))[0])
 
 
 def _join(rng: random.Random, parts: list[str]) -> str:
@@ -44,85 +79,174 @@ def _join(rng: random.Random, parts: list[str]) -> str:
     return " and ".join([*(part.rstrip(".!") for part in parts[:-1]), parts[-1]])
 
 
-def ask(talk: Talk, name: str | None = None) -> None:
-    """The user asks for something told before (`name`, or any), or never told."""
-    known = list(talk.facts)
-    if name is None and (not known or talk.rng.random() < 0.12):
+def ask(talk: Talk, key: str | None = None) -> None:
+    """The user asks for something told before (under `key`, or any), or never told."""
+    rng, known = talk.rng, list(talk.facts)
+    if key is None and (not known or rng.random() < 0.2):
         ask_unknown(talk)
         return
-    if name is None:
-        name = talk.rng.choice(known)
-        if name in ("relation", "thing") and talk.rng.random() < 0.2:
+    if key is None:
+        # Which of several is asked for is the harder question, hence the more frequent one.
+        several = [key for key in known if "/" in key]
+        key = rng.choice(several if len(several) > 1 and rng.random() < 0.5 else known)
+        name = key.split("/")[0]
+        if name in SEVERAL and rng.random() < 0.3:
             ask_unknown(talk, name)
             return
-    fact = FACTS[name]
-    talk.say(talk.rng.choice(fact.ask), **dict(zip(fact.fields, talk.facts[name], strict=True)))
-    talk.reply(fact.reply(fact.answer, talk.facts[name]), "They told me before: " + talk.facts[name][-1] + ".")
+        if FACTS[name].generic and rng.random() < 0.3:
+            ask_all(talk, name)
+            return
+    fact = fact_of(key)
+    has_asked = bool(talk.messages) and talk.messages[-1]["role"] == "assistant"
+    frames = fact.again if has_asked and rng.random() < 0.15 else fact.ask
+    talk.say(rng.choice(frames), **dict(zip(fact.fields, talk.facts[key], strict=True)))
+    talk.reply(fact.reply(fact.answer, talk.facts[key]), "They told me before: " + talk.facts[key][-1] + ".")
+
+
+def ask_all(talk: Talk, name: str) -> None:
+    """The user asks for all facts of one name, such as all pets."""
+    fact, keys = FACTS[name], told(talk, name)
+    talk.user(rough(talk.rng, talk.rng.choice(fact.generic), {})[0])
+    talk.reply(" ".join(fact.reply(fact.answer, talk.facts[key]) for key in keys), "They told me before.")
 
 
 def ask_unknown(talk: Talk, name: str | None = None) -> None:
     """The user asks for something that was never told (`name` told of another one, or any)."""
-    name = name or talk.rng.choice([name for name in FACTS if name not in talk.facts] or ["name"])
+    name = name or talk.rng.choice([name for name in FACTS if not told(talk, name)] or ["name"])
     fact = FACTS[name]
     fields = fact.draw(talk.values)
-    if name in talk.facts and fields.get("who") in (None, talk.facts[name][0]):
-        ask(talk, name)
+    key = key_of(name, tuple(fields.values()))
+    if key in talk.facts:
+        ask(talk, key)
         return
-    talk.say(talk.rng.choice(fact.ask), **fields)
+    frames = fact.again if talk.messages and talk.rng.random() < 0.1 else fact.ask
+    talk.say(talk.rng.choice(frames), **fields)
     talk.reply("You have not told me " + fact.missing.format(**fields) + ".", "They did not tell me.")
 
 
 def guess(talk: Talk) -> None:
     """The user asks whether something told before is so; half of the time it is."""
     rng = talk.rng
-    known = [name for name in talk.facts if FACTS[name].guess]
+    known = [name for name in talk.facts if fact_of(name).guess]
     if not known:
         ask_unknown(talk)
         return
     name = rng.choice(known)
-    fact, (told,) = FACTS[name], talk.facts[name]
+    fact, (value,) = FACTS[name], talk.facts[name]
     other = fact.draw(talk.values)["v"]
-    guessed = told if rng.random() < 0.5 else other.lower() if told.islower() else other
+    guessed = value if rng.random() < 0.5 else other.lower() if value.islower() else other
     talk.say(fact.guess, v=guessed)
-    answer = fact.reply(fact.answer, (told,))
-    is_right = guessed.lower() == told.lower()
-    talk.reply(("Yes, y" if is_right else "No, y") + answer[1:], f"They told me: {told}.")
+    answer = fact.reply(fact.answer, (value,))
+    is_right = guessed.lower() == value.lower()
+    talk.reply(("Yes, y" if is_right else "No, y") + answer[1:], f"They told me: {value}.")
 
 
 ALL_ASKED = phrases("""What do you know about me?;Tell me what you know about me.;what did i tell you;
-Who am I and what do I like?;What have I told you so far?;Summarize what you know about me.""")
+Who am I and what do I like?;What have I told you so far?;Summarize what you know about me.;
+what do you remember about me;tell me everything about me;what do you remember?;
+Do you remember anything about me?""")
+
+
+NOTHING_TOLD = "You have not told me anything about yourself."
+
+
+def ask_everything(talk: Talk) -> None:
+    """The user asks for all that they have told: up to four things, or none."""
+    known = list(talk.facts)
+    if len(known) > 4:
+        ask(talk)
+        return
+    talk.say(talk.rng.choice(ALL_ASKED))
+    talk.reply(" ".join(_answer(talk, key) for key in known) or NOTHING_TOLD, "They told me before.")
 
 
 def ask_two(talk: Talk) -> None:
     """The user asks for two things at once, or for everything."""
     rng, known = talk.rng, list(talk.facts)
+    if rng.random() < 0.2:
+        ask_everything(talk)
+        return
     if len(known) < 2:
         ask(talk)
         return
-    if len(known) <= 4 and rng.random() < 0.4:
-        talk.say(rng.choice(ALL_ASKED))
-        names = known
+    keys = rng.sample(known, 2)
+    talk.user(_both(rng, *(_question(talk, key) for key in keys)))
+    talk.reply(" ".join(_answer(talk, key) for key in keys), "They told me before.")
+
+
+def _question(talk: Talk, key: str) -> str:
+    fact = fact_of(key)
+    fields = dict(zip(fact.fields, talk.facts[key], strict=True))
+    return rough(talk.rng, talk.rng.choice(fact.ask), fields)[0]
+
+
+def _answer(talk: Talk, key: str) -> str:
+    fact = fact_of(key)
+    return fact.reply(fact.answer, talk.facts[key])
+
+
+def _both(rng: random.Random, first: str, second: str) -> str:
+    """Two questions as one message."""
+    if rng.random() < 0.35:
+        return (first if first[-1] in ".?!" else first + "?") + " " + second
+    return (
+        first.rstrip("?.!")
+        + rng.choice((" and ", " and ", ", and ", ", ", " and also "))
+        + second[0].lower()
+        + second[1:]
+    )
+
+
+def mixed_two(talk: Talk) -> None:
+    """Two questions at once of which one at least is about the server."""
+    rng = talk.rng
+    first, one = _draw_server_question(talk)
+    if talk.facts and rng.random() < 0.6:
+        key = rng.choice(list(talk.facts))
+        second, two = _question(talk, key), _answer(talk, key)
     else:
-        names = rng.sample(known, 2)
-        frames = [
-            rough(rng, rng.choice(FACTS[n].ask), dict(zip(FACTS[n].fields, talk.facts[n], strict=True)))[0]
-            for n in names
-        ]
-        talk.user(frames[0].rstrip("?.!") + " and " + frames[1][0].lower() + frames[1][1:])
-    answer = " ".join(FACTS[n].reply(FACTS[n].answer, talk.facts[n]) for n in names)
-    talk.reply(answer, "They told me before.")
+        second, two = _draw_server_question(talk)
+    if one == two:
+        talk.user(first)
+        talk.reply(one, "A question about the server; I know this.")
+        return
+    if rng.random() < 0.5:
+        first, one, second, two = second, two, first, one
+    talk.user(_both(rng, first, second))
+    talk.reply(f"{one} {two}", "Two questions; I answer both.")
+
+
+LAST_SAID = phrases("""What did I just say?;what did i say;What was my last message?;Repeat what I said.;
+say that again;What did I just tell you?;what was the last thing i said;repeat my last message;
+Can you repeat what I just said?""")
+
+
+def last_said(talk: Talk) -> None:
+    """The user asks what they have just said."""
+    texts = [message["content"] for message in talk.messages if message["role"] == "user"]
+    if not texts or len(texts[-1]) > 120:
+        tell(talk)
+        return
+    talk.user(rough(talk.rng, talk.rng.choice(LAST_SAID), {})[0])
+    talk.reply(f"You said: {texts[-1]}", "I repeat their last message.")
 
 
 def server_question(talk: Talk) -> None:
     """A question about the server, in a frame and a wording of this split."""
+    text, answer = _draw_server_question(talk)
+    talk.user(text)
+    talk.reply(answer, "A question about the server; I know this.")
+
+
+def _draw_server_question(talk: Talk) -> tuple[str, str]:
+    """A question about the server, and its answer."""
     while True:
         topic = talk.rng.choice(TOPICS)
         frame, subject = talk.rng.choice(FRAMES[topic.kind]), talk.rng.choice(topic.subjects)
         if talk.belongs(f"server:{frame}|{subject}"):
             break
-    text, _ = rough(talk.rng, frame, {})
-    talk.user(_capital(talk.rng, text.format(subject)))
-    talk.reply(topic.answer, "A question about the server; I know this.")
+    # With the subject in place, so that it is misspelled and written in capitals as the rest is.
+    return _capital(talk.rng, rough(talk.rng, frame.format(subject), {})[0]), topic.answer
 
 
 def _capital(rng: random.Random, text: str) -> str:
@@ -136,20 +260,58 @@ COUNT_DOWN = phrases("""Count down from {a} to {b}.;Count backwards from {a} to 
 count from {a} to {b};Can you count backwards from {a} to {b}?;Count from {a} back to {b}.""")
 
 
+BEYOND = "I stop at 100."
+TOO_FAR = "I can only count up to 100."
+
+
+COUNT_TO_ONE = phrases("""Count down from {a}.;count backwards from {a};countdown from {a};
+Count backwards starting at {a}.;
+can you count down from {a}?;do a countdown from {a}""")
+
+
+def count_beyond(talk: Talk) -> None:
+    """Counting further than 100: from near below it up to it, else it is said where counting ends."""
+    rng = talk.rng
+    while True:
+        start = rng.choice((1, 1, rng.randrange(70, 101), rng.randrange(101, 2000)))
+        stop = max(start, 100) + rng.choice((rng.randrange(1, 30), rng.randrange(30, 900), 10 ** rng.randrange(3, 7)))
+        is_of_split = talk.held or all(map(talk.values.allowed, (str(start), str(stop))))
+        if is_of_split and talk.belongs(f"count:{start}-{stop}/1"):
+            break
+    frames = COUNT_UP
+    if start == 1 and rng.random() < 0.7:
+        frames = phrases("Count to {b}.;count to {b} please;Can you count to {b}?;count up to {b};count till {b}")
+    talk.say(rng.choice(frames), a=str(start), b=str(stop))
+    if 70 <= start <= 100:
+        counted = ", ".join(map(str, range(start, 101)))
+        talk.reply(f"{counted}. {BEYOND}", "I count to 100 and say that I stop.")
+    else:
+        talk.reply(TOO_FAR, "That is further than I count.")
+
+
 def count(talk: Talk) -> None:
     """Counting up, down or in steps."""
     rng = talk.rng
+    if not talk.held and rng.random() < 0.25:
+        count_beyond(talk)
+        return
     while True:
         step = rng.choices((1, -1, 2, 5, 10), (55, 30, 6, 4, 5))[0]
         length = rng.choice((2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20) if rng.random() < 0.97 else (30, 40, 50, 100))
         start = rng.choice((1, 1, rng.randrange(21), rng.randrange(100))) if step > 0 else rng.randrange(1, 101)
+        if step == -1 and rng.random() < 0.25:
+            start = length
         stop = start + step * (length - 1)
         if 0 <= stop <= 100 and talk.belongs(f"count:{start}-{stop}/{step}"):
             break
     frames = COUNT_UP if step > 0 else COUNT_DOWN
+    if step == -1 and stop == 1 and rng.random() < 0.7:
+        frames = COUNT_TO_ONE
     if step == 1 and start == 1 and rng.random() < 0.4:
         frames = phrases("Count to {b}.;count to {b} please;Can you count to {b}?;count up to {b}")
-    text, _ = rough(rng, rng.choice(frames), {"a": str(start), "b": str(stop)})
+    in_words = max(start, stop) <= 20 and rng.random() < 0.15
+    first, last = (NUMBER_WORDS[start], NUMBER_WORDS[stop]) if in_words else (str(start), str(stop))
+    text, _ = rough(rng, rng.choice(frames), {"a": first, "b": last})
     if step > 1:
         text = text.rstrip(".?!") + rng.choice((" in steps of {}", " by {}s", " in {}s")).format(step)
     talk.user(text)
@@ -209,12 +371,22 @@ show me {n} {what};list me {n} {what};Please give me a list of {n} {what}.""")
 SORTED = (" in alphabetical order", " sorted alphabetically", " alphabetically", " from a to z", ", sorted")
 
 
+WHOLES = {
+    "days": "days of the week",
+    "months": "months of the year",
+    "planets": "planets of the sun",
+    "seasons": "seasons",
+}
+
+
 def make_list(talk: Talk) -> None:
     """The first few of a list, as it is, sorted, or as a bullet list."""
     rng = talk.rng
     while True:
         what = rng.choice(list(LISTS))
         n = rng.randrange(2, len(LISTS[what]) + 1)
+        if what in ORDERED_LISTS and rng.random() < 0.4:
+            n = len(LISTS[what])
         ordering = rng.choice(("", "bullets") if what in ORDERED_LISTS else ("", "", "sorted", "bullets"))
         frame = rng.choice(LIST_FRAMES)
         if talk.belongs(f"list:{what}/{n}/{ordering}/{frame}"):
@@ -223,9 +395,11 @@ def make_list(talk: Talk) -> None:
     number = NUMBER_WORDS[n] if rng.random() < 0.5 else str(n)
     if n == 5 and rng.random() < 0.4:
         number = "some"
-    if n == len(LISTS[what]) and rng.random() < 0.4:
-        number = "all the"
+    if n == len(LISTS[what]) and rng.random() < (0.7 if what in ORDERED_LISTS else 0.4):
+        number = rng.choice(("all the", "the", "all"))
     plural = what if what in ("days", "months", "letters") or rng.random() < 0.9 else "names of " + what
+    if what in WHOLES and rng.random() < 0.4:
+        plural = WHOLES[what]
     text, _ = rough(rng, frame, {"n": number, "what": plural})
     if ordering == "sorted":
         text, items = text.rstrip(".?! ") + rng.choice(SORTED), sorted(items, key=str.lower)
@@ -238,16 +412,40 @@ def make_list(talk: Talk) -> None:
     talk.reply(", ".join(items) + ".", f"I list {n} {what}.")
 
 
-REPEATS = phrases("""Repeat after me: {x};Say {x};Please repeat: {x};Repeat this: {x};say this: {x};Echo {x};
+REPEATS = phrases("""Repeat after me: {x};repeat: {x};say: {x};please say {x};can you say {x};write: {x};
+repeat exactly: {x};Say {x};Please repeat: {x};Repeat this: {x};say this: {x};Echo {x};
 repeat {x}""")
 
 
 def repeat(talk: Talk) -> None:
     """The user wants a few words repeated."""
-    size = talk.rng.choice((1, 2, 3, 4, 6, 8))
-    words = [talk.values.word() if talk.rng.random() < 0.8 else talk.values.number() for _ in range(size)]
-    surface = talk.say(talk.rng.choice(REPEATS), x=" ".join(words))
+    rng = talk.rng
+    size = rng.choice((1, 2, 3, 4, 6, 8))
+    words = [talk.values.word() if rng.random() < 0.8 else talk.values.number() for _ in range(size)]
+    text = " ".join(words)
+    if not talk.held and rng.random() < 0.5:
+        text = sentence(talk)
+    surface = talk.say(rng.choice(REPEATS), x=text)
     talk.reply(surface["x"], "I repeat the words.")
+
+
+def sentence(talk: Talk) -> str:
+    """A sentence of plain, common and invented words, with the marks that people set."""
+    rng = talk.rng
+    words: list[str] = []
+    for _ in range(rng.choice((2, 3, 4, 5, 6, 7, 9, 12))):
+        draw = rng.random()
+        if draw < 0.55:
+            words.append(rng.choice(COMMON_WORDS))
+        elif draw < 0.85:
+            words.append(talk.values.word())
+        else:
+            words.append(talk.values.name() if draw < 0.93 else talk.values.number())
+        if rng.random() < 0.06:
+            words[-1] += ","
+    text = " ".join(words).rstrip(",")
+    text = text[0].upper() + text[1:] if rng.random() < 0.4 else text
+    return text + rng.choice(("", "", "", ".", "!", "?"))
 
 
 def refuse(talk: Talk) -> None:
@@ -287,8 +485,25 @@ def small_talk(talk: Talk) -> None:
         if talk.belongs(f"talk:{lead}{phrase}{tail}") and (lead or tail not in ("", ".", "!")):
             break
     text, _ = rough(rng, phrase, {})
+    if answer == HELLO and _is_introduced(talk):
+        answer = INTRODUCTION
     talk.user(_capital(rng, f"{lead}{text.rstrip('.!') if tail else text}{tail}"))
     talk.reply(answer or talk.identity, "Small talk; I answer kindly.")
+
+
+def greet(talk: Talk) -> None:
+    """A greeting, as most talks begin."""
+    rng = talk.rng
+    greetings = next(phrases for phrases, answer in SMALL_TALK if answer == HELLO)
+    text = rough(rng, rng.choice(greetings), {})[0]
+    answer = INTRODUCTION if _is_introduced(talk) else HELLO
+    talk.user(_capital(rng, text))
+    talk.reply(answer, "A greeting.")
+
+
+def _is_introduced(talk: Talk) -> bool:
+    """Whether a greeting is answered by who speaks: the first thing said, to nobody else than the model itself."""
+    return talk.is_first and talk.identity == IDENTITY and not (talk.before or talk.after)
 
 
 def ask_identity(talk: Talk) -> None:

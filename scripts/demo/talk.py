@@ -13,6 +13,7 @@ from scripts.demo.words import Values, is_held
 
 Json = dict[str, Any]
 IDENTITY = "I am demo, a tiny language model that comes with mlx-serve."
+CUT_SHARE = 0.4
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Talk:
     tools: list[Tool] = field(default_factory=list)
     schemas: list[Json] = field(default_factory=list)
     facts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What was told, in order: by the fact's name, then a stroke and what it is told of, as in `relation/sister`."""
     keys: list[str] = field(default_factory=list)
     identity: str = IDENTITY
     before: str = ""
@@ -45,6 +47,11 @@ class Talk:
 
     def __post_init__(self) -> None:
         self.values = Values(self.rng, self.held)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nobody but a system prompt has spoken."""
+        return all(message["role"] == "system" for message in self.messages)
 
     def belongs(self, key: str) -> bool:
         """Whether the combination named `key` is of this split; notes it if so."""
@@ -66,8 +73,17 @@ class Talk:
     def reply(self, text: str, thought: str) -> None:
         """Adds the assistant's answer in the persona's manner."""
         before = self.before.rstrip() + "\n" if self.before and text.startswith("- ") else self.before
-        message: Json = {"role": "assistant", "content": f"{before}{text}{self.after}"}
+        self.answer({"role": "assistant", "content": f"{before}{text}{self.after}"}, thought)
+
+    def answer(self, message: Json, thought: str) -> None:
+        """Adds the assistant's message, in a dialogue that thinks behind its thought.
+
+        Now and then the thought is cut short, as a budget of thoughts cuts it, for the answer to follow all the same.
+        """
         if self.thinking:
+            message["is_thought_cut"] = self.rng.random() < CUT_SHARE
+            if message["is_thought_cut"]:
+                thought = thought[: max(0, self.rng.randrange(-len(thought), len(thought)))]
             message["reasoning_content"] = thought
         self.messages.append(message)
 

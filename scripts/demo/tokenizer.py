@@ -73,14 +73,23 @@ TEMPLATE = r"""{%- macro text(content) -%}
 def assistant_text(message: Json) -> str:
     """What the model writes for an assistant message, from its thinking (if any) to the last tool call."""
     calls = [_call_text(call["function"]) for call in message.get("tool_calls", ())]
-    thought = message.get("reasoning_content")
-    head = f"<think>\n{thought}\n</think>\n\n" if thought else ""
-    return head + "\n".join([message["content"]] * bool(message["content"]) + calls)
+    return _thought_text(message) + "\n".join([message["content"]] * bool(message["content"]) + calls)
 
 
 def _call_text(function: Json) -> str:
     name, arguments = json.dumps(function["name"]), json.dumps(function["arguments"], ensure_ascii=False)
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _begun(message: Json) -> str:
+    """What stands behind the role of an assistant message before the model writes."""
+    if "reasoning_content" not in message:
+        return ""
+    return _thought_text(message) if message["is_thought_cut"] else "<think>\n"
+
+
+def _thought_text(message: Json) -> str:
+    return f"<think>\n{message['reasoning_content']}\n</think>\n\n" if "reasoning_content" in message else ""
 
 
 def render(messages: list[Json], tools: list[Json]) -> list[tuple[str, bool]]:
@@ -95,8 +104,7 @@ def render(messages: list[Json], tools: list[Json]) -> list[tuple[str, bool]]:
     for message in messages[has_system:]:
         role, content = message["role"], message["content"]
         if role == "assistant":
-            text = assistant_text(message)
-            given = "<think>\n" if text.startswith("<think>\n") else ""
+            given, text = _begun(message), assistant_text(message)
             pieces.append((f"<|im_start|>assistant\n{given}", False))
             pieces += [(text[len(given) :] + "<|im_end|>", True), ("\n", False)]
         elif role == "tool":

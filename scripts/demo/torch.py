@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found,misc,no-any-return,untyped-decorator"
-"""The demo model in PyTorch: the qwen3 architecture with the parameter names of its safetensors files.
+"""The demo models in PyTorch: qwen3, and qwen3_5 for `demo-hybrid`, with the parameter names of their files.
 
 For training only; nothing else imports it. Hidden matrices are updated by Muon (orthogonalised momentum; Jordan et
 al. 2024), embedding and norms by AdamW. What is exported is an exponential average of the weights.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental._config
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -52,13 +52,14 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(rows, length, self.num_heads, self.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(rows, length, self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(rows, length, self.num_kv_heads, self.head_dim).transpose(1, 2)
-        q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
         return out
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` with the halves of its last axis turned into each other by the angles of its position."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
@@ -81,42 +82,66 @@ class Feedforward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each after a norm and added to the stream."""
 
-    def __init__(self, c: dict[str, Any]) -> None:
+    def __init__(self, c: dict[str, Any], index: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(c), Feedforward(c)
+        self.is_recurrent = (index + 1) % c.get("full_attention_interval", 1) != 0
+        if self.is_recurrent:
+            self.linear_attn = _gated_delta().GatedDeltaNet(c)
+        else:
+            is_gated = "full_attention_interval" in c
+            self.self_attn = _gated_delta().GatedAttention(c) if is_gated else Attention(c)
+        self.mlp = Feedforward(c)
         self.input_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.post_attention_layernorm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Same shape out as in."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        mixer = self.linear_attn if self.is_recurrent else self.self_attn
+        x = x + mixer(self.input_layernorm(x), cos, sin)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
+def _gated_delta() -> Any:
+    from scripts.demo import gated_delta
+
+    return gated_delta
+
+
 class Network(nn.Module):
-    """The whole model; parameter names gain the prefix `model.` when exported."""
+    """The whole model; parameter names gain a prefix when exported."""
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
-        self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
+        self.layers = nn.ModuleList(Layer(c, index) for index in range(c["num_hidden_layers"]))
         self.norm = RMSNorm(c["hidden_size"], c["rms_norm_eps"])
-        half = c["head_dim"] // 2
+        half = int(c["head_dim"] * c.get("partial_rotary_factor", 1)) // 2
         self.frequencies = c["rope_theta"] ** (-torch.arange(half) / half)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.005 if "o_proj" in name or "down_proj" in name else 0.03)
+                nn.init.normal_(
+                    parameter,
+                    std=0.005 if any(part in name for part in ("o_proj", "out_proj", "down_proj")) else 0.03,
+                )
 
     def forward(self, tokens: Tensor, where: Tensor, targets: Tensor) -> Tensor:
         """Mean loss over the flat positions `where`, whose next tokens are `targets`."""
-        angles = torch.arange(tokens.shape[1])[:, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
+        x = self._through_layers(tokens)
         chosen = self.norm(x.reshape(-1, x.shape[-1])[where])
         return F.cross_entropy(F.linear(chosen, self.embed_tokens.weight).float(), targets)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, tokens, vocabulary] behind each token."""
+        return F.linear(self.norm(self._through_layers(tokens)), self.embed_tokens.weight)
+
+    def _through_layers(self, tokens: Tensor) -> Tensor:
+        angles = torch.arange(tokens.shape[1])[:, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        x: Tensor = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
 
 
 class Trainer:
@@ -128,10 +153,12 @@ class Trainer:
         self.rank, self.num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if self.num_ranks > 1:
             dist.init_process_group("gloo")
-        self.network = Network(config)
+        self.prefix = "model." if config["model_type"] == "qwen3" else "language_model.model."
+        self.network = Network(config.get("text_config", config))
         torch.fx.experimental._config.use_duck_shape = False
         for layer in self.network.layers:
-            layer.compile(dynamic=True)
+            if not layer.is_recurrent:
+                layer.compile(dynamic=True)
         matrices = [p for n, p in self.network.named_parameters() if p.dim() == 2 and "embed" not in n]
         others = [p for n, p in self.network.named_parameters() if p.dim() != 2 or "embed" in n]
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -197,10 +224,22 @@ class Trainer:
             optimizer.load_state_dict(saved)
         return state["step"], state["pool"]
 
+    def begin_with(self, weights: Path) -> None:
+        """Starts from exported weights; the average forgets them as it would forget any others."""
+        loaded = {name.removeprefix(self.prefix): value for name, value in load_file(weights).items()}
+        self.network.load_state_dict(loaded)
+        self.average = {name: value.clone() for name, value in self.network.state_dict().items()}
+        self.num_steps = 100
+
     def export(self, path: Path) -> None:
         """Writes the averaged weights as float32 safetensors."""
-        weights = {f"model.{name}": value.contiguous() for name, value in self.average.items()}
+        weights = {self.prefix + name: _as_mlx(value) for name, value in self.average.items()}
         save_file(weights, path, metadata={"format": "mlx"})
+
+
+def _as_mlx(value: Tensor) -> Tensor:
+    """A weight in MLX's order of axes, in which the channels of a convolution come last."""
+    return (value.transpose(1, 2) if value.dim() == 3 else value).contiguous()
 
 
 def tensors(batch: list[Any]) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,6 +39,43 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
 }
 
+HYBRID_TEXT: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 128,
+    "intermediate_size": 320,
+    "num_hidden_layers": 6,
+    "full_attention_interval": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 1536,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 100000.0,
+    "rope_parameters": {
+        "type": "default",
+        "mrope_section": [3, 3, 2],
+        "rope_theta": 100000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": HYBRID_TEXT,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+MODELS = {"demo": CONFIG, "demo-hybrid": HYBRID}
+
 
 class Plan(NamedTuple):
     """How to train: counts are optimizer steps unless named otherwise."""
@@ -78,11 +115,14 @@ def draw_shape(rng: random.Random, step: int) -> tuple[int, bool]:
 
 def make_example(rng: random.Random, tokenizer: Any, step: int) -> Example:
     """A training dialogue of at most 2 560 tokens."""
+    from scripts.demo.free_form import is_graded
     from scripts.demo.tokenizer import render
     from scripts.demo.world import training_dialogue
 
     num_turns, long_system = draw_shape(rng, step)
     dialogue = training_dialogue(rng, num_turns, long_system)
+    while is_graded(dialogue):
+        dialogue = training_dialogue(rng, num_turns, long_system)
     tokens: list[int] = []
     learned: list[bool] = []
     for text, is_learned in render(dialogue.messages, dialogue.tools):
@@ -117,9 +157,13 @@ def train(args: argparse.Namespace) -> None:
 
     plan = Plan(args.seed, args.steps, args.decay_steps, args.batch_tokens, args.rate, args.minutes)
     out = Path(args.out)
-    tokenizer = Tokenizer.from_file(str(write_fixed_files(out / "model", plan.seed) / "tokenizer.json"))
-    trainer = Trainer(CONFIG, plan.seed, args.threads)
-    step, pool = trainer.resume(out / "checkpoint.pt") if args.resume else (0, 0)
+    tokenizer = Tokenizer.from_file(
+        str(write_fixed_files(out / "model", plan.seed, MODELS[args.model]) / "tokenizer.json")
+    )
+    trainer = Trainer(MODELS[args.model], plan.seed, args.threads)
+    step, pool = trainer.resume(out / "checkpoint.pt") if args.resume else (args.first_step, 0)
+    if args.start is not None and not args.resume:
+        trainer.begin_with(Path(args.start) / "model.safetensors")
     began, loss_sum, num_tokens, share = time.monotonic(), 0.0, 0, 0.0
     while step < plan.steps and share < 1:
         pool += 1
@@ -144,13 +188,13 @@ def train(args: argparse.Namespace) -> None:
                 break
 
 
-def write_fixed_files(folder: Path, seed: int) -> Path:
+def write_fixed_files(folder: Path, seed: int, config: dict[str, Any]) -> Path:
     """Writes config, tokenizer and template into `folder` (an existing tokenizer is kept); returns the folder."""
     from scripts.demo.tokenizer import build_tokenizer, render, write_tokenizer
     from scripts.demo.world import training_dialogue
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {"eos_token_id": [1529, 1527], "pad_token_id": 1527, "do_sample": False}
     if not (folder / "tokenizer.json").exists():
         rng = random.Random(f"{seed}/tokenizer")
@@ -165,7 +209,12 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", default=".cache/demo", help="folder for the checkpoint and the exported model")
+    parser.add_argument("--model", choices=list(MODELS), default="demo")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--start", metavar="FOLDER", help="start from the weights of the model in FOLDER")
+    parser.add_argument(
+        "--first-step", type=int, default=0, help="number of the first step; later ones draw longer talks"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--decay-steps", type=int, default=1000, help="steps over which the rate falls to zero")

@@ -41,7 +41,7 @@ COLOURS = words("""red blue green yellow orange purple pink brown black white gr
 beige crimson indigo magenta maroon navy olive teal lavender coral mint amber scarlet ivory peach lilac bronze""")
 
 PET_KINDS = words("""cat dog rabbit hamster parrot horse goldfish turtle mouse snake lizard canary pony goat duck
-hedgehog ferret frog pig sheep chicken donkey""")
+hedgehog ferret frog pig sheep chicken donkey tortoise rat budgie cow crab spider""")
 
 PET_NAMES = words("""Milo Luna Rex Bella Coco Rocky Daisy Buddy Nala Simba Oscar Felix Lucky Pepper Ginger Shadow
 Fluffy Spot Snowy Biscuit Cookie Peanut Pickle Waffle Mochi Biscotti Noodle Ziggy Tango Pixel Comet Rusty Teddy
@@ -58,7 +58,8 @@ HOBBIES = words("""swimming reading running chess painting cooking hiking dancin
 sailing climbing knitting cycling photography pottery football tennis surfing yoga baking sewing skating archery""")
 
 RELATIONS = words("""sister brother mother father friend boss teacher neighbour son daughter wife husband cousin
-aunt uncle grandmother grandfather colleague coach partner""")
+aunt uncle grandmother grandfather colleague coach partner dad mum girlfriend boyfriend niece nephew mom grandma
+grandpa""")
 
 THINGS = phrases("""password;code word;secret word;door code;room number;wifi password;meeting place;
 name of my boat;name of my band;order number;train number;licence plate;locker number;project name;team name;
@@ -122,6 +123,17 @@ slot small some song sorry speed start state status store string sure system tak
 thank that thing think three ticket time tiny title today token tool train turn type under use value very wall
 want water way weather what when where which white who will without word work would write year yellow you your""")
 
+COMMON_WORDS = words("""the a an and or but if then so because of to in on at by for with from up down out over under
+again very not no yes it he she we they you I me him her us them my your his our their this that these those is are
+was
+were be been am do does did has have had can could will would should may might must one two three four five big small
+old new good bad red blue green long short fast slow cat dog man woman child bird fish tree house car boat book day
+night morning sun moon rain snow wind water fire food bread milk tea coffee work play go come run walk sit sat stand
+eat ate drink sleep see saw hear heard say said tell told make made give gave take took get got like love want need
+think know find found buy sell open close begin end where when why how what who which here there now later today
+tomorrow yesterday always never often only also just about after before between into through price order people
+friend mat hat box door key time place world thing word name song story game school street city country""")
+
 BLENDED = [
     word.lower()
     for listed in (PLAIN_WORDS, NAMES, CITIES, JOBS, FOODS, HOBBIES, FRAME_WORDS, FRAME_WORDS)
@@ -157,6 +169,8 @@ def invented_word(rng: random.Random) -> str:
         rng.choice(SYLLABLE_STARTS) + rng.choice(SYLLABLE_MIDDLES) + rng.choice(SYLLABLE_ENDS) for _ in range(count)
     ]
     word = "".join(parts)
+    if rng.random() < 0.04:
+        word = word.replace(*rng.choice((("a", "ä"), ("o", "ö"), ("u", "ü"), ("e", "é"), ("a", "á"), ("i", "í"))), 1)
     return word.capitalize() if len(word) > 2 else invented_word(rng)
 
 
@@ -206,7 +220,9 @@ class Values:
                 return word
 
     def name(self) -> str:
-        """A first name, invented half of the time."""
+        """A first name, invented half of the time, and seldom one of two letters."""
+        if not self.held and self.rng.random() < 0.03:
+            return self.rng.choice("BDHJKLMNPRSTVWZ") + self.rng.choice("aeiouyo")
         return self.invented() if self.rng.random() < 0.5 else self.pick(NAMES)
 
     def city(self) -> str:

@@ -15,17 +15,24 @@ from scripts.demo.phrases import FACT_LINES, NEUTRAL_LINES, ROLES, STYLES, TOPIC
 from scripts.demo.skills import (
     add,
     ask,
+    ask_all,
     ask_identity,
     ask_two,
+    ask_unknown,
     count,
     gibberish,
+    greet,
     guess,
+    key_of,
+    last_said,
     make_list,
+    mixed_two,
     refuse,
     repeat,
     server_question,
     small_talk,
     tell,
+    told,
 )
 from scripts.demo.talk import Dialogue, Json, Talk
 from scripts.demo.words import phrases
@@ -47,9 +54,7 @@ def use_tool(talk: Talk) -> None:
     talk.keys.append("tool:" + tool.name)
     talk.keys.extend("value:" + value.lower() for value in surface.values())
     message: Json = {"role": "assistant", "content": "", "tool_calls": [tools.call(tool, s) for s in surfaces]}
-    if talk.thinking:
-        message["reasoning_content"] = f"I call {tool.name}."
-    talk.messages.append(message)
+    talk.answer(message, f"I call {tool.name}.")
 
 
 def report_result(talk: Talk) -> None:
@@ -73,9 +78,8 @@ def weather_at_home(talk: Talk) -> None:
     city = talk.facts["city"][0]
     talk.say(talk.rng.choice(AT_HOME))
     weather = tools.KNOWN[0]
-    talk.messages.append({"role": "assistant", "content": "", "tool_calls": [tools.call(weather, {"city": city})]})
-    if talk.thinking:
-        talk.messages[-1]["reasoning_content"] = "I call get_weather."
+    call = tools.call(weather, {"city": city})
+    talk.answer({"role": "assistant", "content": "", "tool_calls": [call]}, "I call get_weather.")
 
 
 PERSONAS = phrases("""You are {n}, {s}.;You are {s} called {n}.;Your name is {n}. You talk like {s}.;
@@ -156,7 +160,8 @@ def set_scene(talk: Talk, long: bool) -> None:
     if rng.random() < 0.25:
         name = rng.choice([name for name in FACT_LINES if name not in talk.facts])
         fields = FACTS[name].draw(talk.values)
-        talk.facts[name] = tuple(fields.values())
+        values = tuple(fields.values())
+        talk.facts[key_of(name, values)] = values
         lines.insert(rng.randrange(len(lines) + 1), FACT_LINES[name].format(**fields))
     if lines:
         talk.messages.append({"role": "system", "content": " ".join(lines)})
@@ -164,18 +169,20 @@ def set_scene(talk: Talk, long: bool) -> None:
 
 Skill = Callable[[Talk], Any]
 MIX: dict[Skill, int] = {
-    tell: 22,
-    ask: 26,
-    ask_two: 3,
+    tell: 30,
+    ask: 60,
+    ask_two: 6,
+    mixed_two: 8,
+    last_said: 2,
     guess: 3,
-    server_question: 6,
-    count: 12,
-    add: 13,
-    make_list: 7,
-    repeat: 10,
-    refuse: 6,
+    server_question: 36,
+    count: 14,
+    add: 10,
+    make_list: 8,
+    repeat: 11,
+    refuse: 28,
     gibberish: 3,
-    small_talk: 10,
+    small_talk: 20,
     ask_identity: 8,
 }
 
@@ -200,12 +207,32 @@ def bring_tools(talk: Talk) -> None:
     talk.schemas = [tools.schema(tool, talk.rng) for tool in talk.tools]
 
 
+def family_talk(talk: Talk, num_turns: int) -> None:
+    """Several relatives, pets or things are told, then asked for, one by one: which is which is hard to learn."""
+    name = talk.rng.choice(("relation", "relation", "pet", "pet", "thing"))
+    for _ in range(talk.rng.choice((1, 2, 2))):
+        tell(talk, [name] * talk.rng.choice((1, 2, 2, 3)))
+    for _ in range(max(2, num_turns)):
+        draw = talk.rng.random()
+        if draw < 0.65:
+            ask(talk, talk.rng.choice(told(talk, name)))
+        elif draw < 0.85:
+            ask_unknown(talk, name)
+        elif FACTS[name].generic:
+            ask_all(talk, name)
+
+
 def training_dialogue(rng: random.Random, num_turns: int, long_system: bool = False) -> Dialogue:
     """A dialogue of the training split with `num_turns` exchanges of any skill."""
-    talk = Talk(rng, held=False, thinking=rng.random() < 0.06)
-    if rng.random() < 0.3:
+    talk = Talk(rng, held=False, thinking=rng.random() < 0.04)
+    if rng.random() < 0.36:
         bring_tools(talk)
     set_scene(talk, long_system)
+    if rng.random() < 0.1:
+        greet(talk)
+    elif rng.random() < 0.2:
+        family_talk(talk, num_turns)
+        return talk.finish()
     for _ in range(num_turns):
         take_turn(talk, MIX)
     return talk.finish()

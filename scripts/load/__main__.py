@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the random requests")
     parser.add_argument("--requests", type=int, default=20_000, help="fuzz: how many")
     parser.add_argument("--first", type=int, default=0, help="fuzz: the number of the first one, to repeat one")
+    parser.add_argument("--leak", type=int, default=0, help="fuzz: bytes lost with each request, which must be found")
     parser.add_argument("--seconds", type=float, default=1500.0, help="fuzz, document: after which it is ended")
     parser.add_argument("--stream-seconds", type=float, default=120.0, help="streams: for how long clients ask")
     parser.add_argument("--examples", type=int, default=20, help="document: for each operation")

@@ -31,6 +31,9 @@ _CALLED = [
 ]  # fmt: skip
 _SAMPLED = {
     "max_tokens": MAX_TOKENS, "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 3,
+    "typical_p": 0.9, "top_n_sigma": 2, "xtc_probability": 0.5, "xtc_threshold": 0.1, "repeat_last_n": 20,
+    "dry_multiplier": 0.8, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": 50,
+    "dry_sequence_breakers": ["\n", "Bob"], "bad_words": ["Mallory", "Oscar"],
     "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "logit_bias": {"5": 1},
     "stop": ["Bob", "Eve"], "session_id": "one", "cache_salt": "salt", "metadata": {"user_id": "u"},
 }  # fmt: skip
@@ -93,6 +96,8 @@ _OPENAI = (
     _post("/v1/completions", prompt="The capital of France is", **_SAMPLED),
     _post("/v1/completions", prompt=["One", "Two"], echo=True, logprobs=1, max_tokens=2, suffix="x"),
     _post("/v1/completions", prompt=[5, 6, 7], max_tokens=2, stream=True),
+    _post("/v1/embeddings", input=["One", "Two"], dimensions=8, encoding_format="base64"),
+    _post("/v1/rerank", query="One", documents=["Two", {"text": "Three"}], top_n=1, return_documents=True),
     Example("GET", "/v1/models"),
     Example("GET", "/v1/models/demo"),
 )
@@ -151,6 +156,8 @@ _OLLAMA = (
     _post("/api/chat", model="demo", messages=_CHAT[:3], options=_OPTIONS, keep_alive="5m"),
     _post("/api/chat", model="demo", messages=[{"role": "user", "content": "Hi"}], tools=[_TOOL], stream=False),
     _post("/api/chat", model="demo", messages=_CHAT[1:2], format=_SCHEMA, think=False, options=_OPTIONS),
+    _post("/api/embed", model="demo", input=["One", "Two"], truncate=True, dimensions=8, keep_alive="5m"),
+    _post("/api/embeddings", model="demo", prompt="One", options={}),
     _post("/api/generate", model="demo", prompt="Hi", system="Be kind.", options=_OPTIONS, context=[5, 6]),
     _post("/api/generate", model="demo", prompt="Hi", raw=True, stream=False, suffix="x", options=_OPTIONS),
     _post("/api/show", model="demo", verbose=True),

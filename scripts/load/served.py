@@ -14,6 +14,7 @@ from pathlib import Path
 
 START_SECONDS = 120.0
 STOP_SECONDS = 30.0
+PROBE_SECONDS = 30.0
 _ON_LOOPBACK = ("--host", "127.0.0.1", "--port", "0", "--name", "load")
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:(\d+)/v1")
 
@@ -27,9 +28,10 @@ class ServerFailed(Exception):
 class Served:
     """A running server process."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", log: Path, probe: Path | None) -> None:
         self._process = process
         self._log = log
+        self._probe = probe
         self.port = self._wait_for_port()
 
     @property
@@ -63,6 +65,18 @@ class Served:
             return int(re.findall(r"VmRSS:\s+(\d+) kB", status.read_text())[0]) * 1024
         return int(_ps("rss=", self._process.pid)) * 1024
 
+    def used_bytes(self) -> int:
+        """Returns what a probed server has in use, as `memory_probe` says; 0 where the C library does not tell."""
+        assert self._probe is not None, "the server was started without a probe"
+        self._probe.unlink(missing_ok=True)
+        self._process.send_signal(signal.SIGUSR2)
+        deadline = time.monotonic() + PROBE_SECONDS
+        while not self._probe.exists():
+            if time.monotonic() > deadline or not self.is_alive:
+                raise ServerFailed(f"the server did not say what it has in use within {PROBE_SECONDS:g} s")
+            time.sleep(0.05)
+        return int(self._probe.read_text())
+
     def cpu_seconds(self) -> float:
         """Returns the processor time that the process has used, in itself and for it in the kernel."""
         stat = Path(f"/proc/{self._process.pid}/stat")
@@ -94,16 +108,18 @@ class Served:
 
 
 @contextmanager
-def serving(*arguments: str, num_files: int | None = None) -> Iterator[Served]:
+def serving(*arguments: str, num_files: int | None = None, leak_bytes: int | None = None) -> Iterator[Served]:
     """Serves the built-in model while the block runs; it may open `num_files`.
 
+    With `leak_bytes` it says what it has in use, and loses so much with each request.
     Raises ServerFailed where it does not start or does not end well.
     """
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
-        log = Path(folder) / "log"
-        process = _start(arguments, Path(folder), log, num_files)
+        log, probe = Path(folder) / "log", Path(folder) / "used"
+        program = ["mlx_serve"] if leak_bytes is None else ["scripts.load.memory_probe", str(probe), str(leak_bytes)]
+        process = _start([*program, "serve", "demo", *arguments], Path(folder), log, num_files)
         try:
-            served = Served(process, log)
+            served = Served(process, log, None if leak_bytes is None else probe)
             yield served
             status = served.stop()
             if status != 0:
@@ -120,7 +136,7 @@ def _start(arguments: Sequence[str], folder: Path, log: Path, num_files: int | N
             resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
 
     cache = ["--cache-dir", str(folder / "cache")]
-    command = [sys.executable, "-m", "mlx_serve", "serve", "demo", *cache, *arguments, *_ON_LOOPBACK]
+    command = [sys.executable, "-m", *arguments, *cache, *_ON_LOOPBACK]
     # What other servers on this machine have claimed is not for a measurement to see.
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
     with log.open("wb") as output:

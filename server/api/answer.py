@@ -120,6 +120,10 @@ class Answer:
         if self._speaks:
             self._log.end(self._session_id, turn, number)
 
+    def leave_log(self) -> None:
+        """Has `close` log nothing: the request is refused, and the line that says so says why."""
+        self._speaks = False
+
     def withdraw(self) -> None:
         """Cancels the request without a word: it is refused after all."""
         self._is_closed = True

@@ -133,6 +133,11 @@ class ChoicesAnswer:
         """Returns in a few words what the request is waiting for."""
         return self.first.progress()
 
+    def leave_log(self) -> None:
+        """Has `close` log nothing; see `Answer.leave_log`."""
+        for answer in self._answers:
+            answer.leave_log()
+
     def close(self) -> None:
         """Cancels what still runs and logs the request, once; call it on every way out."""
         for answer in reversed(self._answers):

@@ -5,16 +5,19 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
 
+from models.embedding_format import EmbeddingFormat, Pooling
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import CompiledGrammar, Grammar
 from models.output.pieces import OutputParser
 from models.output.plain import PlainParser
 from models.output.reasoning import ReasoningParser
 from models.output.reasoning_format import ReasoningFormat, Thinking
+from models.output.token_search import TokenSearch
 from models.output.tool_formats.find import ToolSyntax, tool_parser
 from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
@@ -28,8 +31,9 @@ from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.diagnosis.conversations import Conversations
 from server.engine.command import Command
+from server.engine.embeddings import Vector
 from server.engine.generation import Generation
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, TokenArray
 from server.engine.stats import EngineStats
 from server.pool.errors import ModelNameNeeded, ModelUnknown
 from server.pool.source import ModelSource
@@ -117,6 +121,10 @@ class EnginePort(Protocol):
         """Has a command run on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
         ...
 
+    async def embed(self, texts: Sequence[TokenArray], pooling: Pooling) -> Sequence[Vector]:
+        """Returns the vectors of texts; raises QueueFull, EngineStopped, PromptTooLarge or EmbeddingUnsupported."""
+        ...
+
     def execute_later(self, command: Command[Any, Any]) -> None:
         """Has a command run like `execute`, without waiting for it; its error is only logged."""
         ...
@@ -142,10 +150,17 @@ class ServedModel:
     """Whether the template begins a thought when asked to: a prompt that begins none then asks for none."""
     grammars: AnswerBinder | None = None
     """Binds answers; None where they cannot be bound."""
+    embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
+    """How it makes vectors of texts; None where it does so in a way that is not supported."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's own defaults, for what a request leaves out."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     """What it is, for people."""
+
+    @cached_property
+    def token_search(self) -> TokenSearch:
+        """Looks for texts in its tokens."""
+        return TokenSearch(self.token_texts.piece, self.vocab_size)
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:

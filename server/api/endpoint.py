@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -80,6 +80,60 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
         return JsonBody(found.planned)
 
     return await _unless_disconnected(request, described())
+
+
+class Work(Protocol):
+    """What a request has its model do besides generating."""
+
+    @property
+    def model(self) -> ServedModel:
+        """Its model."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it takes of the key's allowance."""
+        ...
+
+    @property
+    def keep_alive_seconds(self) -> float | None:
+        """How long the model stays loaded after its last request; None: as it was."""
+        ...
+
+    async def run(self, engine: EnginePort) -> Response:
+        """Returns the answer."""
+        ...
+
+
+async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], Work]) -> Response:
+    """Serves one request that generates nothing, within the limits of its key; a client that left ends it.
+
+    `open_work` checks the body on another thread. Raises what `server.api.errors` knows.
+    """
+    context = context_of(request)
+    raw = await read_body(request, context.config.max_body_bytes)
+    if context.is_draining:
+        raise stopped()
+    return await _unless_disconnected(request, _computed(context, request, raw, open_work))
+
+
+async def _computed(
+    context: ApiContext, request: Request, raw: bytes, open_work: Callable[[ApiContext, Incoming], Work]
+) -> Response:
+    permit = context.rate_limits.admit(known_key_of(request), request.state.answer_headers)
+    num_tokens = 0
+    try:
+        opened = partial(_decoded, context, request, raw, "", open_work)
+        plan = partial(context.planning.run, _client_of(request), len(raw), opened)
+        use = await plan_held(context.pool, plan, lambda work: work.model)
+        work, num_tokens = use.planned, use.planned.num_tokens
+        try:
+            _keep_alive(use.hold, work.keep_alive_seconds)
+            return await work.run(context.running_engine(work.model))
+        finally:
+            use.close()
+    finally:
+        permit.close(num_tokens)
 
 
 async def _admitted(
@@ -352,6 +406,9 @@ def _heartbeat(dialect: Dialect, answer: Answer | ChoicesAnswer) -> bytes:
 async def _whole(begun: _Begun) -> Response:
     try:
         return JsonBody(await begun.body())
+    except Exception:
+        begun.answer.leave_log()
+        raise
     finally:
         begun.close()
 

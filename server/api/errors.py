@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from models.errors import InvalidParameter, PromptTooLong
+from models.errors import EmbeddingUnsupported, InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
 from server.api.rate_limits import OverLimit
 from server.api.session_id import SessionIdError
@@ -149,7 +149,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ChatTemplateError():
             message = f"the model's chat template refuses these messages: {error}"
             return ApiError(Code.TEMPLATE_ERROR, message, "messages")
-        case InvalidParameter() | SessionIdError():
+        case InvalidParameter() | SessionIdError() | EmbeddingUnsupported():
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
         case QueueFull():
             return retry_later(Code.QUEUE_FULL, str(error), error.retry_after_seconds)

@@ -28,7 +28,6 @@ _OF_AGENTS = (
 OTHER_APIS = (
     OtherApi("Anthropic's Text Completions API", ("complete",)),
     OtherApi("Anthropic's Message Batches API", ("messages/batches",)),
-    OtherApi("OpenAI's embeddings", ("embeddings",)),
     OtherApi("OpenAI's audio API", ("audio",)),
     OtherApi("OpenAI's images API", ("images",)),
     OtherApi("OpenAI's videos API", ("videos",)),
@@ -51,7 +50,6 @@ OTHER_APIS = (
     OtherApi("the accounts at OpenAI and Anthropic", ("organization", "organizations", "projects", "user_profiles")),
     OtherApi("Azure OpenAI", ("openai/deployments",)),
     OtherApi("LM Studio's own API", ("api/v0", "api/v1")),
-    OtherApi("Ollama's embeddings", ("api/embed", "api/embeddings")),
     OtherApi(
         "the part of Ollama's API that changes which models are there",
         ("api/pull", "api/push", "api/create", "api/copy", "api/delete", "api/blobs"),
@@ -61,7 +59,7 @@ OTHER_APIS = (
     OtherApi("llama.cpp's own completions", ("completion", "infill")),
     OtherApi("llama.cpp's adapters and embeddings", ("lora-adapters", "embedding")),
     OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
-    OtherApi("a reranking API", ("rerank", "reranking", "score")),
+    OtherApi("a scoring API", ("reranking", "score")),
 )
 """The first match counts, so narrower paths stand before wider ones."""
 

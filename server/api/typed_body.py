@@ -1,9 +1,9 @@
 """Checks a decoded body against the type that a dialect gives it, and says in the client's words what is wrong."""
 
 import logging
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from server.api.errors import ApiError, Code
@@ -18,6 +18,15 @@ class BodyModel(BaseModel):
     """Base of all types of bodies: JSON's own types without conversion, unknown fields kept apart."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+def as_whole(value: Any) -> Any:
+    """Some languages have one type of number only and write 16 as 16.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(as_whole)]
+"""A whole number of either spelling."""
 
 
 def parse_body(kind: type[Body], raw: dict[str, Any], rules: Rules) -> Body:

@@ -8,36 +8,25 @@ import asyncio
 import contextlib
 import io
 import os
-import re
 import sys
 import termios
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 
+from server.cli.repl.commands import QUOTES, Commands
+from server.cli.repl.conversation import Dialogue
+from server.cli.repl.files import NO_IMAGES, find_image, is_image
 from server.cli.repl.screen import Screen, standard_screen
-from server.cli.repl.speech import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
+from server.cli.repl.speech import AnswerFailed, Manner, ModelChoice, Said
 
 PROMPT = ">>> "
 CONTINUATION = "... "
-QUOTES = '"""'
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 
-HELP = f"""\
-/help, /?        this text
-/new, /clear     forget the conversation and start another
-/retry           ask the last message again
-/system TEXT     set the system message; without TEXT: show it
-/stats           tokens reused, tokens evaluated and speed of the last answer
-/bye             leave, as do /exit, /quit and Ctrl-D
-
-Pasted lines are one message. {QUOTES} begins and ends a message of several
-lines; a backslash at the end of a line continues it.
-Ctrl-C stops an answer; twice at the prompt it leaves."""
-
-_COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 _LEAVE = ("bye", "exit", "quit")
 
 
@@ -47,9 +36,11 @@ class Opening:
 
     system: str = ""
     question: str = ""
+    history: Path | None = None
+    """Where what is typed is kept, if anywhere."""
 
 
-def chat(answerer: Answerer, opening: Opening, about: str = "") -> int:
+def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
     """Talks until the person leaves, or answers once, and returns the exit status.
 
     `about` says where the model is, if not here; it is shown before the first prompt.
@@ -60,12 +51,13 @@ def chat(answerer: Answerer, opening: Opening, about: str = "") -> int:
         # What is no UTF-8 is a model's problem, not a reason to end.
         sys.stdin.reconfigure(errors="replace")
     try:
+        dialogue = Dialogue(opening.system)
         if opening.question or not sys.stdin.isatty():
-            return _answer_once(Chat(answerer, screen, system=opening.system), opening.question)
+            return _answer_once(Chat(models, screen, dialogue), opening.question)
         from server.cli.repl.keyboard import Keyboard
 
-        screen.note(f"{answerer.name}{about} · /help for help, Ctrl-D to leave")
-        Chat(answerer, screen, system=opening.system, read_line=Keyboard().read).run()
+        screen.note(f"{models.current.name}{about} · /help for help, Ctrl-D to leave")
+        Chat(models, screen, dialogue, read_line=Keyboard(opening.history).read).run()
     except BrokenPipeError:
         # Whoever read the answer has enough of it; what is still buffered must go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,21 +67,18 @@ def chat(answerer: Answerer, opening: Opening, about: str = "") -> int:
 
 @dataclass
 class Chat:
-    """One person's conversations with one model, one after another. Used on one thread, which it blocks."""
+    """One person's conversations, one after another. Used on one thread, which it blocks."""
 
-    answerer: Answerer
+    models: ModelChoice
     screen: Screen
-    system: str = ""
+    dialogue: Dialogue = field(default_factory=Dialogue)
     read_line: Callable[[str], str] = input
     """Shows a prompt and returns one line, or the lines that were pasted; raises EOFError at the end."""
     was_interrupted: bool = False
     """Whether the last answer was stopped by the person."""
-    _turns: list[Turn] = field(default_factory=list)
-    _costs: AnswerCosts | None = None
-    _conversation: int = 1
-    _last_message: str = ""
-    _is_answered: bool = False
-    """Whether the last message and its answer are the last two turns."""
+
+    def __post_init__(self) -> None:
+        self._commands = Commands(self.dialogue, self.models, self.answer)
 
     def run(self) -> None:
         """Reads messages and commands until the person leaves."""
@@ -112,13 +101,31 @@ class Chat:
     def _respond(self, text: str) -> None:
         if not text:
             self.screen.note("Nothing to send: type a message, or /? for help.", is_quiet=True)
-        elif not self._try_command(text):
+            return
+        said = self._commands.try_run(text)
+        if said is None:
             self.answer(text)
+        elif said:
+            self.screen.note(said)
 
     def answer(self, text: str) -> bool:
         """Sends one message and shows the answer as it comes; False if there is none."""
-        self._last_message, self._is_answered, self.was_interrupted = text, False, False
-        self._turns.append({"role": "user", "content": text})
+        image = find_image(text)
+        if image is not None:
+            self.screen.complain(NO_IMAGES.format(image))
+            return False
+        self.dialogue.last_message, self.dialogue.is_answered, self.was_interrupted = text, False, False
+        self.dialogue.turns.append({"role": "user", "content": text})
+        reply = self._hear_reply()
+        if not reply:
+            self.dialogue.turns.pop()
+            return False
+        self.dialogue.turns.append({"role": "assistant", "content": reply})
+        self.dialogue.is_answered = True
+        return True
+
+    def _hear_reply(self) -> str:
+        """Shows what is answered and returns it, as far as it came."""
         reply: list[str] = []
         try:
             with keys_unseen():
@@ -132,78 +139,23 @@ class Chat:
             self.screen.complain(str(error))
         else:
             self.screen.end()
-        if not reply:
-            self._turns.pop()
-            return False
-        self._turns.append({"role": "assistant", "content": "".join(reply)})
-        self._is_answered = True
-        return True
+        return "".join(reply)
 
     async def _stream(self, reply: list[str]) -> None:
-        system: list[Turn] = [{"role": "system", "content": self.system}] if self.system else []
-        self._costs = None
-        async with contextlib.aclosing(self.answerer.answer([*system, *self._turns], self._conversation)) as parts:
+        dialogue = self.dialogue
+        dialogue.costs = None
+        answer = self.models.current.answer(dialogue.prompt(), dialogue.number, dialogue.parameters)
+        async with contextlib.aclosing(answer) as parts:
             async for part in parts:
                 if isinstance(part, Said):
                     self._hear(part, reply)
                 else:
-                    self._costs = part
+                    dialogue.costs = part
 
     def _hear(self, said: Said, reply: list[str]) -> None:
         if said.manner is Manner.ANSWER:
             reply.append(said.text)
         self.screen.show(said)
-
-    # ----------------------------------------------------------------------------------------------- commands
-
-    def _try_command(self, text: str) -> bool:
-        """Does what a command says; False for a message. Pasted lines are a message whatever they begin with."""
-        match = _COMMAND.fullmatch(text)
-        if match is None:
-            return False
-        commands: dict[str, Callable[[str], str]] = {
-            "help": lambda _: HELP,
-            "?": lambda _: HELP,
-            "new": self._start_anew,
-            "clear": self._start_anew,
-            "retry": self._retry,
-            "system": self._set_system,
-            "stats": self._describe_last_answer,
-        }
-        command = commands.get(match[1])
-        if command is None and "\n" in text:
-            return False
-        said = command(match[2] or "") if command else f"There is no command /{match[1]}; /? lists them"
-        if said:
-            self.screen.note(said)
-        return True
-
-    def _start_anew(self, _: str) -> str:
-        self._turns.clear()
-        self._costs, self._last_message = None, ""
-        self._conversation += 1
-        return "A new conversation."
-
-    def _retry(self, _: str) -> str:
-        if not self._last_message:
-            return "There is no message to ask again."
-        if self._is_answered:
-            del self._turns[-2:]
-        self.answer(self._last_message)
-        return ""
-
-    def _set_system(self, text: str) -> str:
-        if not text:
-            return self.system or "There is no system message."
-        self.system = text
-        return "The system message is set."
-
-    def _describe_last_answer(self, _: str) -> str:
-        if self._costs is not None:
-            return self._costs.describe()
-        return "The last answer was not measured." if self._last_message else "Nothing was answered yet."
-
-    # -------------------------------------------------------------------------------------------------- input
 
     def _read_message(self) -> str:
         line = text = self.read_line(PROMPT)
@@ -246,6 +198,9 @@ def _answer_once(talk: Chat, question: str) -> int:
     text = "\n\n".join(part for part in (question.strip(), piped) if part)
     if not text:
         sys.stderr.write("mlx-serve: there is no question: standard input is empty\n")
+        return 1
+    if is_image(piped):
+        talk.screen.complain(NO_IMAGES.format("the image from the pipe"))
         return 1
     is_answered = talk.answer(text)
     if talk.was_interrupted:

@@ -1,4 +1,4 @@
-"""The command line: `mlx-serve serve`, `run`, `list`, `ps`, `stop`, `pull`, `doctor`, `gateway-config` and `cache`.
+"""The command line: one function per command of `mlx-serve`.
 
 The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
 What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
@@ -9,29 +9,32 @@ import inspect
 import logging
 import math
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import Field, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from cache.errors import FolderError
-from models.errors import ModelError, reason
+from models.errors import ModelError
 from models.fast_blas import load_fast_blas
 from models.names import resolve
+from server.cli.config import load_config, show_settings, template
+from server.cli.examples import epilog
 from server.cli.interrupts import held_back, interruptible
-from server.config import GIGABYTE, ConfigError, ServerConfig
+from server.cli.launch.recipes import RECIPES
+from server.config import ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
+from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
     from server.cli.repl.joined import Served
+    from server.cli.shell.outline import CommandOutline
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -39,18 +42,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=epilog(""),
 )
 
 MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a short name such as qwen3:0.6b."
-
-KEY_VARIABLE = "MLX_SERVE_API_KEY"
-
-_UNIT_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 
 
 def main() -> NoReturn:
@@ -77,30 +72,6 @@ def execute(arguments: Sequence[str]) -> int:
         return _tell(str(error), 1)
 
 
-def parse_size(text: str) -> int:
-    """Returns a number of bytes from `8GB`, `512 MiB`, `1.5g` or `4096`; raises ConfigError.
-
-    GB is 10^9 bytes and GiB is 2^30, and so on for the other units.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower(), re.ASCII)
-    if match is None or match[2] not in _UNIT_BYTES:
-        raise ConfigError(f"{text!r} is not a size; write it like 8GB, 512MB or 2GiB")
-    return int(float(match[1]) * _UNIT_BYTES[match[2]])
-
-
-def parse_size_per_day(text: str) -> int | None:
-    """Returns a number of bytes from `200GB/day`, None from `none`; raises ConfigError."""
-    if text.strip().lower() == "none":
-        return None
-    size, slash, unit = text.partition("/")
-    try:
-        if slash and unit.strip().lower() == "day":
-            return parse_size(size)
-    except ConfigError:
-        pass
-    raise ConfigError(f"{text!r} is not a size per day; write it like 200GB/day, or none for no limit")
-
-
 @app.callback(invoke_without_command=True)
 def _root(
     context: typer.Context,
@@ -117,7 +88,7 @@ def _root(
 
 def _serve(**given: Any) -> None:
     """Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama."""
-    config = config_from(given, os.environ)
+    config = load_config(given, os.environ)
     for name in config.models[1:]:
         resolve(name)
     with _loading(config.models[0]) as fast_blas:
@@ -126,9 +97,19 @@ def _serve(**given: Any) -> None:
     raise typer.Exit(serve(config, runtime_folder(os.environ, tempfile.gettempdir()), fast_blas))
 
 
+def _config(*, as_json: bool, as_template: bool, **given: Any) -> None:
+    """Show the settings of `serve`, and whether a flag, a variable or the file says so."""
+    if as_template:
+        typer.echo(template(), nl=False)
+    else:
+        show_settings(given, os.environ, as_json=as_json)
+
+
 @app.command()
 def run(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = "demo",
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Default: the one that `serve` has.")
+    ] = None,
     question: Annotated[
         list[str] | None,
         typer.Argument(metavar="QUESTION", help="Answer this and end; what comes through a pipe is added to it."),
@@ -143,25 +124,31 @@ def run(
     ] = False,
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", envvar="MLX_SERVE_API_KEY", help="The key of a server that has the model."),
+        typer.Option(metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that has the model."),
     ] = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Do not keep what is typed for the arrow keys of the next time.")
+    ] = False,
 ) -> None:
     """Chat with a model in the terminal, or ask it one question."""
     from server.cli.chat import Opening, chat
+    from server.cli.repl.history import history_file
 
-    config = config_from({"models": [model], "context_tokens": context, "cache_memory_bytes": cache_memory})
-    opening = Opening(system, " ".join(question or ()))
+    given = {"models": model and [model], "context_tokens": context, "cache_memory_bytes": cache_memory}
+    config = load_config(given, os.environ)
+    name = config.models[0]
+    opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
     # Only a model loaded here has these limits, and a server may have another model by a folder's name.
-    wants_own = local or context is not None or cache_memory is not None or Path(model).expanduser().is_dir()
-    served = None if wants_own else _find_served(model, api_key)
+    wants_own = local or context is not None or cache_memory is not None or Path(name).expanduser().is_dir()
+    served = None if wants_own else _find_served(name, api_key)
     if served is not None:
-        from server.cli.repl.joined import JoinedModel
+        from server.cli.repl.joined import JoinedModels
 
-        raise typer.Exit(chat(JoinedModel(served, api_key), opening, f" · joined the server at {served.url}"))
-    with _loading(config.models[0]):
-        from server.cli.repl.local import local_model
-    with local_model(config) as answerer:
-        raise typer.Exit(chat(answerer, opening))
+        raise typer.Exit(chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}"))
+    with _loading(name):
+        from server.cli.repl.local import LocalModels
+    with LocalModels(config) as models:
+        raise typer.Exit(chat(models, opening))
 
 
 def _known_urls() -> list[str]:
@@ -172,6 +159,12 @@ def _known_urls() -> list[str]:
     # One of another user, or in a container, is known by its usual address only.
     known = [claim.url for claim in running(runtime_folder(os.environ, tempfile.gettempdir())) if claim.url]
     return list(dict.fromkeys([*known, DEFAULT_URL]))
+
+
+def _usual_url() -> str:
+    """Returns the usual address or, where a server of this user runs at others only, the first of these."""
+    *own, usual = _known_urls()
+    return own[0] if own else usual
 
 
 def _find_served(model: str, api_key: str | None) -> "Served | None":
@@ -197,7 +190,7 @@ def list_models(
 
 _Key = Annotated[
     str | None,
-    typer.Option(metavar="TEXT", envvar="MLX_SERVE_API_KEY", help="The key of a server that asks for one."),
+    typer.Option(metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that asks for one."),
 ]
 
 
@@ -242,7 +235,8 @@ def pull(
 @app.command()
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Address of a running server. Default: http://127.0.0.1:8080.")
+        str | None,
+        typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
@@ -251,7 +245,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="TEXT",
-            envvar="MLX_SERVE_API_KEY",
+            envvar=KEY_VARIABLE,
             help="The key that the client sends: a key sees its own sessions.",
         ),
     ] = None,
@@ -265,13 +259,12 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, for a program.")] = False,
 ) -> None:
     """Say which text keeps prompts from being reused, and how to mend it."""
-    from server.doctor.fetch import DEFAULT_URL
     from server.doctor.report import examine_file, examine_server
 
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed}; it must be above 0")
     if file is None:
-        examine_server(url or DEFAULT_URL, api_key, cache_salt, as_json=json)
+        examine_server(url or _usual_url(), api_key, cache_salt, as_json=json)
     elif url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     else:
@@ -299,11 +292,14 @@ def print_gateway_config(
     typer.echo(gateway_config(gateway), nl=False)
 
 
-cache_app = typer.Typer(help="List or delete the conversations that --cache-disk keeps.", invoke_without_command=True)
+cache_app = typer.Typer(
+    help="List or delete the conversations that --cache-disk keeps.",
+    invoke_without_command=True,
+    epilog=epilog("cache"),
+)
 app.add_typer(cache_app, name="cache")
 
-_CACHE_DIR = ServerConfig.cache_dir
-_CacheDir = Annotated[str, typer.Option(metavar="TEXT", help="The folder that servers have as --cache-dir.")]
+_CacheDir = Annotated[str | None, typer.Option(metavar="TEXT", help="The folder that servers have as --cache-dir.")]
 
 
 @cache_app.callback()
@@ -314,79 +310,109 @@ def _cache(context: typer.Context) -> None:
 
 @cache_app.command("list")
 def list_cache(
-    cache_dir: _CacheDir = _CACHE_DIR,
+    cache_dir: _CacheDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List each model's folder, its size, and whether a server has it open."""
     from server.cli.cache import show
 
-    show(cache_dir, as_json=as_json)
+    show(_cache_folder(cache_dir), as_json=as_json)
 
 
 @cache_app.command("rm")
 def remove_cache(
     folders: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` names it.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Delete every folder.")] = False,
-    cache_dir: _CacheDir = _CACHE_DIR,
+    cache_dir: _CacheDir = None,
 ) -> None:
     """Delete the conversations of a model from the disk."""
     from server.cli.cache import remove_folders
 
     if bool(folders) == everything:
         raise ConfigError("give the folders to remove, or --all")
-    remove_folders(folders or [], cache_dir, everything=everything)
+    remove_folders(folders or [], _cache_folder(cache_dir), everything=everything)
 
 
-def config_from(given: dict[str, Any], environment: Mapping[str, str] = MappingProxyType({})) -> ServerConfig:
-    """Returns the checked settings for what was given, by field name; None means not given. Raises ConfigError."""
-    settings = {setting.name: setting for setting in fields(ServerConfig)}
-    values = {name: _value(settings[name], value) for name, value in given.items() if value not in (None, [], ())}
-    values |= _key_from_elsewhere(values, environment)
-    config = ServerConfig(**values)
-    try:
-        config.check()
-    except ConfigError as error:
-        raise ConfigError(_with_flag(str(error), settings)) from error
-    return config
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    client: Annotated[str, typer.Argument(metavar="|".join(RECIPES), help="The agent to start.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="For the agent; behind -- if they begin with -."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help=f"{MODEL_HELP} Default: the one that `serve` has.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
+    api_key: _Key = None,
+) -> None:
+    """Start a coding agent that asks this server, which is started too if none runs."""
+    from server.cli.launch.commands import Launch
+    from server.cli.launch.commands import launch as start
+
+    asked = Launch(client, model, api_key, arguments or (), show)
+    runtime = runtime_folder(os.environ, tempfile.gettempdir())
+    raise typer.Exit(start(asked, _known_urls(), runtime, os.environ))
 
 
-def _key_from_elsewhere(values: dict[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the API key of a file or, where nothing is said on the command line, of the environment."""
-    file = values.get("api_key_file")
-    if file is None:
-        is_told = "api_key" in values or "api_keys_file" in values
-        key = "" if is_told else environment.get(KEY_VARIABLE, "")
-        return {"api_key": key} if key else {}
-    if "api_key" in values:
-        raise ConfigError("give --api-key or --api-key-file, not both")
-    try:
-        return {"api_key": Path(file).expanduser().read_text(encoding="utf-8").strip()}
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {file} cannot be read: {reason(error)}") from error
+service_app = typer.Typer(
+    help="Have a server start when you log in, by systemd or launchd, with the settings of the file.",
+    invoke_without_command=True,
+    epilog=epilog("service"),
+)
+app.add_typer(service_app, name="service")
 
 
-def _value(setting: "Field[Any]", value: Any) -> Any:
-    if isinstance(value, str) and _is_size(setting):
-        try:
-            return parse_size(value) if setting.metadata["unit"] == "bytes" else parse_size_per_day(value)
-        except ConfigError as error:
-            raise ConfigError(f"{setting.metadata['flag']}: {error}") from error
-    if setting.type is bool:
-        # A switch is given to get what is not the default.
-        return not setting.default
-    return tuple(value) if isinstance(value, list) else value
+@service_app.callback()
+def _service(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@service_app.command("install")
+def install_service() -> None:
+    """Start a server now and at each login; again after a change of settings."""
+    from server.cli.service.commands import install
+
+    install(os.environ)
+
+
+@service_app.command("status")
+def show_service(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Say whether the server runs; the exit status is 1 if not."""
+    from server.cli.service.commands import show_state
+
+    raise typer.Exit(show_state(os.environ, as_json=as_json))
+
+
+@service_app.command("logs")
+def show_service_log(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Show the last 100 lines of the server's log."""
+    from server.cli.service.commands import show_log
+
+    raise typer.Exit(show_log(os.environ, follow=follow))
+
+
+@service_app.command("remove")
+def remove_service() -> None:
+    """End the server, and have it start no more."""
+    from server.cli.service.commands import remove
+
+    remove(os.environ)
+
+
+def _cache_folder(cache_dir: str | None) -> str:
+    return load_config({"cache_dir": cache_dir}, os.environ).cache_dir
 
 
 def runtime_folder(environment: Mapping[str, str], temporary: str) -> Path:
     """Returns this user's folder for what running servers tell each other; it need not exist."""
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return Path(runtime) / "mlx-serve" if runtime else Path(temporary) / f"mlx-serve-{os.geteuid()}"
-
-
-def _with_flag(message: str, settings: "dict[str, Field[Any]]") -> str:
-    """Returns a message about a field as one about the flag that sets it."""
-    name, _, rest = message.partition(" ")
-    return f"{settings[name].metadata['flag']} {rest}" if name in settings else message
 
 
 def _parameter(setting: "Field[Any]") -> inspect.Parameter:
@@ -407,11 +433,7 @@ def _parameter(setting: "Field[Any]") -> inspect.Parameter:
 def _option_type(setting: "Field[Any]") -> Any:
     if setting.type == tuple[str, ...]:
         return list[str]
-    return str if _is_size(setting) else setting.type
-
-
-def _is_size(setting: "Field[Any]") -> bool:
-    return setting.metadata["unit"] in ("bytes", "bytes/day")
+    return str if is_size(setting) else setting.type
 
 
 def _default(setting: "Field[Any]") -> str:
@@ -419,27 +441,29 @@ def _default(setting: "Field[Any]") -> str:
     default: Any = setting.default
     if default is None or default == () or setting.type is bool:
         return ""
-    if setting.metadata["unit"] == "bytes/day":
-        shown = f"{default // GIGABYTE}GB/day"
-    else:
-        shown = f"{default // 2**20}MiB" if _is_size(setting) else default
+    shown = size_literal(setting, default) if is_size(setting) else default
     return f" Default: {shown}."
 
 
 def _metavar(setting: "Field[Any]") -> str:
     if setting.metadata["choices"]:
         return "|".join(setting.metadata["choices"])
-    if _is_size(setting):
+    if is_size(setting):
         return "SIZE" if setting.metadata["unit"] == "bytes" else "SIZE/day"
     return (setting.metadata["unit"] or ("TEXT" if setting.type in (str, str | None) else "NUMBER")).upper()
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives `command` one parameter per setting, as typer reads them from a signature."""
-    parameters = [_parameter(setting) for setting in fields(ServerConfig)]
+def _with_settings(command: Callable[..., None], *others: inspect.Parameter) -> Callable[..., None]:
+    """Gives `command` one parameter per setting, and `others`, as typer reads them from a signature."""
+    parameters = [*(_parameter(setting) for setting in fields(ServerConfig)), *others]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _switch(name: str, flag: str, help_text: str) -> inspect.Parameter:
+    annotation = Annotated[bool, typer.Option(flag, help=help_text)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
 
 
 def _usage_message(error: typer.TyperException) -> str:
@@ -487,6 +511,51 @@ def _tell(message: str, status: int) -> int:
     return status
 
 
-# Made last, because its flags need the functions above; listed first, because it is what most people want.
+# Made last, because their flags need the functions above; listed first, because `serve` is what most people want.
 app.command("serve")(_with_settings(_serve))
 app.registered_commands.insert(0, app.registered_commands.pop())
+app.command("config")(
+    _with_settings(
+        _config,
+        _switch("as_json", "--json", "Print JSON, for programs."),
+        _switch("as_template", "--template", "Print a file of all settings, to be edited."),
+    )
+)
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to be told.")]) -> None:
+    """Print a script by which a shell completes commands, flags and models."""
+    from server.cli.shell.completion import SCRIPTS
+
+    if shell not in SCRIPTS:
+        raise ConfigError(f"there is no completion for {shell!r}; there is one for {', '.join(SCRIPTS)}")
+    typer.echo(SCRIPTS[shell](_outline()), nl=False)
+
+
+@app.command()
+def man() -> None:
+    """Print the manual page, for `man`."""
+    from importlib.metadata import version as version_of
+
+    from server.cli.shell.manual import manual
+
+    typer.echo(manual(_outline(), version_of("mlx-serve")), nl=False)
+
+
+def _outline() -> "CommandOutline":
+    from server.cli.shell.outline import outline
+
+    return outline(typer.main.get_command(app))
+
+
+def _add_examples(group: typer.Typer, prefix: str = "") -> None:
+    for command in group.registered_commands:
+        assert command.name is not None or command.callback is not None
+        name = command.name or getattr(command.callback, "__name__", "")
+        command.epilog = epilog(f"{prefix}{name}")
+
+
+_add_examples(app)
+_add_examples(cache_app, "cache ")
+_add_examples(service_app, "service ")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from cache.tokens import TokenArray, common_prefix_length
 from models.prompt.outline import Outline
-from server.diagnosis.compare import Change, Turn, find_changes_between
+from server.diagnosis.compare import Change, Turn, find_changes_between, find_volatile_head
 from server.diagnosis.prompt import Prompt
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
@@ -29,6 +29,8 @@ class EvaluatedTurn:
     """Whether the cache was cleared since."""
     request_id: str = ""
     """What the request was called."""
+    is_neighbour: bool = False
+    """Whether it is of another conversation, whose system messages are the request's but for a clock, say."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,6 +52,8 @@ def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hi
     """Returns why not more than `hit` tokens were restored, of `match` tokens that the cache knew."""
     if previous is None:
         return _of_first(request, match, hit)
+    if previous.is_neighbour:
+        return _of_neighbour(previous, request, match, hit)
     lost = _Loss(previous, request, match, hit)
     misses = tuple(lost.misses())
     kept: float | None = min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0
@@ -73,6 +77,27 @@ def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
         miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
     return Reuse(match, hit, miss=Miss(MissReason.COLD, token=hit, cause=Cause.COLD) if hit == 0 else None)
+
+
+def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> Reuse:
+    """Returns the account of a conversation's first request, whose system messages another one had but for a clock.
+
+    What they could have shared is these messages, no more.
+    """
+    starts, num_head = request.outline.starts, request.prompt.num_head
+    reach = starts[num_head] if len(starts) > num_head else min(len(previous.tokens), len(request.tokens) - 1)
+    changes = find_volatile_head(previous.turn.prompt, request.prompt)
+    lost = reach - hit
+    if not changes or lost <= EDGE_TOKENS:
+        return _of_first(request, match, hit)
+    first, *hidden = map(_miss_of, changes)
+    common = common_prefix_length(previous.tokens, request.tokens)
+    misses = (replace(first, token=common, lost_tokens=lost), *hidden)
+    return Reuse(match, hit, None, misses[0], lost, misses)
+
+
+def _miss_of(change: Change) -> Miss:
+    return Miss(change.reason, change.index, change.role, None, change.before, change.after, cause=change.cause)
 
 
 def _state_miss(request: Rendered, hit: int, lost: int, reason: MissReason, cause: Cause) -> Miss:
@@ -131,9 +156,5 @@ class _Loss:
             index, role = self._request.outline.message_at(self._common)
             miss = Miss(MissReason.TEMPLATE, index, role, self._common, cause=Cause.TEMPLATE, lost_tokens=lost)
             return [miss]
-        first, *hidden = [self._miss_of(change) for change in changes]
+        first, *hidden = map(_miss_of, changes)
         return [replace(first, token=self._common, lost_tokens=lost), *hidden]
-
-    @staticmethod
-    def _miss_of(change: Change) -> Miss:
-        return Miss(change.reason, change.index, change.role, None, change.before, change.after, cause=change.cause)

@@ -72,6 +72,17 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Change]:
     return [*changes, *_MessageDiff(earlier, later).changes()]
 
 
+def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Change]:
+    """Returns what changes by itself in the system messages of two conversations that otherwise begin alike.
+
+    None where anything else of their beginnings differs, and where nothing does.
+    """
+    is_same = (earlier.tools, earlier.arguments) == (later.tools, later.arguments)
+    if not is_same or earlier.num_head != later.num_head or not earlier.shares_state_with(later):
+        return []
+    return _MessageDiff(Turn(earlier), later).volatile_head(only=True)
+
+
 def _origin_change(earlier: Prompt, later: Prompt) -> Change | None:
     if earlier.model != later.model:
         return Change(Cause.MODEL, MissReason.MODEL_CHANGED, before=earlier.model, after=later.model)
@@ -145,7 +156,8 @@ class _MessageDiff:
         if len(theirs) <= len(ours) and ours[: len(theirs)] == theirs:
             return []
         if not self._is_related and ours[: len(self._prompt.parts)] != theirs[: len(self._prompt.parts)]:
-            return [*self._volatile_head(), self._side_request()]
+            head = self.volatile_head()
+            return [*head, self._side_request(behind=self._head if head else 0)]
         return [change for block in self._blocks() for change in self._changes_of(*block)]
 
     def _are_similar(self) -> bool:
@@ -153,16 +165,26 @@ class _MessageDiff:
         firsts = [next((part for part in parts if not part.is_system), None) for parts in (self._ours, self._theirs)]
         return firsts[0] is not None and firsts[1] is not None and _is_version(firsts[0], firsts[1])
 
-    def _side_request(self) -> Change:
-        index = min(shared_length(self._ours, self._theirs), len(self._theirs) - 1)
+    def _side_request(self, *, behind: int) -> Change:
+        """Returns the change of another conversation, shown from `behind` the messages that were told already."""
+        index = min(max(shared_length(self._ours, self._theirs), behind), len(self._theirs) - 1)
         part = self._theirs[index]
         return Change(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
-    def _volatile_head(self) -> Iterator[Change]:
-        """Yields what changes by itself in a head that even another conversation would share."""
+    def volatile_head(self, *, only: bool = False) -> list[Change]:
+        """Returns what changes by itself in a head that even another conversation would share.
+
+        With `only`, none where anything else of the head differs.
+        """
+        found: list[Change] = []
         for index in range(min(self._head, self._prompt.num_head)):
-            if _is_version(self._ours[index], self._theirs[index]):
-                yield from (change for change in self._edits(index, index) if change.cause in _VOLATILE)
+            if self._ours[index] == self._theirs[index]:
+                continue
+            if not _is_version(self._ours[index], self._theirs[index]):
+                return [] if only else found
+            found += self._edits(index, index)
+        volatile = [change for change in found if change.cause in _VOLATILE]
+        return [] if only and len(volatile) < len(found) else volatile
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields ranges of ours and theirs between which all is as it was."""

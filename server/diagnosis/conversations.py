@@ -6,6 +6,7 @@ Event loop only, or one thread of the doctor's; no clock, no engine.
 """
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from cache.tokens import common_prefix_length
 from models.prompt.outline import NO_OUTLINE
 from models.text_comparison import shared_length
 from server.diagnosis.account import EvaluatedTurn, Rendered
-from server.diagnosis.compare import Turn
+from server.diagnosis.compare import Turn, find_volatile_head
 from server.diagnosis.prompt import Prompt, with_parts_of
 
 MAX_TURNS = 4
@@ -22,6 +23,8 @@ MAX_TURNS = 4
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256
 """The latest unnamed conversations of a namespace among which a request's is looked for."""
+MAX_NEIGHBOURS = 8
+"""The latest conversations of a namespace to which a new one's system messages are compared."""
 MAX_BYTES = 64 << 20
 """Memory for the turns of all conversations: some 80 of 100 000 tokens."""
 
@@ -54,7 +57,7 @@ class Conversations:
         if name is None:
             name = Name(namespace, f"unnamed-{_digest(request_id)}", is_named=False)
         previous = self._closest(self._turns.get(name, []), request)
-        return name, previous or self._find_elsewhere(session_id, request)
+        return name, previous or self._find_elsewhere(session_id, request) or self._find_neighbour(request)
 
     def record(self, name: Name, turn: EvaluatedTurn) -> None:
         """Keeps a turn, in place of the one that it goes on from if nothing in that was changed."""
@@ -129,6 +132,25 @@ class Conversations:
                     if turn.turn.is_answered and turn.turn.reply in request.prompt.said:
                         return turn
         return None
+
+    def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
+        """Returns the last turn of a namespace that begins like the request but for a clock, a counter or an id.
+
+        None where one of the latest turns begins just like it: then nothing keeps them from sharing.
+        """
+        head = request.prompt.parts[: request.prompt.num_head]
+        found: EvaluatedTurn | None = None
+        for turn in self._latest_turns(request.prompt.namespace):
+            earlier = turn.turn.prompt
+            if earlier.parts[: earlier.num_head] == head:
+                return None
+            if found is None and find_volatile_head(earlier, request.prompt):
+                found = replace(turn, is_neighbour=True)
+        return found
+
+    def _latest_turns(self, namespace: str) -> Iterator[EvaluatedTurn]:
+        turns = (turns[-1] for name, turns in reversed(self._turns.items()) if name.namespace == namespace and turns)
+        return itertools.islice(turns, MAX_NEIGHBOURS)
 
     @staticmethod
     def _closest(turns: list[EvaluatedTurn], request: Rendered) -> EvaluatedTurn | None:

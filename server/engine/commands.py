@@ -8,6 +8,7 @@ import numpy as np
 from cache.pins import PinName
 from cache.tokens import TokenArray
 from cache.view import CacheView, NamespaceView, StateBytes
+from server.engine.free_memory import give_back
 from server.engine.worker import Worker
 
 HOLD_SECONDS = 120.0
@@ -32,7 +33,7 @@ class DescribeCache:
 
     def run(self, worker: Worker) -> Described:
         """Returns it, copied."""
-        view = worker.prefix_cache.view(self.namespace, self.max_nodes)
+        view = worker.prefix_cache.reports.view(self.namespace, self.max_nodes)
         in_memory, on_disk = (
             [worker.detokenize(node.first_tokens) for node in nodes] for nodes in (view.nodes, view.disk_nodes)
         )
@@ -45,7 +46,7 @@ class ListNamespaces:
 
     def run(self, worker: Worker) -> list[NamespaceView]:
         """Returns them, the most bytes first."""
-        return worker.prefix_cache.namespaces()
+        return worker.prefix_cache.reports.namespaces()
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Freed:
 
 @dataclass(frozen=True)
 class ClearCache:
-    """Forgets what a namespace holds, but for what running requests use."""
+    """Forgets what a namespace holds, but for what running requests use; idle, the system gets the memory back."""
 
     namespace: str
 
@@ -69,10 +70,12 @@ class ClearCache:
         tokens, before = self._held(worker)
         worker.prefix_cache.clear(self.namespace)
         tokens_left, after = self._held(worker)
+        if not worker.has_work:
+            give_back()
         return Freed(tokens - tokens_left, before.in_memory - after.in_memory, before.disk - after.disk)
 
     def _held(self, worker: Worker) -> tuple[int, StateBytes]:
-        view = worker.prefix_cache.view(self.namespace, max_nodes=0)
+        view = worker.prefix_cache.reports.view(self.namespace, max_nodes=0)
         return view.num_tokens, view.state
 
 

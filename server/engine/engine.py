@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,16 +22,20 @@ from cache.disk import model_folders
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.sizes import CHUNK_TOKENS
+from models.embedding_format import Pooling
+from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
 from server.engine.command import Command
 from server.engine.commands import ResizeBudget
 from server.engine.dormant import DormantState
+from server.engine.embeddings import EmbeddingJob, Vector
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
+from server.engine.free_memory import give_back
 from server.engine.generation import Generation
 from server.engine.inbox import Inbox, WorkerMessage
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, TokenArray
 from server.engine.stats import EngineStats
 from server.engine.worker import Worker
 
@@ -115,6 +119,7 @@ class Engine:
                 expected_tokens=config.expected_tokens,
                 clock=time.monotonic,
                 detokenize=lambda tokens: str(loaded.tokenizer.decode(tokens.tolist())),
+                embedder=Embedder(loaded.model),
                 sessions=None if resumed is None else resumed.sessions,
             )
 
@@ -170,6 +175,18 @@ class Engine:
         generation = Generation(request.request_id, self._inbox.put_cancel)
         self._inbox.put_request(replace(request, max_tokens=min(request.max_tokens, left_tokens)), generation)
         return generation
+
+    async def embed(self, texts: Sequence[TokenArray], pooling: Pooling) -> list[Vector]:
+        """Returns the vectors of texts, each of a token or more that fit the context; a cancel ends the work.
+
+        Raises EngineStopped while not running, QueueFull when too many wait, PromptTooLarge, and
+        EmbeddingUnsupported for a model that makes none.
+        """
+        if not self.is_running:
+            raise EngineStopped("the engine is not running")
+        job = EmbeddingJob(texts, pooling)
+        self._inbox.put_embedding(job)
+        return await asyncio.wrap_future(job.vectors)
 
     def stats(self) -> EngineStats:
         """Returns the counts of the last step; never waits for the device."""
@@ -275,6 +292,7 @@ class Engine:
                     return self._inbox.get(IDLE_PAUSE_SECONDS)
         except Exception:  # a bug of ours; nobody waits for this work
             logger.exception("the engine failed while it was idle")
+        give_back()
         self._idle_work_at = None
         self._stats = worker.stats()
         return self._inbox.get()

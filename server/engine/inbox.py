@@ -8,23 +8,27 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from server.engine.command import Command
+from server.engine.embeddings import EmbeddingJob
 from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.events import Event, Failed, Finished
 from server.engine.generation import Generation
+from server.engine.queue_pace import QueuePace
 from server.engine.request import GenerationRequest
 from server.engine.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = 2
 MAX_COMMANDS = 64
 """Commands that may wait for the end of a step."""
+COMMAND_RETRY_SECONDS = 2
+"""When one that is refused should come again; commands take no longer than a step."""
 
 Result = TypeVar("Result")
 
@@ -42,10 +46,12 @@ class WorkerMessage(Protocol):
 class Inbox:
     """A queue with one reader, the worker thread. Anything may be put into it from any thread."""
 
-    def __init__(self, *, max_slots: int, max_waiting: int) -> None:
-        """`max_waiting` requests may be unfinished beyond the `max_slots` that run."""
+    def __init__(self, *, max_slots: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`max_waiting` requests may be unfinished beyond the `max_slots` that run. `clock` counts seconds."""
         self._max_slots = max_slots
         self._max_waiting = max_waiting
+        self._clock = clock
+        self._pace = QueuePace()
         self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_open = False
@@ -64,13 +70,15 @@ class Inbox:
             self._put(SubmitMessage(request, CountingSink(generation, lambda: None)))
             return
         with self._lock:
-            self._require_open()
-            num_waiting = self.num_open - self._max_slots
-            if num_waiting >= self._max_waiting:
-                raise QueueFull(num_waiting, RETRY_AFTER_SECONDS)
-            self.num_open += 1
-            self._idle.clear()
+            self._count_one_more()
             self._messages.put(SubmitMessage(request, CountingSink(generation, self._request_ended)))
+
+    def put_embedding(self, job: EmbeddingJob) -> None:
+        """Queues texts to make vectors of. Raises QueueFull, as for a request, and EngineStopped."""
+        with self._lock:
+            self._count_one_more()
+            self._messages.put(EmbeddingMessage(job))
+        job.vectors.add_done_callback(lambda _: self._request_ended())
 
     def put_cancel(self, request_id: str) -> None:
         """Queues a cancel; one that comes too late has no effect."""
@@ -82,7 +90,7 @@ class Inbox:
         with self._lock:
             self._require_open()
             if self._num_commands >= MAX_COMMANDS:
-                raise QueueFull(self._num_commands, RETRY_AFTER_SECONDS)
+                raise QueueFull(self._num_commands, COMMAND_RETRY_SECONDS)
             self._num_commands += 1
             self._messages.put(CommandMessage(command, future, self._command_taken))
         return future
@@ -104,11 +112,25 @@ class Inbox:
         if not self._is_open:
             raise EngineStopped("the engine is not running")
 
+    def _count_one_more(self) -> None:
+        self._require_open()
+        num_waiting = self.num_open - self._max_slots
+        if num_waiting >= self._max_waiting:
+            raise QueueFull(num_waiting, self._pace.retry_after_seconds(num_waiting, self._clock()))
+        self.num_open += 1
+        self._note_waiting()
+        self._idle.clear()
+
     def _request_ended(self) -> None:
         with self._lock:
+            self._pace.end(self._clock())
             self.num_open -= 1
+            self._note_waiting()
             if self.num_open == 0:
                 self._idle.set()
+
+    def _note_waiting(self) -> None:
+        self._pace.change(self._clock(), has_waiting=self.num_open > self._max_slots)
 
     def _command_taken(self) -> None:
         with self._lock:
@@ -182,6 +204,21 @@ class SubmitMessage:
     def refuse(self, error: EngineStopped) -> None:
         """Fails the request."""
         self.sink.post([Failed(error)])
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingMessage:
+    """Texts to make vectors of."""
+
+    job: EmbeddingJob
+
+    def handle(self, worker: Worker) -> None:
+        """Queues them."""
+        worker.embed(self.job)
+
+    def refuse(self, error: EngineStopped) -> None:
+        """Fails the request."""
+        self.job.settle(error)
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,15 @@ class Scheduler:
         """Says that no waiting request can begin until a running one ends."""
         self._is_stalled = True
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether a request was found to need memory or a slot that others hold."""
+        return self._is_stalled
+
+    def resume(self) -> None:
+        """Says that memory was given back, though no request ended."""
+        self._is_stalled = False
+
     def find(self, request_id: str) -> Ticket:
         """Returns the ticket of a request that has not ended."""
         return self._tickets[request_id]

@@ -72,7 +72,8 @@ class Sequence:
     ) -> None:
         ends = request.stop_token_ids | (frozenset() if request.ignore_eos else eos_token_ids)
         # Gets a seed if it has none, so that a replay goes on with the same.
-        self.request = replace(request, sampling=_with_ends(_seeded(request.sampling), ends))
+        sampling = _seeded(request.sampling).within(len(request.tokens) + request.max_tokens)
+        self.request = replace(request, sampling=_with_ends(sampling, ends))
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.namespace)

@@ -14,8 +14,10 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from cache.aside import SetAside
 from cache.prefix_cache import PrefixCache
 from server.engine.decode_pipeline import DecodePipeline
+from server.engine.embeddings import EmbedderPort, EmbeddingJob, Embeddings
 from server.engine.errors import EngineStopped
 from server.engine.events import FinishReason
 from server.engine.output_text import MakeDecoder
@@ -52,6 +54,7 @@ class Worker:
         expected_tokens: int,
         clock: Callable[[], float],
         detokenize: Detokenize,
+        embedder: EmbedderPort,
         sessions: EngineSessions | None = None,
     ) -> None:
         """`expected_tokens` is the output that live buffers are sized for; `sessions` are those of the same cache."""
@@ -72,13 +75,15 @@ class Worker:
             chunk_tokens=chunk_tokens,
             expected_tokens=expected_tokens,
         )
+        aside = SetAside(prefix_cache.ledger, prefix_cache.sizes, prefix_cache.reclaimer)
+        self._embeddings = Embeddings(embedder, aside, chunk_tokens)
         self._make_sequence = SequenceFactory(make_decoder, eos_token_ids)
         self._close_runner = runner.close
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return len(self._table) > 0
+        return len(self._table) > 0 or self._embeddings.has_work
 
     @property
     def num_preempted(self) -> int:
@@ -100,6 +105,11 @@ class Worker:
         if request.is_idle_work and any(other.ticket.phase is not Phase.DECODING for other in others):
             self.cancel(request.request_id)
 
+    def embed(self, job: EmbeddingJob) -> None:
+        """Queues texts of which the vectors are wanted."""
+        self._end_idle_work()
+        self._embeddings.add(job)
+
     def cancel(self, request_id: str) -> None:
         """Ends a request now; its progress stays cached. Unknown or finished ids are ignored."""
         sequence = self._table.find(request_id)
@@ -119,6 +129,7 @@ class Worker:
         """Ends every request with an error, keeping their progress where possible."""
         for sequence in self._table:
             self._table.fail(sequence, error)
+        self._embeddings.fail_all(error)
 
     def stop(self, *, parks: bool = False) -> None:
         """Ends every request because the engine ends, and what the runner holds of the device.
@@ -155,8 +166,16 @@ class Worker:
         """Evaluates up to one chunk of prompt tokens and runs one decode step, whichever there is work for."""
         self._update_tickets()
         self._prefill.run_chunk(before_each=self._finish_decode_step)
+        self._give_memory_to_answers()
         self._reserve_next_step()
         self._decode.step()
+        is_waited_for = self._scheduler.count(Phase.WAITING) > 0
+        self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not is_waited_for)
+
+    def _give_memory_to_answers(self) -> None:
+        """Has a text make way for a request that could not begin."""
+        if self._scheduler.is_stalled and self._embeddings.give_way():
+            self._scheduler.resume()
 
     def _update_tickets(self) -> None:
         """Notes, for the scheduler, whose state is still being read from disk, and whose client reads slowly."""
@@ -191,7 +210,9 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Frees slots: of ended sequences, else of the one that ranks last. One that runs alone ends here."""
+        """Frees memory: of a text, of ended sequences, else of the one that ranks last; one alone ends here."""
+        if self._embeddings.give_way():
+            return
         running = self._table.leased()
         ended = [other for other in running if other.output.reason is not None]
         waits = choose_to_wait(other.ticket for other in running)

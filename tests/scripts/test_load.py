@@ -99,7 +99,7 @@ def test_every_question_of_a_stream_is_another() -> None:
 
 def test_a_short_fuzz_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(fuzz, "WARM_UP_REQUESTS", 20)
-    assert fuzz.run(argparse.Namespace(requests=60, first=0, seed=1, seconds=60)), capsys.readouterr().out
+    assert fuzz.run(argparse.Namespace(requests=60, first=0, seed=1, seconds=60, leak=0)), capsys.readouterr().out
     assert "60 requests" in capsys.readouterr().out
 
 
@@ -108,3 +108,14 @@ def test_a_server_that_works_while_idle_is_found_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(idle, "NUM_CONNECTIONS", 3)
     monkeypatch.setattr(idle, "MAX_SHARE", -1.0)
     assert not idle.run(argparse.Namespace())
+
+
+@pytest.mark.parametrize(
+    ("used_bytes", "held_bytes", "words"),
+    [(10 << 20, 60 << 20, ""), (20 << 20, 0, "1049 bytes for each"), (0, 70 << 20, "70 MB more are held")],
+)
+def test_a_leak_of_a_kilobyte_for_each_request_is_found(used_bytes: int, held_bytes: int, words: str) -> None:
+    floor = fuzz.Memory(50 << 20, 200 << 20)
+    memory = fuzz.Memory(floor.used_bytes + used_bytes, floor.held_bytes + held_bytes)
+    assert words in memory.excess(floor, 20_000)
+    assert bool(memory.excess(floor, 20_000)) == bool(words)

@@ -100,6 +100,15 @@ def post(port: int, body: dict[str, Any], headers: dict[str, str], path: str = "
         return Answered(answer.headers["X-Served-By"], json.loads(text))
 
 
+def get(port: int, path: str, headers: dict[str, str]) -> str:
+    """Returns which server found what a path names."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_SECONDS)) as connection:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, (answer.status, answer.read())
+        return str(answer.headers["X-Served-By"])
+
+
 def converse(port: int, name: str, form: str) -> list[Conversation]:
     """Has all conversations go on at once, turn by turn."""
     conversations = [Conversation(f"{name} {number}", form) for number in range(NUM_CONVERSATIONS)]
@@ -228,6 +237,35 @@ def test_keys_part_what_has_the_same_name(cluster: Cluster) -> None:
 def test_each_name_of_a_session_keeps_it_in_one_place(cluster: Cluster, fields: dict[str, Any]) -> None:
     bodies = [{"messages": [{"role": "user", "content": f"Text {n}"}], "max_tokens": 1, **fields} for n in range(4)]
     assert len({post(cluster.port, body, {}).server for body in bodies}) == 1
+
+
+@needs_haproxy
+@pytest.mark.parametrize("key", ["", "a key"])
+def test_what_goes_on_from_a_stored_response_reaches_the_server_that_keeps_it(cluster: Cluster, key: str) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def respond(text: str, **fields: Any) -> Answered:
+        return post(cluster.port, {"input": text, "max_output_tokens": 2, **fields}, headers, "/v1/responses")
+
+    firsts = [respond(f"First of {number}, {key}") for number in range(4)]
+    assert {first.server for first in firsts} == {"first", "second"}
+    for first in firsts:
+        # Neither the same words elsewhere nor the name of a session at the other server has it go there.
+        others = [respond("Go on.", previous_response_id=first.body["id"], prompt_cache_key="k") for _ in range(2)]
+        others.append(respond("And now?", previous_response_id=others[0].body["id"]))
+        assert {other.server for other in others} == {first.server}
+        assert get(cluster.port, f"/v1/responses/{first.body['id']}/input_items", headers) == first.server
+
+
+@needs_haproxy
+def test_a_stored_conversation_is_found_where_it_was_made(cluster: Cluster) -> None:
+    made = [post(cluster.port, {}, {}, "/v1/conversations") for _ in range(4)]
+    assert {one.server for one in made} == {"first", "second"}
+    for one, is_object in zip(made, (True, False) * 2, strict=True):
+        name = one.body["id"]
+        body = {"input": "Hi", "max_output_tokens": 2, "conversation": {"id": name} if is_object else name}
+        assert post(cluster.port, body, {}, "/v1/responses").server == one.server
+        assert get(cluster.port, f"/v1/conversations/{name}/items", {}) == one.server
 
 
 @needs_haproxy

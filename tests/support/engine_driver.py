@@ -11,9 +11,11 @@ import numpy as np
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
+from server.engine.embeddings import EmbedderPort
 from server.engine.events import Delta, Event, Failed, Finished, Started
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.worker import Worker
+from tests.support.fake_embedder import FakeEmbedder
 from tests.support.fake_runner import EOS, FakeRunner
 
 
@@ -76,6 +78,7 @@ def make_worker(
     chunk_tokens: int = 16,
     disk: DiskTier | None = None,
     clock: Callable[[], float] = time.monotonic,
+    embedder: EmbedderPort | None = None,
 ) -> Worker:
     """Returns a worker over a runner, with a cache of its own."""
     return Worker(
@@ -89,6 +92,7 @@ def make_worker(
         expected_tokens=16,
         clock=clock,
         detokenize=detokenize,
+        embedder=embedder or FakeEmbedder(),
     )
 
 
@@ -106,6 +110,7 @@ class Harness:
         disk: DiskTier | None = None,
     ) -> None:
         self.now = 0.0
+        self.embedder = FakeEmbedder()
         self.runner = runner or FakeRunner(layout)
         self.worker = make_worker(
             self.runner,
@@ -114,6 +119,7 @@ class Harness:
             chunk_tokens=chunk_tokens,
             disk=disk,
             clock=lambda: self.now,
+            embedder=self.embedder,
         )
         self.prefix_cache = self.worker.prefix_cache
         self._ids = (f"r{number}" for number in itertools.count())

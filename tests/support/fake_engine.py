@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cache.restore_points import RestorePoint, RestorePointKind
+from models.embedding_format import Pooling
 from models.output.tool_format import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
 from server.api.context import ServedModel
@@ -50,6 +51,12 @@ class Script:
     """How long the request waits for a slot."""
 
 
+def _direction(tokens: Any) -> Any:
+    """A vector of length 1 in four dimensions: how often the tokens leave each rest."""
+    counts = np.bincount(tokens % 4, minlength=4).astype(np.float32)
+    return counts / np.linalg.norm(counts)
+
+
 @dataclass
 class FakeEngine:
     """Satisfies `EnginePort`. `script` may be replaced at any time, or be a function of the request."""
@@ -65,6 +72,10 @@ class FakeEngine:
     cancel_seen: threading.Event = field(default_factory=threading.Event)
     budget_bytes: int | None = None
     """What it was given last by `try_resize`."""
+    embedded: list[tuple[list[list[int]], Pooling]] = field(default_factory=list)
+    """The tokens of the texts of each request for vectors, and how they were to be pooled."""
+    embedding_error: Exception | None = None
+    """Raised in place of vectors."""
     excess_bytes: int = 0
     """What `try_resize` says that running requests hold beyond any budget."""
 
@@ -92,6 +103,14 @@ class FakeEngine:
         if not self.is_running:
             raise EngineStopped("stopped")
         self.commands.append(command)
+
+    async def embed(self, texts: Sequence[Any], pooling: Pooling) -> list[Any]:
+        if not self.is_running:
+            raise EngineStopped("stopped")
+        if self.embedding_error is not None:
+            raise self.embedding_error
+        self.embedded.append(([text.tolist() for text in texts], pooling))
+        return [_direction(text) for text in texts]
 
     async def try_resize(self, budget_bytes: int) -> int:
         self.budget_bytes = budget_bytes

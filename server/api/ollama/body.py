@@ -11,17 +11,16 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from models.inference.sampling_params import SamplingParams, check
+from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check
 from models.output.tool_formats.harmony import HarmonyFormat
 from server.api.context import ApiContext, ServedModel
 from server.api.dialect import ModelReady, Payload
 from server.api.errors import ApiError, Code
-from server.api.field_rules import refuse_fields, refuse_windows
 from server.api.ollama.fields import IN_OPTIONS
 from server.api.params import GenerationParams
 from server.api.structured_output import ANY_OBJECT, AnswerGrammar, json_grammar
 from server.api.thinking import ThinkingWish
-from server.api.typed_body import BodyModel
+from server.api.typed_body import BodyModel, Whole
 from server.pool.errors import ModelNotLoaded, ModelUnknown
 from server.pool.keep_alive import parse_keep_alive
 
@@ -31,16 +30,21 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_NAMED_OPTIONS = 500
 """Characters of unknown options that the log names."""
-OPTIONS_PLACE = "options."
+SAMPLING_OPTIONS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repeat_last_n",
+)
 
 HIGHEST_EFFORT = "max"
 EFFORTS = ("high", "medium", "low", HIGHEST_EFFORT)
 HIGHEST_OF_HARMONY = "high"
-
-
-def _whole(value: Any) -> Any:
-    """Some languages have one type of number only and write 16 as 16.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _format(value: Any) -> Any:
@@ -68,28 +72,38 @@ def _keep_alive(value: Any) -> Any:
     return value
 
 
-_Whole = Annotated[int, BeforeValidator(_whole)]
+KeepAlive = Annotated[str | float | None, BeforeValidator(_keep_alive)]
+"""How long a model stays loaded, in any of the ways in which clients write it."""
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
+def keep_alive_seconds(keep_alive: str | float | None) -> float | None:
+    """Returns a checked `keep_alive` in seconds, infinite for ever; None where nothing is said."""
+    return None if keep_alive is None else parse_keep_alive(keep_alive)
+
+
 class Options(BodyModel):
     """`options`: how the answer is sampled and where it ends."""
 
-    num_predict: _Whole | None = None
+    num_predict: Whole | None = None
     """0 and below are no limit."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_k: _Whole | None = None
+    top_k: Whole | None = None
     """0 and below keep all tokens."""
     top_p: _Share | None = None
     min_p: _Share | None = None
-    seed: Annotated[int, BeforeValidator(_whole), Field(ge=-(2**63), lt=2**63)] | None = None
+    typical_p: _Share | None = None
+    """0 is the same as 1, which keeps all tokens."""
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     """Below 0 is none."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
+    repeat_last_n: Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)] | None = None
+    """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
 
 
 class OllamaBody(BodyModel):
@@ -102,7 +116,7 @@ class OllamaBody(BodyModel):
     """The JSON schema that the answer is bound to; "json" for any object."""
     think: Annotated[bool | str | None, BeforeValidator(_think)] = None
     options: Options | None = None
-    keep_alive: Annotated[str | float | None, BeforeValidator(_keep_alive)] = None
+    keep_alive: KeepAlive = None
     """How long the model stays loaded after its last request."""
 
     @property
@@ -113,7 +127,7 @@ class OllamaBody(BodyModel):
     @property
     def keep_alive_seconds(self) -> float | None:
         """How long the model stays loaded after its last request, infinite for ever; None where nothing is said."""
-        return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
+        return keep_alive_seconds(self.keep_alive)
 
     def answer_grammar(self) -> AnswerGrammar | None:
         """Returns what the answer is bound to."""
@@ -167,12 +181,9 @@ def read_params(body: OllamaBody, fields: Mapping[str, Any], model: ServedModel)
     """
     options = body.options or Options()
     sent: Mapping[str, Any] = fields.get("options") or {}
-    refuse_fields(sent, IN_OPTIONS, OPTIONS_PLACE)
     _warn_of_unknown(sent)
-    sampling = _sampling(options, sent, model)
+    sampling = _sampling(options, model)
     check(sampling, model.vocab_size)
-    if sampling.is_penalised:
-        refuse_windows(sent, IN_OPTIONS, OPTIONS_PLACE)
     limit = options.num_predict
     return GenerationParams(
         sampling,
@@ -188,10 +199,11 @@ def _warn_of_unknown(options: Mapping[str, Any]) -> None:
         logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
 
 
-def _sampling(options: Options, sent: Mapping[str, Any], model: ServedModel) -> SamplingParams:
+def _sampling(options: Options, model: ServedModel) -> SamplingParams:
     """Returns the model's sampling defaults with what the options say about them."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty")
-    given: dict[str, Any] = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given: dict[str, Any] = {
+        name: getattr(options, name) for name in SAMPLING_OPTIONS if getattr(options, name) is not None
+    }
     if options.repeat_penalty is not None:
         given["repetition_penalty"] = options.repeat_penalty
     if given.get("seed", 0) < 0:
@@ -201,8 +213,8 @@ def _sampling(options: Options, sent: Mapping[str, Any], model: ServedModel) -> 
     if given.get("top_p") == 0:
         # No mass at all is the likeliest token alone.
         given |= {"top_p": 1.0, "top_k": 1}
-    if sent.get("repeat_last_n") == 0:
-        given |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    if given.get("typical_p") == 0:
+        given["typical_p"] = 1.0
     return replace(model.sampling, **given)
 
 

@@ -4,7 +4,7 @@ The tables are checked against the types of the bodies and against docs/ollama.m
 does not know is ignored, as Ollama ignores it; for an unknown option it warns in its log, and so does this server.
 """
 
-from server.api.field_rules import Rule, Rules, Treatment, honoured, no_effect, refused
+from server.api.field_rules import Rules, honoured, no_effect, refused
 
 IN_BOTH: Rules = {
     **honoured("model stream format think options keep_alive"),
@@ -14,6 +14,17 @@ IN_BOTH: Rules = {
     **refused("a prompt is only shown with an answer to it", _debug_render_only=(False,)),
 }
 """Fields of both generation endpoints."""
+
+_OF_VECTORS: Rules = {
+    **honoured("model keep_alive"),
+    **no_effect("options are about answers, and vectors are none", "options"),
+}
+
+IN_EMBED: Rules = {**_OF_VECTORS, **honoured("input truncate dimensions")}
+"""Fields of `POST /api/embed`."""
+
+IN_EMBEDDING: Rules = {**_OF_VECTORS, **honoured("prompt")}
+"""Fields of `POST /api/embeddings`."""
 
 IN_CHAT: Rules = {**IN_BOTH, **honoured("messages tools")}
 """Fields of `POST /api/chat`."""
@@ -35,15 +46,11 @@ IN_MESSAGE: Rules = {
 
 IN_OPTIONS: Rules = {
     **honoured(
-        "num_predict temperature top_k top_p min_p seed stop repeat_penalty presence_penalty frequency_penalty"
+        """
+        num_predict temperature top_k top_p min_p typical_p seed stop repeat_penalty presence_penalty
+        frequency_penalty repeat_last_n
+        """
     ),
-    "repeat_last_n": Rule(
-        Treatment.REFUSED,
-        "penalties look at all tokens or at none, never at the last few only",
-        (-1, 0),
-        only_with_penalties=True,
-    ),
-    **refused("the sampler has temperature, top_k, top_p, min_p and penalties only", typical_p=(1, 0)),
     **no_effect("the context is as long as the server's, see --context", "num_ctx"),
     **no_effect("tokens are never shifted or dropped from the context", "num_keep"),
     **no_effect("it could only save time", "draft_num_predict"),

@@ -5,6 +5,14 @@ from starlette.routing import Route
 from server.api.dialect import Api
 from server.api.ollama.chat import OllamaChatAnswer, OllamaChatBody, chat
 from server.api.ollama.dialect import ErrorText, OllamaDialect
+from server.api.ollama.embed import (
+    EmbedAnswer,
+    EmbedBody,
+    EmbeddingAnswer,
+    EmbeddingPromptBody,
+    embed,
+    embed_prompt,
+)
 from server.api.ollama.generate import OllamaGenerateAnswer, OllamaGenerateBody, generate_text
 from server.api.ollama.models import (
     RunningList,
@@ -25,6 +33,8 @@ NDJSON = OllamaDialect.stream_media_type
 _ROUTES = (
     Route("/api/chat", chat, methods=["POST"]),
     Route("/api/generate", generate_text, methods=["POST"]),
+    Route("/api/embed", embed, methods=["POST"]),
+    Route("/api/embeddings", embed_prompt, methods=["POST"]),
     Route("/api/tags", tags, methods=["GET"]),
     Route("/api/show", show, methods=["POST"]),
     Route("/api/ps", ps, methods=["GET"]),
@@ -34,6 +44,8 @@ _ROUTES = (
 _OPERATIONS: Operations = {
     chat: Operation(OllamaChatBody, OllamaChatAnswer, OllamaChatAnswer, NDJSON),
     generate_text: Operation(OllamaGenerateBody, OllamaGenerateAnswer, OllamaGenerateAnswer, NDJSON),
+    embed: Operation(EmbedBody, EmbedAnswer),
+    embed_prompt: Operation(EmbeddingPromptBody, EmbeddingAnswer),
     tags: Operation(answer=TagsBody),
     show: Operation(ShowBody, ShownBody),
     ps: Operation(answer=RunningList),

@@ -12,12 +12,16 @@ _NO_TEMPLATE = "a plain completion has no messages, tools or template; send it t
 IN_BOTH: Rules = {
     **honoured(
         """
-        model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature
-        top_p top_k min_p seed repetition_penalty repeat_penalty presence_penalty frequency_penalty logit_bias
-        stop stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens ignore_eos
-        response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
-        guided_grammar grammar ebnf session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention
-        priority service_tier metadata store
+        model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
+        top_k min_p typical_p top_n_sigma xtc_probability xtc_threshold
+        seed repetition_penalty repeat_penalty presence_penalty frequency_penalty repeat_last_n
+        dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+        logit_bias allowed_token_ids bad_words stop
+        stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens
+        ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
+        guided_grammar grammar ebnf
+        session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
+        store
         """
     ),
     **no_effect("it only says who asks", "user safety_identifier", is_read=True),
@@ -42,8 +46,7 @@ IN_BOTH: Rules = {
     **no_effect(
         "it belongs to a field that is refused",
         """
-        xtc_threshold mirostat_tau mirostat_eta dynatemp_exponent dry_base dry_allowed_length dry_penalty_last_n
-        dry_sequence_breakers truncation_side custom_params
+        mirostat_tau mirostat_eta dynatemp_exponent truncation_side custom_params
         routed_experts_start_len routed_experts_prompt_start return_mm_kwargs
         """,
     ),
@@ -68,15 +71,11 @@ IN_BOTH: Rules = {
         do_sample=(True,),
     ),
     **refused(
-        "the sampler has temperature, top_k, top_p, min_p, penalties and logit_bias only",
-        top_n_sigma=(-1, 0),
+        "there is no such sampler here",
         top_a=(0,),
-        typical_p=(1,),
         tfs_z=(1,),
-        xtc_probability=(0,),
         mirostat=(0,),
         dynatemp_range=(0,),
-        dry_multiplier=(0,),
         min_keep=(0,),
         samplers=(),
         no_repeat_ngram_size=(0,),
@@ -86,17 +85,11 @@ IN_BOTH: Rules = {
         custom_logit_processor=(),
     ),
     **refused(
-        "penalties look at all tokens, never at the last few only",
+        "how many tokens the penalties look at is repeat_last_n's to say",
         only_with_penalties=True,
-        repeat_last_n=(-1,),
         repetition_context_size=(),
         presence_context_size=(),
         frequency_context_size=(),
-    ),
-    **refused(
-        "single tokens are steered by logit_bias only",
-        allowed_token_ids=(),
-        bad_words=([],),
     ),
     **refused(
         "an answer ends where the model ends it, at a text in stop, at a token, or at max_tokens",
@@ -188,6 +181,33 @@ IN_BOTH: Rules = {
     ),
 }
 """Fields of both completion endpoints."""
+
+_OF_VECTORS: Rules = {
+    **no_effect("it only says who asks", "user"),
+    **no_effect("vectors depend on their text only", "session_id cache_salt priority"),
+    **refused(
+        "a text that is too long is answered with an error, never cut",
+        truncate_prompt_tokens=(-1,),
+        max_tokens_per_doc=(),
+        max_chunks_per_doc=(),
+    ),
+}
+
+IN_EMBEDDINGS: Rules = {
+    **_OF_VECTORS,
+    **honoured("model input encoding_format dimensions"),
+    **refused("texts have the tokens that the tokenizer puts around them", add_special_tokens=(True,)),
+    **refused("a vector has the length 1", normalize=(True,), embd_normalize=(2,)),
+    **refused("texts are embedded as they are, without a template", messages=([],), task=(), input_type=()),
+}
+"""Fields of `POST /v1/embeddings`."""
+
+IN_RERANK: Rules = {
+    **_OF_VECTORS,
+    **honoured("model query documents top_n return_documents"),
+    **refused("a document is a text, or an object with a text", rank_fields=([], ["text"])),
+}
+"""Fields of `POST /v1/rerank`."""
 
 IN_CHAT: Rules = {
     **IN_BOTH,

@@ -4,13 +4,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from models.inference.sampling_params import MAX_REPEATED, MAX_WINDOW
 from server.api.errors import ApiError, Code
 from server.api.openai.output_format import BoundBody
-from server.api.typed_body import BodyModel
+from server.api.typed_body import BodyModel, Whole, as_whole
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 128
+MAX_BREAKERS = 64
+MAX_BREAKER_CHARACTERS = 64
 RANDOM_SEED = -1
 """What clients send for "no seed"."""
 
@@ -18,13 +23,8 @@ NO_LIMIT = -1
 """What clients send for "until the context is full"."""
 
 
-def _whole(value: Any) -> Any:
-    """Some languages have one type of number only and write 16 as 16.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _limit(value: Any) -> Any:
-    whole = _whole(value)
+    whole = as_whole(value)
     return None if whole == NO_LIMIT else whole
 
 
@@ -40,11 +40,15 @@ def _priority(value: Any) -> Any:
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Breaker = Annotated[str, Field(max_length=MAX_BREAKER_CHARACTERS)]
+_BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_NonzeroShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
-_MinTokens = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63)] | None
+_Window = Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)]
+_MinTokens = Annotated[Whole, Field(ge=0, lt=2**63)] | None
 _Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_limit)]
 
 
@@ -72,22 +76,40 @@ class GenerationBody(BoundBody):
     max_new_tokens: _Limit = None
     n_predict: _Limit = None
     """Other names of `max_tokens`; where several are given, the smallest counts."""
-    n: Annotated[int, BeforeValidator(_whole), Field(ge=1)] | None = None
+    n: Annotated[Whole, Field(ge=1)] | None = None
     """How many answers are given to each prompt."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: _Share | None = None
-    top_k: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
     """-1 and 0 keep all tokens."""
     min_p: _Share | None = None
-    seed: Annotated[int, BeforeValidator(_whole), Field(ge=RANDOM_SEED, lt=2**63)] | None = None
+    typical_p: _NonzeroShare | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=100, allow_inf_nan=False)] | None = None
+    """0 and below keep all tokens."""
+    xtc_probability: _Share | None = None
+    xtc_threshold: _Share | None = None
+    seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     """-1 is the same as none."""
     repetition_penalty: _RepetitionPenalty | None = None
     repeat_penalty: _RepetitionPenalty | None = None
     """Another name of `repetition_penalty`; the two may not contradict each other."""
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
+    repeat_last_n: _Window | None = None
+    """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
+    dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    """0 penalises no repetition by its length."""
+    dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
+    dry_allowed_length: Annotated[Whole, Field(ge=1, le=MAX_REPEATED)] | None = None
+    dry_penalty_last_n: _Window | None = None
+    dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS)] | None = None
+    """Texts that no repetition reaches across."""
     logit_bias: dict[str, _Bias] | None = None
     """Token id, as a text, to bias."""
+    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    """Nothing but these tokens is sampled."""
+    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    """Texts that are not in the answer, as far as it spells them with the tokens that the tokenizer would take."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (
         None
     )

@@ -10,6 +10,7 @@ from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
 from server.api.field_rules import Rules, refuse_windows
 from server.api.openai.generation_body import RANDOM_SEED, GenerationBody
+from server.api.openai.sampling_texts import bad_word_tokens, breaker_tokens
 from server.api.params import GenerationParams, check_token_ids
 from server.api.structured_output import AnswerGrammar
 from server.engine.request import Priority
@@ -22,10 +23,19 @@ SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "typical_p",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
     "seed",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "repeat_last_n",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
 )
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
@@ -84,6 +94,8 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
         given["seed"] = None
     if "top_k" in given and not 0 < given["top_k"] < model.vocab_size:
         given["top_k"] = 0
+    if "top_n_sigma" in given:
+        given["top_n_sigma"] = max(given["top_n_sigma"], 0.0)
     if given.get("top_p") == 0:
         # No mass at all is the likeliest token alone.
         given |= {"top_p": 1.0, "top_k": 1}
@@ -91,6 +103,13 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     given["top_logprobs"] = body.num_top_logprobs()
     if body.logit_bias:
         given["logit_bias"] = _biases(body.logit_bias, model.vocab_size)
+    if body.allowed_token_ids:
+        check_token_ids(body.allowed_token_ids, model.vocab_size, "allowed_token_ids")
+        given["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    if body.bad_words:
+        given["bad_words"] = bad_word_tokens(body.bad_words, model)
+    if given.get("dry_multiplier"):
+        given["dry_breakers"] = breaker_tokens(body.dry_sequence_breakers, model)
     return replace(model.sampling, **given)
 
 

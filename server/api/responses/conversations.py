@@ -116,7 +116,8 @@ async def delete_item(request: Request) -> Response:
 
 def _create(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(NewConversation, incoming.fields, IN_CONVERSATION)
-    name = uuid.uuid4().hex
+    # A gateway finds the server of a conversation by the request that made it.
+    name = incoming.request_id.rpartition("_")[2]
     items = with_ids(_whole_items(body.items or []), name)
     conversation = StoredConversation(f"conv_{name}", int(time.time()), body.metadata or {})
     store, namespace = context.kept(store_of), namespace_of_query(incoming.http)

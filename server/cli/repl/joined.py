@@ -3,14 +3,15 @@
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
 from models.names import parse_repository
-from server.cli.repl.speech import AnswerCosts, AnswerFailed, Manner, Said, Turn, costs_of
+from server.cli.repl.parameters import body_fields
+from server.cli.repl.speech import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn, costs_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +87,16 @@ class JoinedModel:
         """The model's id."""
         return self._served.model
 
-    async def answer(self, turns: Sequence[Turn], conversation: int) -> AsyncGenerator[Said | AnswerCosts, None]:
+    async def answer(
+        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Yields an answer, and its costs last; raises AnswerFailed. When cancelled, the server notices by itself."""
         body = {
             "model": self._served.model,
             "messages": list(turns),
             "session_id": f"{self._session}-{conversation}",
             "stream": True,
+            **body_fields(parameters),
         }
         # The server's heartbeats come every few seconds, but how often is its own choice.
         timeout = httpx2.Timeout(None, connect=ASK_SECONDS)
@@ -110,6 +114,25 @@ class JoinedModel:
             raise AnswerFailed(f"the server at {self._served.url} does not answer any more") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise AnswerFailed(f"what the server at {self._served.url} sends cannot be read") from error
+
+
+class JoinedModels:
+    """The models of one server, which loads those that are asked for."""
+
+    def __init__(self, served: Served, api_key: str | None = None) -> None:
+        self._url, self._api_key = served.url, api_key
+        self.current: Answerer = JoinedModel(served, api_key)
+
+    def names(self) -> Sequence[str]:
+        """Returns the models that the server has or can load."""
+        return _models_at(self._url, self._api_key)
+
+    def change(self, name: str) -> None:
+        """Talks to another model of the server; raises AnswerFailed."""
+        found = find_served(name, [self._url], self._api_key)
+        if found is None:
+            raise AnswerFailed(f"the server at {self._url} has no model {name!r}; /model lists those it has")
+        self.current = JoinedModel(found, self._api_key)
 
 
 def _parts_of(line: str) -> list[Said | AnswerCosts]:

@@ -1,17 +1,22 @@
 """Answers from a model in this process, without HTTP."""
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 
 from models.errors import ModelError
+from models.names import installed, resolve, shorten
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api.context import EnginePort, ServedModel
-from server.cli.repl.speech import AnswerCosts, AnswerFailed, Manner, Said, Turn
+from server.cli.repl.parameters import MAX_TOKENS, SAMPLING, template_fields
+from server.cli.repl.speech import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
 from server.config import ServerConfig
 from server.engine.errors import EngineError
 from server.engine.events import Delta, Failed, Finished, FinishReason
@@ -51,11 +56,13 @@ class LocalModel:
         """The model's id."""
         return self._model.id
 
-    async def answer(self, turns: Sequence[Turn], conversation: int) -> AsyncGenerator[Said | AnswerCosts, None]:
+    async def answer(
+        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first."""
         try:
-            prompt = self._model.renderer.render(turns)
-            generation = self._engine.submit(self._request(prompt, conversation))
+            prompt = self._model.renderer.render(turns, template_kwargs=_template_arguments(parameters))
+            generation = self._engine.submit(self._request(prompt, conversation, parameters))
         except (ModelError, EngineError, ValueError) as error:
             raise AnswerFailed(str(error)) from error
         parser = self._model.output_parser((), prompt.text)
@@ -69,7 +76,7 @@ class LocalModel:
                 yield part
             raise
 
-    def _request(self, prompt: RenderedPrompt, conversation: int) -> GenerationRequest:
+    def _request(self, prompt: RenderedPrompt, conversation: int, parameters: Mapping[str, Any]) -> GenerationRequest:
         max_tokens = self._model.context_tokens - len(prompt.tokens)
         if max_tokens < 1:
             raise ValueError(
@@ -79,12 +86,70 @@ class LocalModel:
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
-            max_tokens=max_tokens,
-            sampling=self._model.sampling,
+            max_tokens=min(max_tokens, parameters.get(MAX_TOKENS, max_tokens)),
+            sampling=replace(
+                self._model.sampling, **{name: parameters[name] for name in SAMPLING if name in parameters}
+            ),
             session_id=f"run-{conversation}",
             restore_points=prompt.restore_points,
             thinking=self._model.thinking(prompt.text),
         )
+
+
+class LocalModels:
+    """The model of this process. Another takes its place: memory may not hold both. Leave it as a context."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Loads the first model of the settings; raises ModelError."""
+        self._config = config
+        self._stack = ExitStack()
+        self.current: Answerer = self._stack.enter_context(local_model(config))
+
+    def __enter__(self) -> "LocalModels":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def names(self) -> Sequence[str]:
+        """Returns the models of this machine."""
+        return [shorten(model.name) for model in installed()]
+
+    def change(self, name: str) -> None:
+        """Loads another model in place of this one; raises ModelError, and then this one is loaded again."""
+        if name == self.current.name:
+            return
+        resolve(name)
+        before = self._config
+        try:
+            self._load(replace(before, models=(name,)))
+        except BaseException:
+            # Ctrl-C while it loads is a change of mind.
+            self._load(before)
+            raise
+
+    def _load(self, config: ServerConfig) -> None:
+        self._stack.close()
+        self.current = _Nobody()
+        gc.collect()
+        self.current = self._stack.enter_context(local_model(config))
+        self._config = config
+
+
+class _Nobody:
+    """Stands for the model while there is none, so that the memory of the last one is free."""
+
+    name = "none"
+
+    def answer(
+        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Said | AnswerCosts, None]:
+        """Raises AnswerFailed."""
+        raise AnswerFailed("no model is loaded; /model NAME loads one")
+
+
+def _template_arguments(parameters: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return template_fields(parameters).get("chat_template_kwargs")
 
 
 async def _follow(generation: Generation, parser: OutputParser) -> AsyncIterator[Said | AnswerCosts]:

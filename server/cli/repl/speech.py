@@ -61,9 +61,47 @@ class Answerer(Protocol):
         """What the model is called."""
         ...
 
-    def answer(self, turns: Sequence[Turn], conversation: int) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first."""
+    def answer(
+        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Said | AnswerCosts, None]:
+        """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first.
+
+        `parameters` are those of `server.cli.repl.parameters`; what is not there is as the model recommends.
+        """
         ...
+
+
+class ModelChoice(Protocol):
+    """The models that a person can change between."""
+
+    @property
+    def current(self) -> Answerer:
+        """The one that is talked to."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Returns what `change` takes; may read the disk, or ask a server."""
+        ...
+
+    def change(self, name: str) -> None:
+        """Makes another one current; raises ModelError or AnswerFailed, and then the current one stays."""
+        ...
+
+
+class OneModel:
+    """No choice."""
+
+    def __init__(self, current: Answerer) -> None:
+        self.current = current
+
+    def names(self) -> Sequence[str]:
+        """Returns the only one."""
+        return [self.current.name]
+
+    def change(self, name: str) -> None:
+        """Raises AnswerFailed for any other name."""
+        if name != self.current.name:
+            raise AnswerFailed(f"there is no other model here than {self.current.name}")
 
 
 def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:

@@ -196,3 +196,10 @@ def test_a_marker_that_is_a_token_is_named_by_its_number() -> None:
     number = tiny_models.tokenizer().convert_tokens_to_ids("<tool_call>")
     assert compiler().spell("<tool_call>") == f"<[{number}]>"
     assert compiler().spell("<call>") == '"<call>"'
+
+
+def test_a_failure_of_the_library_is_told_without_its_own_functions() -> None:
+    schema = {"type": "string", "maxLength": "😀" * 60}
+    with pytest.raises(InvalidGrammar) as error:
+        compiler().compile(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False)))
+    assert "backtrace" not in str(error.value) and "unknown" not in str(error.value)

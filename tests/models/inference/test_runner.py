@@ -8,7 +8,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -341,7 +341,17 @@ PENALISED = SamplingParams(
 """Seven tokens are likely, and their penalties say which comes next."""
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, PENALISED])
+WINDOWED = replace(PENALISED, repeat_last_n=6)
+DRY = replace(
+    SamplingParams(temperature=0, logit_bias=PENALISED.logit_bias),
+    dry_multiplier=5,
+    dry_allowed_length=1,
+    dry_penalty_last_n=30,
+    dry_breakers=(6,),
+)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, PENALISED, WINDOWED, DRY])
 def test_a_row_goes_on_from_forced_tokens_as_if_they_had_been_sampled(sampling: SamplingParams) -> None:
     runner, forced = runner_of("llama"), {1: 5, 2: 6, 3: 5}
     output = decoded(runner, sampling, forced, None)

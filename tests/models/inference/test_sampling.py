@@ -1,6 +1,7 @@
 """Sampling: vectorised over rows, and for each row what a slow, plain calculation allows."""
 
 import math
+from dataclasses import replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from models.errors import InvalidParameter
-from models.inference.sampling import BatchSampler, RowSampling
-from models.inference.sampling_params import SamplingParams, check
+from models.inference.row_sampling import RowSampling
+from models.inference.sampling import BatchSampler
+from models.inference.sampling_params import ALL_TOKENS, SamplingParams, check
 
 VOCAB = 24
 Floats = NDArray[np.float64]
@@ -29,6 +31,26 @@ PARAMS = st.builds(
     frequency_penalty=st.sampled_from([0.0, -0.5, 1.0]),
     logit_bias=st.sampled_from([(), ((3, 5.0),), ((0, -100.0), (7, 2.5), (7, 1.0))]),
 )
+MIXED = st.builds(
+    lambda params, filters: replace(params, **filters),
+    PARAMS,
+    st.fixed_dictionaries(
+        {
+            "typical_p": st.sampled_from([0.2, 0.7, 1.0]),
+            "xtc_probability": st.sampled_from([0.0, 0.5, 1.0]),
+            "top_n_sigma": st.sampled_from([0.0, 1.0, 3.0]),
+            "xtc_threshold": st.sampled_from([0.05, 0.3]),
+            "repeat_last_n": st.sampled_from([None, 0, 1, 3, ALL_TOKENS]),
+            "dry_multiplier": st.sampled_from([0.0, 2.0]),
+            "dry_allowed_length": st.just(1),
+            "dry_penalty_last_n": st.sampled_from([0, 3, 8]),
+            "allowed_token_ids": st.sampled_from([(), (2, 5, 9)]),
+            "bad_words": st.sampled_from([(), ((2,),), ((5, 9), (1, 2, 3))]),
+            "dry_breakers": st.sampled_from([(), (1, 2)]),
+        }
+    ),
+)
+"""With what the oracle below knows nothing of."""
 PROMPT = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 
@@ -77,7 +99,7 @@ def test_every_row_draws_what_the_oracle_allows(rows: list[tuple[SamplingParams,
 
 
 @settings(deadline=None)
-@given(st.lists(PARAMS, min_size=2, max_size=4), st.integers(0, 2**31))
+@given(st.lists(MIXED, min_size=2, max_size=4), st.integers(0, 2**31))
 def test_a_row_draws_the_same_in_any_company(rows: list[SamplingParams], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 3, (6, len(rows), VOCAB)).astype(np.float32)
 
@@ -161,6 +183,18 @@ INVALID: list[tuple[str, Any]] = [
     *[("top_p", value) for value in (0.0, 1.1, -1, math.nan)],
     *[("top_k", value) for value in (-1, 2**63, 1.5, True)],
     *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
+    *[("typical_p", value) for value in (0.0, 1.1, math.nan)],
+    *[("xtc_probability", value) for value in (-0.1, 1.1, math.nan)],
+    *[("xtc_threshold", value) for value in (-0.1, 1.1, True)],
+    *[("repeat_last_n", value) for value in (-2, 2**31, 1.5, True)],
+    *[("dry_multiplier", value) for value in (-0.1, 100.1, math.nan)],
+    *[("dry_base", value) for value in (0.9, 100.1, math.inf)],
+    *[("dry_allowed_length", value) for value in (0, 257, 1.5)],
+    *[("dry_penalty_last_n", value) for value in (-2, 2**31, True)],
+    ("dry_breakers", (VOCAB,)),
+    ("allowed_token_ids", (-1,)),
+    ("bad_words", ((0, VOCAB),)),
+    *[("top_n_sigma", value) for value in (-0.1, 100.1, math.nan)],
     *[("seed", value) for value in (2**64, -(2**63) - 1, 0.5, True)],
     *[("repetition_penalty", value) for value in (0.0, -1.0, 10.5, math.nan)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, math.nan)],
@@ -179,7 +213,7 @@ def test_what_is_out_of_range_is_named(param: str, value: object) -> None:
     assert raised.value.param == param
 
 
-@given(PARAMS)
+@given(MIXED)
 def test_what_is_in_range_passes(params: SamplingParams) -> None:
     check(params, VOCAB)
     check(SamplingParams(temperature=2, top_p=1, top_k=10**9, seed=-(2**63), logit_bias=((VOCAB - 1, -100),)), VOCAB)

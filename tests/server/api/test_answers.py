@@ -12,9 +12,10 @@ from models.output.call_watch import CallMarkers
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Miss, MissReason
+from server.engine.errors import PromptTooLarge
 from server.engine.events import FinishReason
 from server.engine.request import Priority
-from server.log_events import PrefillProgress, RequestEnded
+from server.log_events import PrefillProgress, RequestEnded, RequestRefused
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 CHAT = "/v1/chat/completions"
@@ -389,6 +390,22 @@ def test_every_finished_request_is_one_line_in_the_log(
     }
     assert (unnamed.request_id, unnamed.turn) == (chunks[0]["id"], 1)
     assert (unnamed.session_id or "").startswith("unnamed-")
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}])
+def test_a_request_that_the_engine_refuses_is_one_line_too(
+    client: TestClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    caplog.set_level(logging.INFO, "server")
+    engine.script = Script((), error=PromptTooLarge("the prompt's state is larger than the cache"))
+    answer = client.post(CHAT, json={"messages": [{"role": "user", "content": "Hi"}], **fields})
+    assert answer.status_code == 400
+    told = [record.msg for record in caplog.records if isinstance(record.msg, RequestEnded | RequestRefused)]
+    assert [type(one) for one in told] == [RequestRefused]
+    caplog.clear()
+    client.post(CHAT, json={"messages": [{"role": "user", "content": "Hi"}], "stream": True, **fields})
+    told = [record.msg for record in caplog.records if isinstance(record.msg, RequestEnded | RequestRefused)]
+    assert [type(one) for one in told] == [RequestEnded], "a stream that has begun is refused by its last event"
 
 
 def test_the_log_counts_turns_and_says_what_a_miss_cost_without_its_words(

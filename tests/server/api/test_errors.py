@@ -326,7 +326,7 @@ def test_what_a_template_says_of_a_conversation_stays_out_of_the_log(caplog: pyt
     [
         ("POST", "/v1/complete", "Anthropic's Text Completions API"),
         ("POST", "/v1/messages/batches", "Anthropic's Message Batches API"),
-        ("POST", "/v1/embeddings", "OpenAI's embeddings"),
+        ("POST", "/v1/moderations", "OpenAI's moderations"),
         ("POST", "/v1/audio/transcriptions", "OpenAI's audio API"),
         ("POST", "/v1/images/generations", "OpenAI's images API"),
         ("POST", "/v1/responses/compact", "the compaction of OpenAI's Responses API"),

@@ -28,9 +28,9 @@ ASKING = [{"an": "object that no field takes"}]
 
 CHANGING = {
     "truncate_prompt_tokens": 5,
-    "allowed_token_ids": [1, 2],
+    "no_repeat_ngram_size": 3,
     "skip_special_tokens": False,
-    "top_n_sigma": 1.5,
+    "dynatemp_range": 0.5,
     "stop_regex": "x+",
     "return_token_ids": True,
     "options": {"temperature": 0},
@@ -148,7 +148,7 @@ def rule_names_session(name: str) -> bool:
     return name in ("previous_response_id", "conversation")
 
 
-WINDOWS = ["repeat_last_n", "repetition_context_size", "presence_context_size", "frequency_context_size"]
+WINDOWS = ["repetition_context_size", "presence_context_size", "frequency_context_size"]
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -22,9 +22,10 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.cli.chat import Chat, Opening, chat
+from server.cli.repl.conversation import Dialogue
 from server.cli.repl.local import LocalModel
 from server.cli.repl.screen import Screen
-from server.cli.repl.speech import AnswerCosts
+from server.cli.repl.speech import AnswerCosts, OneModel
 from server.engine.errors import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.tiny_models import write
@@ -59,7 +60,7 @@ class Talk:
         self._seen: list[str] = []
         self.on_write: Callable[[str], None] = lambda text: None
         answerer = LocalModel(fake_model(renderer=self.transcript, **model), self.engine)
-        self.chat = Chat(answerer, Screen(self._write), system=system, read_line=self._read)
+        self.chat = Chat(OneModel(answerer), Screen(self._write), Dialogue(system), read_line=self._read)
 
     def run(self) -> str:
         self.chat.run()
@@ -292,7 +293,16 @@ def test_ctrl_c_stops_a_real_answer_and_not_the_program(terminal: Terminal) -> N
     assert terminal.process.wait(DEADLINE_SECONDS) == 0
 
 
-def test_pasted_lines_are_one_message_and_ctrl_c_twice_leaves(terminal: Terminal) -> None:
+@pytest.fixture
+def plain_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal(str(folder))
+    yield terminal
+    terminal.close()
+
+
+def test_pasted_lines_are_one_message_and_ctrl_c_twice_leaves(plain_terminal: Terminal) -> None:
+    terminal = plain_terminal
     at = terminal.wait_for_prompt()
     # The backslash at the end of what is pasted continues nothing.
     terminal.type("\x1b[200~/system one\rtwo 猫 👩‍🚀\\\x1b[201~")
@@ -305,6 +315,7 @@ def test_pasted_lines_are_one_message_and_ctrl_c_twice_leaves(terminal: Terminal
     at = terminal.wait_for_prompt(terminal.wait_for("Ctrl-C again", at))
     terminal.type("\x03")
     assert terminal.process.wait(DEADLINE_SECONDS) == 0
+    assert set(re.findall(r"\x1b\[([\d;]*)m", terminal.output)) <= {"", "0"}, "NO_COLOR is heeded"
 
 
 def run_in_pipe(*arguments: str, sent: bytes) -> "subprocess.CompletedProcess[bytes]":
@@ -337,6 +348,6 @@ def test_what_is_piped_stands_below_the_question(
     transcript = Transcript()
     answerer = LocalModel(fake_model(renderer=transcript), FakeEngine(Script(texts=("Hello", " there."))))
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
-    assert chat(answerer, Opening("Be kind.", question)) == 0
+    assert chat(OneModel(answerer), Opening("Be kind.", question)) == 0
     assert transcript.texts == [f"system: Be kind.|user: {message}"]
     assert capsys.readouterr().out == "Hello there.\n"

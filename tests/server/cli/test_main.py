@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from models import names
-from server.cli.chat import HELP
-from server.cli.main import config_from, execute, parse_size, parse_size_per_day
+from server.cli.config import load_config
+from server.cli.main import execute
+from server.cli.repl.commands import HELP
 from server.config import ConfigError, ServerConfig
+from server.settings import parse_size, parse_size_per_day
 
 PORT = {"serve": ("--port", "0"), "run": ()}
 DOCS = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -156,17 +158,17 @@ def test_an_unknown_model_gets_one_line_and_status_1(command: str, tmp_path: Pat
 
 
 def test_flags_become_settings() -> None:
-    config = config_from({"models": ["demo"], "port": 9000, "cache_memory_bytes": "2GiB", "api_key": None})
+    config = load_config({"models": ["demo"], "port": 9000, "cache_memory_bytes": "2GiB", "api_key": None}, {})
     assert config == ServerConfig(models=("demo",), port=9000, cache_memory_bytes=2 << 30)
 
 
 def test_a_switch_is_given_without_a_value() -> None:
-    assert config_from({"prompt_hygiene": None}).prompt_hygiene
-    assert not config_from({"prompt_hygiene": True}).prompt_hygiene
+    assert load_config({"prompt_hygiene": None}, {}).prompt_hygiene
+    assert not load_config({"prompt_hygiene": True}, {}).prompt_hygiene
 
 
 def test_without_a_model_it_is_the_demo() -> None:
-    assert config_from({"models": []}).models == ("demo",)
+    assert load_config({"models": []}, {}).models == ("demo",)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_sizes(text: str, num_bytes: int) -> None:
 )
 def test_sizes_per_day(text: str, num_bytes: int | None) -> None:
     assert parse_size_per_day(text) == num_bytes
-    config = config_from({"cache_disk_write_bytes_per_day": text})
+    config = load_config({"cache_disk_write_bytes_per_day": text}, {})
     assert config.cache_disk_write_bytes_per_day == num_bytes
 
 

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 
 from server.app import create_app
 from server.cli.chat import Chat
-from server.cli.repl.joined import JoinedModel, KeyNeeded, Served, find_served
+from server.cli.repl.joined import JoinedModels, KeyNeeded, Served, find_served
 from server.cli.repl.screen import Screen, fold
 from server.cli.repl.speech import Manner, Said
 from server.cli.repl.wrap import WordWrap
@@ -129,7 +129,7 @@ def talk_to(url: str, *lines: str) -> tuple[str, Chat]:
     seen: list[str] = []
     typed = iter([*lines, "/bye"])
     chat = Chat(
-        JoinedModel(Served(url, "tiny"), "sesame"),
+        JoinedModels(Served(url, "tiny"), "sesame"),
         Screen(seen.append, lambda: 80),
         read_line=lambda _: next(typed),
     )

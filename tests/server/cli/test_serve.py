@@ -26,13 +26,13 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from server.claims import Claim, running
 from server.cli.addresses import is_for_this_machine, urls
-from server.cli.main import KEY_VARIABLE
 from server.cli.serve import _Stopper, bind
 from server.cli.start_report import count_text, example_call
 from server.config import ServerConfig
 from server.errors import StartError
 from server.memory_budget import Machine, choose_pool_bytes
 from server.service import _bound_pool, model_id, open_service, read_sampling
+from server.settings import KEY_VARIABLE
 from tests.support.server_process import COMMAND, Process
 from tests.support.tiny_models import write
 

@@ -2,10 +2,12 @@
 
 import pytest
 
-from models.prompt.outline import NO_OUTLINE
-from server.diagnosis.account import EvaluatedTurn, Rendered
+from cache.tokens import common_prefix_length
+from models.prompt.outline import NO_OUTLINE, Outline
+from server.diagnosis import conversations as conversations_module
+from server.diagnosis.account import EvaluatedTurn, Rendered, explain
 from server.diagnosis.compare import Turn, find_changes_between
-from server.diagnosis.conversations import Conversations
+from server.diagnosis.conversations import MAX_TURNS, Conversations, Name
 from server.diagnosis.prompt import Part, Prompt
 from server.diagnosis.words import find_changes
 from server.doctor.compare import characters_of
@@ -74,3 +76,123 @@ def test_several_changes_of_a_text_are_each_told_by_the_words_around_them() -> N
     after = "Session id: hjvb\nThere are 6 apples in the basket of the shop."
     assert [change.cause for change in find_changes(before, after)] == [Cause.NONCE, Cause.COUNTER]
     assert "There are 5 apples" in find_changes(before, after)[1].before
+
+
+SHOP = (
+    "You are a helpful assistant of a shop in a small town. {} Answer briefly, politely, and never speak of prices."
+)
+
+
+def asked(system: str, question: str, namespace: str = "") -> Prompt:
+    """The only request of its conversation."""
+    return Prompt((Part("system", SHOP.format(system)), Part("user", question)), namespace=namespace)
+
+
+def accounts(*prompts: Prompt, session_ids: bool = False) -> list[list[tuple[Cause, int | None]]]:
+    """What is said of requests that follow each other: causes, and the messages that they stand in."""
+    conversations, found = Conversations(), []
+    for number, one in enumerate(prompts):
+        request = rendered(one)
+        name, previous = conversations.find(str(number) if session_ids else None, request, str(number))
+        hit = 0 if previous is None else common_prefix_length(previous.tokens, request.tokens)
+        found.append(
+            [(miss.cause, miss.message_index) for miss in explain(previous, request, match=hit, hit=hit).misses]
+        )
+        reply = Part("assistant", f"Answer {number}.")
+        conversations.record(name, EvaluatedTurn(Turn(one, reply), characters_of(one, reply), len(request.tokens)))
+    return found
+
+
+@pytest.mark.parametrize("session_ids", [False, True])
+def test_a_clock_that_keeps_conversations_from_sharing_is_told(session_ids: bool) -> None:
+    questions = ("How far is the sea?", "Do you sell milk?", "Where are the apples?")
+    prompts = [asked(f"It is 09:1{number}.", question) for number, question in enumerate(questions)]
+    clock = [(Cause.CLOCK, 0)]
+    assert accounts(*prompts, session_ids=session_ids) == [[], clock, clock]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (asked("You sell wine.", "How far is the sea?"), asked("You sell cheese.", "Do you sell milk?")),
+        (asked("It is 09:16.", "How far is the sea?"), asked("It is 09:16.", "Do you sell milk?")),
+        (asked("It is 09:16. You sell wine.", "Far?"), asked("It is 09:17. You sell cheese.", "Milk?")),
+        (asked("It is 09:16.", "Far?", "a"), asked("It is 09:17.", "Milk?", "b")),
+        (prompt("How far is the sea at 09:16?"), prompt("How far is the moon at 09:17, by the way?")),
+    ],
+)
+def test_conversations_that_share_nothing_or_all_are_told_nothing(first: Prompt, second: Prompt) -> None:
+    assert accounts(first, second) == [[], []]
+
+
+def test_a_clock_is_not_told_where_another_conversation_begins_just_like_the_request() -> None:
+    first, second = asked("It is 09:16.", "Far?"), asked("It is 09:17.", "Milk?")
+    third = asked("It is 09:16.", "Apples?")
+    assert accounts(first, second, third) == [[], [(Cause.CLOCK, 0)], []]
+
+
+def test_what_was_lost_to_a_clock_is_what_the_system_said() -> None:
+    first, second = asked("It is 09:16.", "Far?" * 50), asked("It is 09:17.", "Milk?" * 50)
+    turn = EvaluatedTurn(Turn(first), characters_of(first), 1, is_neighbour=True)
+    whole = characters_of(second)
+    head = len(characters_of(Prompt(second.parts[:1])))
+    request = Rendered(second, whole, Outline((0, head), ("system", "user")))
+    reuse = explain(turn, request, match=60, hit=60)
+    assert (reuse.lost_tokens, reuse.kept) == (head - 60, None)
+    assert explain(turn, request, match=head, hit=head).misses == ()
+
+
+def test_another_conversation_is_shown_from_behind_the_clock() -> None:
+    changes = find_changes_between(Turn(asked("It is 09:16.", "Far?")), asked("It is 09:17.", "A title, please!"))
+    assert [(change.cause, change.index) for change in changes] == [(Cause.CLOCK, 0), (Cause.SIDE_REQUEST, 1)]
+    assert changes[1].after == "A title, please!"
+
+
+def test_clearing_concerns_one_namespace() -> None:
+    conversations = Conversations()
+    for namespace in ("a", "b"):
+        one = asked("You sell wine.", "Far?", namespace)
+        name, _ = conversations.find("s", rendered(one), "1")
+        conversations.record(name, EvaluatedTurn(Turn(one), characters_of(one), 1))
+    conversations.note_cleared("a")
+    cleared = {
+        namespace: conversations.find("s", rendered(asked("You sell wine.", "Far?", namespace)), "2")[1]
+        for namespace in ("a", "b")
+    }
+    assert {namespace: turn.was_cleared for namespace, turn in cleared.items() if turn} == {"a": True, "b": False}
+
+
+def test_of_the_only_conversation_the_oldest_turn_is_dropped_first() -> None:
+    turns = [prompt(f"{letter}" * 4000) for letter in "abc"]
+    conversations = Conversations(max_bytes=45_000)
+    for one in turns:
+        conversations.record(Name("", "s"), EvaluatedTurn(Turn(one), characters_of(one), 1))
+    assert len(conversations) == 1
+    assert conversations.num_bytes <= 45_000
+    _, previous = conversations.find("s", rendered(turns[2]), "4")
+    assert previous is not None
+    assert previous.turn.prompt == turns[2]
+
+
+def test_turns_and_conversations_that_are_kept_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited = Conversations()
+    for number in range(MAX_TURNS + 2):
+        one = prompt(f"Question {number} about something else entirely {'xyz'[number % 3] * 50}")
+        limited.record(Name("", "s"), EvaluatedTurn(Turn(one), characters_of(one), 1))
+    sizes = [limited.num_bytes]
+    last = prompt("One more question, about the sea")
+    limited.record(Name("", "s"), EvaluatedTurn(Turn(last), characters_of(last), 1))
+    assert limited.num_bytes < sizes[0], "the first turns of a name are never dropped"
+    monkeypatch.setattr(conversations_module, "MAX_UNNAMED_LOOKED_AT", 1)
+    looked = Conversations()
+    for number, text in enumerate((OPENING.format("milk"), "How far is the sea?")):
+        name, _ = looked.find(None, rendered(prompt(text)), str(number))
+        part = Part("assistant", f"Answer {number}.")
+        looked.record(name, EvaluatedTurn(Turn(prompt(text), part), characters_of(prompt(text), part), 1))
+    _, previous = looked.find(None, rendered(prompt(OPENING.format("milk"), "Answer 0.", "And now?")), "3")
+    assert previous is None
+
+
+def test_conversations_of_other_namespaces_are_not_looked_at() -> None:
+    first, other = asked("It is 09:16.", "Far?", "a"), asked("It is 09:17.", "Milk?", "b")
+    assert accounts(first, other, asked("It is 09:17.", "Apples?", "a"))[2] == [(Cause.CLOCK, 0)]

@@ -346,6 +346,9 @@ SAMPLINGS = {
     "penalties": SamplingParams(
         temperature=0.8, seed=3, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3
     ),
+    "windows": SamplingParams(
+        temperature=0.8, seed=4, repetition_penalty=1.3, repeat_last_n=16, dry_multiplier=2, dry_allowed_length=1
+    ),
 }
 
 
@@ -360,7 +363,7 @@ def test_no_client_can_tell_that_it_waited(name: str, overlaps: bool, monkeypatc
     monkeypatch.setattr(runner_for(name), "overlaps", overlaps)
 
     def texts(*, is_tight: bool) -> tuple[list[str], Tight]:
-        harness = Tight(1000, num_sequences=4, runner=runner_for(name), num_slots=4)
+        harness = Tight(1000, num_sequences=5, runner=runner_for(name), num_slots=5)
         sinks = [
             harness.submit(prompt_of(seed, 40), max_tokens=50, ignore_eos=True, sampling=sampling, stop=stop)
             for seed, (sampling, stop) in enumerate(

@@ -131,8 +131,10 @@ def test_properties_say_what_holds_by_default(client: TestClient) -> None:
     shown = client.get("/props").json()
     assert shown["default_generation_settings"]["n_ctx"] == 200
     assert shown["default_generation_settings"]["params"] == {
-        "n_predict": -1, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop": [],
+        "n_predict": -1, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0,
+        "top_n_sigma": 0.0, "xtc_probability": 0.0, "xtc_threshold": 0.1, "repeat_penalty": 1.0,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "dry_multiplier": 0.0, "dry_base": 1.75,
+        "dry_allowed_length": 2, "dry_penalty_last_n": -1, "stop": [],
     }  # fmt: skip
     assert (shown["total_slots"], shown["model_alias"], shown["chat_template"]) == (2, "tiny", "{{ messages }}")
     assert (shown["bos_token"], shown["eos_token"]) == ("<s>", "</s>")

@@ -1,0 +1,98 @@
+"""The last tokens of one sequence, as the penalties need them: the prompt's and the output's in one row.
+
+A window has a fixed length and its newest token last. `NO_TOKEN` stands for tokens that are not there yet and for ids
+that are none of the model's logits: it equals no token that can be sampled.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
+
+NO_TOKEN = -1
+
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PenaltyWindow:
+    """The last tokens of one sequence, the prompt's included."""
+
+    counts: mx.array
+    """How often each token is among them, float32 `[vocab_size]`."""
+    recent: mx.array
+    """The tokens themselves, int32 `[length]`. Empty for a window without a beginning, as none ever leaves it."""
+
+    @classmethod
+    def of(cls, length: int, held: Sequence[TokenIds], vocab_size: int) -> "PenaltyWindow":
+        """Returns the window at the end of the tokens that are held, one list after the other."""
+        found = last_tokens(held, length, vocab_size)
+        counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
+        return cls(mx.array(counts, mx.float32), mx.array([] if length == ALL_TOKENS else found, mx.int32))
+
+
+def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
+    """Returns the last `length` of the tokens that are held, `[length]`, or all of them for `ALL_TOKENS`.
+
+    `NO_TOKEN` stands in front of fewer, and for an id that is none of the model's logits.
+    """
+    ids = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in held])
+    known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
+    if length == ALL_TOKENS:
+        return known
+    found = np.full(length, NO_TOKEN, np.int32)
+    last = known[-length:]
+    found[length - last.size :] = last
+    return found
+
+
+@dataclass(frozen=True)
+class RepeatedEnds:
+    """The last tokens of one sequence, and in front of which of them its end was there before."""
+
+    recent: mx.array
+    """The tokens, int32 `[length]`."""
+    lengths: mx.array
+    """How many tokens in front of each of these are equal to the last ones of the sequence, at most `MAX_REPEATED`;
+    int32 `[length]`."""
+    is_breaker: mx.array
+    """Which tokens no repetition reaches across, bool `[vocab_size]`."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> "RepeatedEnds":
+        """Returns the state at the end of the tokens that are held, one list after the other."""
+        assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
+        recent = last_tokens(held, params.dry_penalty_last_n, vocab_size)
+        is_breaker = np.zeros(vocab_size, np.bool_)
+        is_breaker[np.array(params.dry_breakers, np.int64)] = True
+        breaks = (recent == NO_TOKEN) | is_breaker[recent]
+        return cls(mx.array(recent), mx.array(_repeated_lengths(recent, breaks)), mx.array(is_breaker))
+
+
+def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Returns for each place how many tokens in front of it are equal to the last ones, none of which `breaks`."""
+    lengths = np.zeros(recent.size, np.int32)
+    places = np.arange(recent.size)
+    for length in range(1, min(MAX_REPEATED, recent.size - 1) + 1):
+        places = places[places >= length]
+        places = places[recent[places - length] == recent[-length]]
+        if breaks[-length] or not places.size:
+            break
+        lengths[places] = length
+    return lengths
+
+
+def padded(window: mx.array | None, length: int, filler: int = NO_TOKEN) -> mx.array:
+    """Returns what is held of each token of a window, with `filler` in front, `[length]`."""
+    held = mx.array([], mx.int32) if window is None else window
+    return mx.pad(held, (length - held.size, 0), constant_values=filler)
+
+
+def shifted(recent: mx.array, tokens: mx.array) -> mx.array:
+    """Returns windows `[num_rows, length]` with the next token of each row at their end."""
+    return mx.concatenate([recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)

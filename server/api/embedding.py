@@ -1,0 +1,115 @@
+"""What the endpoints share that answer with vectors of texts: reading texts, asking the engine, writing vectors."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from server.api.context import EnginePort, ServedModel
+from server.api.errors import ApiError, Code, context_exceeded
+from server.api.json_body import json_text
+from server.api.params import check_token_ids
+from server.engine.embeddings import Vector
+from server.engine.request import TokenArray
+
+logger = logging.getLogger(__name__)
+
+MAX_TEXTS = 2048
+MAX_TOKENS = 300_000
+"""Of all texts of one request together, as OpenAI has it."""
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddingWork:
+    """Texts of one request, and how their vectors become the body of its answer."""
+
+    model: ServedModel
+    texts: Sequence[TokenArray]
+    write: Callable[[Sequence[Vector]], str]
+    """Returns JSON. Called on another thread; raises ApiError."""
+    keep_alive_seconds: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts."""
+        return sum(len(text) for text in self.texts)
+
+    async def run(self, engine: EnginePort) -> Response:
+        """Returns the answer; raises ApiError and what the engine raises."""
+        began = time.monotonic()
+        embedding = self.model.embedding
+        assert embedding is not None, "texts were read for a model that makes no vectors"
+        vectors = await engine.embed(self.texts, embedding.pooling) if self.texts else []
+        body = await asyncio.to_thread(self.write, vectors)
+        seconds = time.monotonic() - began
+        logger.info("embedded %d texts of %d tokens in %.2f s", len(self.texts), self.num_tokens, seconds)
+        return Response(body, media_type="application/json")
+
+
+class TextReader:
+    """Turns the texts of one request into tokens."""
+
+    def __init__(self, model: ServedModel, *, cuts: bool = False) -> None:
+        """With `cuts` a text that is too long loses its end; otherwise it is refused.
+
+        Raises ApiError (400) for a model that makes no vectors.
+        """
+        if model.embedding is None:
+            reason = f"{model.id} makes no vectors: its kind of pooling is not supported"
+            raise ApiError(Code.INVALID_VALUE, reason, "model")
+        self.model = model
+        self.num_tokens = 0
+        """Of all texts that were read."""
+        self._format = model.embedding
+        self._cuts = cuts
+
+    def read(self, text: str | Sequence[int], place: str) -> TokenArray:
+        """Returns the tokens of a text, or those given; `place` is where it stands in the body. Raises ApiError."""
+        if isinstance(text, str):
+            tokens = self.model.renderer.tokenize(text, add_special=True)
+        else:
+            check_token_ids(text, self.model.vocab_size, place)
+            tokens = list(text)
+        if not tokens:
+            raise ApiError(Code.INVALID_VALUE, f"{place}: it is empty", place)
+        limit = self.model.context_tokens
+        if len(tokens) > limit and not self._cuts:
+            raise context_exceeded(len(tokens), limit, place)
+        tokens = self._format.cut(tokens, limit)
+        self.num_tokens += len(tokens)
+        if self.num_tokens > MAX_TOKENS:
+            raise ApiError(Code.INVALID_VALUE, f"{place}: all texts of a request may have {MAX_TOKENS} tokens", place)
+        return np.array(tokens, np.int32)
+
+
+def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]:
+    """Returns the first `dimensions` of each vector, of length 1 again; raises ApiError for more than there are."""
+    if dimensions is None:
+        return list(vectors)
+    if vectors and dimensions > len(vectors[0]):
+        reason = f"dimensions: the vectors of this model have {len(vectors[0])}"
+        raise ApiError(Code.INVALID_VALUE, reason, "dimensions")
+    return [_of_length_one(vector[:dimensions]) for vector in vectors]
+
+
+def vector_json(vector: Vector) -> str:
+    """Returns a vector as JSON, with as many digits as its numbers have.
+
+    One vector at a time: a list of thousands, encoded at once, would hold Python's lock for a second.
+    """
+    return "[" + ",".join(["%.9g" % number for number in vector.tolist()]) + "]"  # noqa: UP031 (twice as fast)
+
+
+def object_json(fields: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
+    """Returns a JSON object of `fields`, one at least, and a list under `name` whose items are JSON already."""
+    return f'{json_text(fields)[:-1]},"{name}":[{",".join(values)}]}}'
+
+
+def _of_length_one(vector: Vector) -> Vector:
+    length = float(np.linalg.norm(vector))
+    return vector / length if length > 0 else vector

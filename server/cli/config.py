@@ -1,0 +1,141 @@
+"""`mlx-serve config`, and reading the settings of a server from where they may stand: flags, environment, file."""
+
+import json
+import os
+import shlex
+import stat
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from models.errors import reason
+from server.config import ConfigError, ServerConfig
+from server.settings import (
+    FILE_VARIABLE,
+    SETTINGS,
+    Layer,
+    SettingOrigin,
+    ToldSetting,
+    checked,
+    from_environment,
+    from_file,
+    from_flags,
+    key_of,
+    merge,
+    toml_value,
+    variable_of,
+)
+
+HIDDEN = "(not shown)"
+"""Stands for a secret."""
+
+_HEAD = """\
+# Settings of mlx-serve. A line takes effect without its '#'.
+# A variable of the environment goes before this file, a flag before both; `mlx-serve config` shows the result.
+"""
+
+
+def config_file(environment: Mapping[str, str]) -> Path:
+    """Returns where this user's settings stand; the file need not exist."""
+    named = environment.get(FILE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    folder = environment.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(folder).expanduser() / "mlx-serve" / "config.toml"
+
+
+def read_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> Layer:
+    """Returns every setting with its origin; raises ConfigError."""
+    return merge([from_flags(given), from_environment(environment), _read_file(environment)])
+
+
+def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
+    """Returns the checked settings, with the key that a file holds; raises ConfigError."""
+    return checked(_with_key(read_settings(given, environment)))
+
+
+def show_settings(given: Mapping[str, Any], environment: Mapping[str, str], *, as_json: bool) -> None:
+    """Prints each setting, its value and where it comes from; raises ConfigError."""
+    settings = read_settings(given, environment)
+    checked(settings)
+    file = config_file(environment)
+    if as_json:
+        records = [_record(name, told) for name, told in settings.items()]
+        typer.echo(json.dumps({"file": str(file), "exists": file.is_file(), "settings": records}, indent=2))
+    else:
+        typer.echo(_table(settings))
+        typer.echo(f"\nfile: {file}{'' if file.is_file() else ', which is not there'}")
+
+
+def template() -> str:
+    """Returns a file of all settings with their defaults, each line of it a comment."""
+    return "\n".join([_HEAD, *(_template_entry(name) for name in SETTINGS)])
+
+
+def _read_file(environment: Mapping[str, str]) -> Layer:
+    path = config_file(environment)
+    # A file that was named has to be there.
+    if not environment.get(FILE_VARIABLE) and not path.is_file():
+        return {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            layer = from_file(file.read(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {reason(error)}") from error
+    if "api_key" in layer and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        command = f"chmod 600 {shlex.quote(str(path))}"
+        raise ConfigError(f"{path} holds a key and is open to other users of this machine; run: {command}")
+    return layer
+
+
+def _with_key(settings: Layer) -> Layer:
+    """Returns the settings with the key that `api_key_file` names."""
+    file = settings["api_key_file"]
+    if file.value is None or not isinstance(file.value, str):
+        return settings
+    if settings["api_key"].value is not None:
+        raise ConfigError(f"give {settings['api_key'].where} or {file.where}, not both")
+    try:
+        key = Path(file.value).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file.where}: {file.value} cannot be read: {reason(error)}") from error
+    return {**settings, "api_key": ToldSetting(key, file.origin, file.where)}
+
+
+def _shown(name: str, told: ToldSetting) -> Any:
+    is_hidden = SETTINGS[name].metadata["secret"] and told.value is not None
+    return HIDDEN if is_hidden else told.value
+
+
+def _record(name: str, told: ToldSetting) -> dict[str, Any]:
+    setting = SETTINGS[name]
+    return {
+        "key": key_of(setting),
+        "value": _shown(name, told),
+        "origin": str(told.origin),
+        "where": "" if told.origin is SettingOrigin.DEFAULT else told.where,
+        "flag": setting.metadata["flag"],
+        "variable": variable_of(setting),
+    }
+
+
+def _table(settings: Layer) -> str:
+    rows = []
+    for name, told in settings.items():
+        setting, value = SETTINGS[name], _shown(name, told)
+        shown = value if value == HIDDEN else toml_value(setting, value)
+        rows.append(
+            (key_of(setting), shown or "-", "default" if told.origin is SettingOrigin.DEFAULT else told.where)
+        )
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {where}" for key, value, where in rows)
+
+
+def _template_entry(name: str) -> str:
+    setting = SETTINGS[name]
+    told = textwrap.fill(setting.metadata["help"], 100, initial_indent="# ", subsequent_indent="# ")
+    return f"{told}\n#{key_of(setting)} = {toml_value(setting, setting.default)}".rstrip() + "\n"

@@ -1,0 +1,145 @@
+"""What a person may type behind a slash."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from models.errors import ModelError
+from server.cli.repl import parameters
+from server.cli.repl.conversation import Dialogue, NotAConversation
+from server.cli.repl.files import FileRefused, read_text, save_text
+from server.cli.repl.parameters import ParameterError
+from server.cli.repl.speech import AnswerFailed, ModelChoice
+
+QUOTES = '"""'
+
+HELP = f"""\
+/help, /?        this text
+/new, /clear     forget the conversation and start another
+/retry           ask the last message again
+/system TEXT     set the system message; without TEXT: show it
+/set NAME VALUE  set a parameter, such as temperature 0.2; 'default' unsets
+                 it; without NAME: show what is set
+/show            the model, the system message and what is set
+/model NAME      go on with another model; without NAME: list them
+/save FILE       write the conversation to a file
+/load FILE       go on with a conversation that was saved
+/stats           tokens reused, tokens evaluated and speed of the last answer
+/bye             leave, as do /exit, /quit and Ctrl-D
+
+Pasted lines are one message. {QUOTES} begins and ends a message of several
+lines; a backslash at the end of a line continues it. Ctrl-R searches what
+was typed before. Ctrl-C stops an answer; twice at the prompt it leaves."""
+
+_COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
+
+
+class Commands:
+    """The commands of one chat. Each returns what is to be shown, empty for nothing."""
+
+    def __init__(self, dialogue: Dialogue, models: ModelChoice, ask: Callable[[str], object]) -> None:
+        """`ask` sends a message and shows the answer."""
+        self._dialogue = dialogue
+        self._models = models
+        self._ask = ask
+        self._commands: dict[str, Callable[[str], str]] = {
+            "help": lambda _: HELP,
+            "?": lambda _: HELP,
+            "new": self._start_anew,
+            "clear": self._start_anew,
+            "retry": self._retry,
+            "system": self._set_system,
+            "set": self._set,
+            "show": self._show,
+            "model": self._change_model,
+            "save": self._save,
+            "load": self._load,
+            "stats": self._describe_last_answer,
+        }
+
+    def try_run(self, text: str) -> str | None:
+        """Does what a command says; None for a message. Pasted lines are a message whatever they begin with."""
+        match = _COMMAND.fullmatch(text)
+        if match is None:
+            return None
+        command = self._commands.get(match[1])
+        if command is None:
+            return None if "\n" in text else f"There is no command /{match[1]}; /? lists them"
+        try:
+            return command((match[2] or "").strip())
+        except (ParameterError, FileRefused, ModelError, AnswerFailed) as error:
+            return str(error)
+
+    def _start_anew(self, _: str) -> str:
+        self._dialogue.start_anew()
+        return "A new conversation."
+
+    def _retry(self, _: str) -> str:
+        if not self._dialogue.last_message:
+            return "There is no message to ask again."
+        self._dialogue.take_back()
+        self._ask(self._dialogue.last_message)
+        return ""
+
+    def _set_system(self, text: str) -> str:
+        if not text:
+            return self._dialogue.system or "There is no system message."
+        self._dialogue.system = text
+        return "The system message is set."
+
+    def _set(self, text: str) -> str:
+        name, _, value = text.partition(" ")
+        said = self._dialogue.parameters
+        if not name:
+            return parameters.describe(said)
+        parameters.check_name(name)
+        if value.strip() == "default":
+            said.pop(name, None)
+            return f"{name} is as the model recommends."
+        if value.strip():
+            said[name] = parameters.parse_parameter(name, value.strip())
+        return parameters.describe({name: said[name]}) if name in said else f"{name} is as the model recommends."
+
+    def _show(self, _: str) -> str:
+        system = self._dialogue.system or "none"
+        return "\n".join(
+            [
+                f"model    {self._models.current.name}",
+                f"system   {system}",
+                f"messages {len(self._dialogue.turns)}",
+                parameters.describe(self._dialogue.parameters),
+            ]
+        )
+
+    def _change_model(self, name: str) -> str:
+        current = self._models.current.name
+        if not name:
+            others = [other for other in self._models.names() if other != current]
+            return "\n".join([f"{current}, which you are talking to", *others])
+        self._models.change(name)
+        return f"{self._models.current.name} goes on with the conversation."
+
+    def _save(self, name: str) -> str:
+        path = _path(name, "/save")
+        save_text(path, self._dialogue.dump(self._models.current.name))
+        return f"Saved in {path}."
+
+    def _load(self, name: str) -> str:
+        path = _path(name, "/load")
+        try:
+            model = self._dialogue.load(read_text(path))
+        except NotAConversation as error:
+            raise FileRefused(f"{path} cannot be loaded: {error}") from error
+        other = f" It was with {model}: /model {model}" if model != self._models.current.name else ""
+        return f"{len(self._dialogue.turns)} messages.{other}"
+
+    def _describe_last_answer(self, _: str) -> str:
+        if self._dialogue.costs is not None:
+            return self._dialogue.costs.describe()
+        return "The last answer was not measured." if self._dialogue.last_message else "Nothing was answered yet."
+
+
+def _path(name: str, command: str) -> Path:
+    if not name:
+        raise FileRefused(f"{command} needs the name of a file")
+    return Path(name).expanduser().absolute()

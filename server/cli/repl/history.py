@@ -1,0 +1,51 @@
+"""What a person typed, kept for the arrow keys of the next time; readable by its owner only."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 2**20
+"""A longer file is cut to half of that when it is opened."""
+_ENTRY = b"\n# "
+
+
+def history_file(environment: Mapping[str, str]) -> Path:
+    """Returns where it is kept; the file need not exist."""
+    folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(folder).expanduser() / "mlx-serve" / "history"
+
+
+def open_history(path: Path | None) -> History:
+    """Returns what was typed before; without a path, or where the file cannot be used, nothing is kept."""
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        _shorten(path)
+    except OSError as error:
+        logger.debug("what is typed is not kept in %s: %s", path, error)
+        return InMemoryHistory()
+    return _PatientHistory(str(path))
+
+
+class _PatientHistory(FileHistory):
+    """One that goes on where the disk is full: a chat is worth more than its history."""
+
+    def store_string(self, string: str) -> None:
+        with contextlib.suppress(OSError):
+            super().store_string(string)
+
+
+def _shorten(path: Path) -> None:
+    """Drops the oldest entries of a file that has become long."""
+    if path.stat().st_size <= MAX_BYTES:
+        return
+    kept = path.read_bytes()[-MAX_BYTES // 2 :]
+    path.write_bytes(kept[max(kept.find(_ENTRY), 0) :])

@@ -1,0 +1,1 @@
+"""`mlx-serve service`: a server that starts when its user logs in."""

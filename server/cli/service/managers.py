@@ -1,0 +1,221 @@
+"""Installing, asking after and removing the server, by the programs of launchd and of systemd."""
+
+import os
+import re
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from models.errors import reason
+from server.cli.service.units import LABEL, MARK, ServiceSpec, launchd_plist, systemd_unit
+from server.errors import StartError
+
+Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+"""Runs a program to its end and returns what it said; raises OSError where there is none."""
+
+LOG_LINES = 100
+NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
+
+
+@dataclass(frozen=True)
+class ServiceState:
+    """What becomes of the server."""
+
+    is_installed: bool
+    is_running: bool = False
+    pid: int | None = None
+    detail: str = ""
+    """In the words of the system, such as `active (running)`."""
+
+
+def run_program(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    """Runs a program of this machine."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+class ServiceManager(ABC):
+    """A file that describes the server, and a program that acts on it."""
+
+    file: Path
+
+    def __init__(self, run: Runner) -> None:
+        self._run = run
+
+    @abstractmethod
+    def describe(self, spec: ServiceSpec) -> str:
+        """Returns the text of the file."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Has the server of the file start now and at each login, anew if it runs; raises StartError."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Has it end now, and start no more; nothing if it does not run."""
+
+    @abstractmethod
+    def ask(self) -> ServiceState:
+        """Returns what becomes of the server of the file, which is there."""
+
+    @abstractmethod
+    def log_command(self, *, follow: bool) -> Sequence[str]:
+        """Returns the command that shows the end of the log."""
+
+    @abstractmethod
+    def forgotten(self) -> None:
+        """Clears up behind a file that has gone."""
+
+    def install(self, spec: ServiceSpec) -> None:
+        """Writes the file and starts the server; raises StartError, and then nothing new is left."""
+        before = self._read()
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(self.describe(spec), encoding="utf-8")
+        except OSError as error:
+            raise StartError(f"{self.file} cannot be written: {reason(error)}") from error
+        try:
+            self.start()
+        except StartError:
+            if before is None:
+                self.remove()
+            else:
+                self.file.write_text(before, encoding="utf-8")
+            raise
+
+    def remove(self) -> bool:
+        """Ends the server and deletes the file; False if there was none. Raises StartError."""
+        if self._read() is None:
+            return False
+        self.stop()
+        try:
+            self.file.unlink(missing_ok=True)
+        except OSError as error:
+            raise StartError(f"{self.file} cannot be deleted: {reason(error)}") from error
+        self.forgotten()
+        return True
+
+    def state(self) -> ServiceState:
+        """Returns what becomes of the server; raises StartError."""
+        return ServiceState(False) if self._read() is None else self.ask()
+
+    def _read(self) -> str | None:
+        """Returns the text of the file; None where there is none. Raises StartError for somebody else's."""
+        try:
+            text = self.file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise StartError(f"{self.file} cannot be read: {reason(error)}") from error
+        if MARK not in text:
+            raise StartError(f"{self.file} was not written by mlx-serve, so it is left alone; remove or rename it")
+        return text
+
+    def _call(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        try:
+            return self._run(command)
+        except OSError as error:
+            raise StartError(f"{command[0]} cannot be run: {reason(error)}") from error
+
+    def _must(self, *command: str) -> None:
+        done = self._call(*command)
+        if done.returncode:
+            said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"
+            hint = NO_SESSION if "connect to bus" in said else ""
+            raise StartError(f"`{' '.join(command)}` failed: {said}{hint}")
+
+
+class Systemd(ServiceManager):
+    """The manager of a user, on Linux."""
+
+    def __init__(self, environment: Mapping[str, str], run: Runner = run_program) -> None:
+        super().__init__(run)
+        folder = environment.get("XDG_CONFIG_HOME") or "~/.config"
+        self._unit = f"{LABEL}.service"
+        self.file = Path(folder).expanduser() / "systemd" / "user" / self._unit
+
+    def describe(self, spec: ServiceSpec) -> str:
+        """Returns the text of the unit."""
+        return systemd_unit(spec)
+
+    def start(self) -> None:
+        """Reads the unit, enables and starts it."""
+        self._must("systemctl", "--user", "daemon-reload")
+        self._must("systemctl", "--user", "enable", self._unit)
+        self._must("systemctl", "--user", "restart", self._unit)
+
+    def stop(self) -> None:
+        """Stops and disables it. Without a manager nothing runs, and only the link of `enable` is left."""
+        self._call("systemctl", "--user", "disable", "--now", self._unit)
+        (self.file.parent / "default.target.wants" / self._unit).unlink(missing_ok=True)
+
+    def forgotten(self) -> None:
+        """Has the manager forget the unit, and that it failed."""
+        self._call("systemctl", "--user", "daemon-reload")
+        self._call("systemctl", "--user", "reset-failed", self._unit)
+
+    def ask(self) -> ServiceState:
+        """Asks for properties, which are made for programs."""
+        shown = "ActiveState,SubState,MainPID,ExecMainStatus"
+        done = self._call("systemctl", "--user", "show", self._unit, f"--property={shown}")
+        if done.returncode:
+            return ServiceState(True, detail=" ".join(done.stderr.split()))
+        values = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+        pid = int(values.get("MainPID") or 0)
+        status = values.get("ExecMainStatus", "0")
+        ended = f", exit status {status}" if status != "0" and not pid else ""
+        detail = f"{values.get('ActiveState')} ({values.get('SubState')}){ended}"
+        return ServiceState(True, values.get("ActiveState") == "active", pid or None, detail)
+
+    def log_command(self, *, follow: bool) -> Sequence[str]:
+        """The journal of the unit."""
+        return ["journalctl", "--user", "--unit", self._unit, "--lines", str(LOG_LINES), *(["--follow"] * follow)]
+
+
+class Launchd(ServiceManager):
+    """The agents of a user, on macOS."""
+
+    def __init__(self, home: Path, run: Runner = run_program) -> None:
+        super().__init__(run)
+        self.file = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+        self.log_file = home / "Library" / "Logs" / f"{LABEL}.log"
+        self._domain = f"gui/{os.getuid()}"
+
+    def describe(self, spec: ServiceSpec) -> str:
+        """Returns the text of the property list."""
+        return launchd_plist(spec)
+
+    def start(self) -> None:
+        """Loads the file, which starts the server; an older one is unloaded first."""
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        self.stop()
+        self._must("launchctl", "enable", f"{self._domain}/{LABEL}")
+        self._must("launchctl", "bootstrap", self._domain, str(self.file))
+
+    def stop(self) -> None:
+        """Unloads it; returns once it has ended."""
+        self._call("launchctl", "bootout", f"{self._domain}/{LABEL}")
+
+    def forgotten(self) -> None:
+        """Deletes the log, which nobody else reads."""
+        self.log_file.unlink(missing_ok=True)
+
+    def ask(self) -> ServiceState:
+        """Reads what launchctl prints for people: it has nothing else."""
+        done = self._call("launchctl", "print", f"{self._domain}/{LABEL}")
+        if done.returncode:
+            return ServiceState(True, detail="not loaded")
+        state, pid, code = (_printed(done.stdout, name) for name in ("state", "pid", "last exit code"))
+        ended = f", last exit code {code}" if code and code.isdigit() and code != "0" else ""
+        return ServiceState(True, state == "running", int(pid) if pid else None, f"{state or 'unknown'}{ended}")
+
+    def log_command(self, *, follow: bool) -> Sequence[str]:
+        """The file to which launchd writes."""
+        return ["tail", "-n", str(LOG_LINES), *(["-F"] * follow), str(self.log_file)]
+
+
+def _printed(text: str, name: str) -> str:
+    """Returns the value of the first line `name = value`, which is that of the service itself."""
+    match = re.search(rf"^\s*{name} = (.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""

@@ -1,0 +1,250 @@
+"""Vectors of texts, beside the generation of answers and behind it.
+
+Invariants:
+
+* one step evaluates one piece: short texts together, or a chunk of a long one, never more than a prefill chunk;
+* while answers are prefilled or decoded a piece runs once in `STEPS_BEHIND_CHAT` steps only, so that both go on;
+* texts of several requests are evaluated together where their lengths allow it, the oldest first;
+* the layer caches of a long text are within the memory budget: nothing is evaluated before memory was set aside.
+
+Worker thread only, but for the futures.
+"""
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.embedding_format import Pooling
+from models.errors import ModelError
+from server.engine.errors import EngineError, PromptTooLarge, StepFailed
+from server.engine.request import TokenArray
+
+logger = logging.getLogger(__name__)
+
+STEPS_BEHIND_CHAT = 8
+MAX_TOGETHER = 256
+"""Texts that are looked at to be evaluated together."""
+
+Vector: TypeAlias = NDArray[np.float32]
+
+
+class LongTextPort(Protocol):
+    """One text, evaluated piece by piece."""
+
+    def feed(self, tokens: TokenArray, /) -> None:
+        """Evaluates the next tokens."""
+
+    def vector(self) -> Vector:
+        """Returns the vector of all that was fed."""
+
+
+class EmbedderPort(Protocol):
+    """What makes vectors; `models.inference.embedding.Embedder` is the real one."""
+
+    def embed(self, texts: Sequence[TokenArray], pooling: Pooling, /) -> list[Vector]:
+        """Returns the vectors of texts evaluated together."""
+
+    def begin(self, pooling: Pooling, /) -> LongTextPort:
+        """Returns a text to be evaluated piece by piece."""
+
+
+class AsidePort(Protocol):
+    """Memory beside that of conversations; `cache.aside.SetAside` is the real one."""
+
+    def try_take(self, num_tokens: int, /) -> bool:
+        """Sets aside what so many tokens take; False if it cannot be had now."""
+
+    def give_back(self) -> None:
+        """Ends that."""
+
+
+@dataclass(eq=False)
+class EmbeddingJob:
+    """The texts of one request, a token or more each, and where their vectors are awaited, in the same order."""
+
+    texts: Sequence[TokenArray]
+    pooling: Pooling
+    vectors: "Future[list[Vector]]" = field(default_factory=Future)
+    found: dict[int, Vector] = field(default_factory=dict)
+    """Those that are known, by the place of their text."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.vectors.done()
+
+    def take(self, place: int, vector: Vector) -> None:
+        """Notes a vector; the last one answers the request."""
+        self.found[place] = vector
+        if len(self.found) == len(self.texts):
+            self.settle(None)
+
+    def settle(self, error: Exception | None) -> None:
+        """Answers the request, unless that was done or its client has left."""
+        if self.vectors.done() or not self.vectors.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.vectors.set_exception(error)
+        else:
+            self.vectors.set_result([self.found[place] for place in range(len(self.texts))])
+
+
+@dataclass(frozen=True, eq=False)
+class _Text:
+    job: EmbeddingJob
+    place: int
+
+    @property
+    def tokens(self) -> TokenArray:
+        return self.job.texts[self.place]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A long text under way."""
+
+    text: _Text
+    run: LongTextPort
+    offset: int = 0
+
+
+class Embeddings:
+    """The texts that wait for their vectors, and the one being evaluated."""
+
+    def __init__(self, embedder: EmbedderPort, aside: AsidePort, chunk_tokens: int) -> None:
+        self._embedder = embedder
+        self._aside = aside
+        self._chunk_tokens = chunk_tokens
+        self._texts: deque[_Text] = deque()
+        self._running: _Running | None = None
+        self._num_passed = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any text waits."""
+        return bool(self._texts) or self._running is not None
+
+    def add(self, job: EmbeddingJob) -> None:
+        """Queues the texts of a request."""
+        self._texts.extend(_Text(job, place) for place in range(len(job.texts)))
+
+    def fail_all(self, error: Exception) -> None:
+        """Answers every request with an error."""
+        for text in self._pending():
+            text.job.settle(error)
+        self._forget_settled()
+
+    def give_way(self) -> bool:
+        """Gives the memory of a long text back, which is begun anew later; False if there is none."""
+        if self._running is None:
+            return False
+        self._texts.appendleft(self._running.text)
+        self._end_running()
+        return True
+
+    def step(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
+        """Evaluates a piece, unless it is to wait. What goes wrong is told to the requests that the piece is of.
+
+        Without `may_take_memory` no long text is begun: an answer waits for memory, or soon may.
+        """
+        self._forget_settled()
+        if not self.has_work:
+            return
+        self._num_passed += 1
+        if is_behind_chat and self._num_passed < STEPS_BEHIND_CHAT:
+            return
+        self._num_passed = 0
+        if self._running is None and len(self._texts[0].tokens) <= self._chunk_tokens:
+            self._embed_together()
+        else:
+            self._embed_long(is_behind_chat=is_behind_chat, may_take_memory=may_take_memory)
+
+    def _embed_together(self) -> None:
+        texts = self._next_texts()
+        try:
+            vectors = self._embedder.embed([text.tokens for text in texts], texts[0].job.pooling)
+        except Exception as error:  # of an architecture, or of the device: the other requests go on
+            for text in texts:
+                text.job.settle(_told(error))
+            return
+        for text in texts:
+            self._texts.remove(text)
+        for text, vector in zip(texts, vectors, strict=True):
+            text.job.take(text.place, vector)
+
+    def _next_texts(self) -> list[_Text]:
+        """Returns the oldest text, and of those behind it what fits into a chunk, padded to the longest."""
+        chosen: list[_Text] = []
+        longest = 0
+        for text in itertools.islice(self._texts, MAX_TOGETHER):
+            padded = max(longest, len(text.tokens))
+            if padded * (len(chosen) + 1) <= self._chunk_tokens and text.job.pooling is self._texts[0].job.pooling:
+                chosen.append(text)
+                longest = padded
+        return chosen
+
+    def _embed_long(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
+        text = self._texts[0] if self._running is None else self._running.text
+        try:
+            if self._running is None and may_take_memory:
+                self._running = self._begin(text, is_behind_chat=is_behind_chat)
+            if self._running is not None:
+                self._feed(self._running)
+        except Exception as error:  # see above
+            text.job.settle(_told(error))
+            self._forget_settled()
+
+    def _begin(self, text: _Text, *, is_behind_chat: bool) -> _Running | None:
+        """Returns the oldest text, taken out of the queue; None while the memory is held by running answers.
+
+        Raises PromptTooLarge where it could never be had.
+        """
+        if not self._aside.try_take(len(text.tokens)):
+            if is_behind_chat:
+                return None
+            raise PromptTooLarge(f"a text of {len(text.tokens)} tokens needs more memory than there is for all state")
+        try:
+            run = self._embedder.begin(text.job.pooling)
+        except BaseException:
+            self._aside.give_back()
+            raise
+        self._texts.popleft()
+        return _Running(text, run)
+
+    def _feed(self, running: _Running) -> None:
+        tokens = running.text.tokens
+        running.run.feed(tokens[running.offset : running.offset + self._chunk_tokens])
+        running.offset += self._chunk_tokens
+        if running.offset >= len(tokens):
+            vector = running.run.vector()
+            self._end_running()
+            running.text.job.take(running.text.place, vector)
+
+    def _end_running(self) -> None:
+        self._running = None
+        self._aside.give_back()
+
+    def _forget_settled(self) -> None:
+        """Drops the texts of requests that are over, or whose client has left."""
+        if self._running is not None and self._running.text.job.is_over:
+            self._end_running()
+        if any(text.job.is_over for text in self._texts):
+            self._texts = deque(text for text in self._texts if not text.job.is_over)
+
+    def _pending(self) -> Iterable[_Text]:
+        return [*([self._running.text] if self._running is not None else []), *self._texts]
+
+
+def _told(error: Exception) -> Exception:
+    """Returns what a request is told about an error: those of the device, or of an architecture's code, are ours."""
+    if isinstance(error, EngineError | ModelError):
+        return error
+    logger.warning("texts could not be embedded", exc_info=error)
+    return StepFailed(f"the texts could not be evaluated: {error}")

@@ -1,0 +1,224 @@
+"""Vectors of texts in the shapes of OpenAI, of Ollama, and of reranking servers."""
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ollama
+import pytest
+from starlette.testclient import TestClient
+
+from models.embedding_format import EmbeddingFormat, Pooling
+from models.errors import EmbeddingUnsupported
+from models.names import DEMO
+from server.api import embedding
+from server.api.field_rules import Rules
+from server.api.ollama.embed import EmbedBody, EmbeddingPromptBody
+from server.api.ollama.fields import IN_EMBED, IN_EMBEDDING
+from server.api.openai.embeddings import EmbeddingsBody
+from server.api.openai.fields import IN_EMBEDDINGS, IN_RERANK
+from server.api.openai.rerank import RerankBody
+from server.api.typed_body import BodyModel
+from server.app import create_app
+from server.config import ServerConfig
+from tests.server.api.test_live import Live, serving, user
+from tests.support.fake_engine import FakeEngine, fake_model
+
+ROOT = Path(__file__).parents[3]
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+
+
+def client_of(engine: FakeEngine, **model: Any) -> TestClient:
+    return TestClient(create_app(engine, fake_model(**model), ServerConfig()))
+
+
+def post(client: TestClient, path: str = EMBEDDINGS, **body: Any) -> dict[str, Any]:
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def codes(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_every_text_gets_a_vector_in_its_place() -> None:
+    engine = FakeEngine()
+    body = post(client_of(engine), input=["ab", "abcd"])
+    assert engine.embedded == [([codes("ab"), codes("abcd")], Pooling.MEAN)]
+    assert [one["index"] for one in body["data"]] == [0, 1]
+    assert {one["object"] for one in body["data"]} == {"embedding"}
+    assert body["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+    np.testing.assert_allclose([np.linalg.norm(one["embedding"]) for one in body["data"]], 1, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("ab", [codes("ab")]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        (["ab", [7]], [codes("ab"), [7]]),
+    ],
+)
+def test_a_text_may_be_alone_or_tokens(given: Any, taken: list[list[int]]) -> None:
+    engine = FakeEngine()
+    post(client_of(engine), input=given)
+    assert engine.embedded[0][0] == taken
+
+
+def test_numbers_and_base64_say_the_same() -> None:
+    client = client_of(FakeEngine())
+    numbers = post(client, input="abc")["data"][0]["embedding"]
+    packed = post(client, input="abc", encoding_format="base64")["data"][0]["embedding"]
+    np.testing.assert_array_equal(np.frombuffer(base64.b64decode(packed), "<f4"), np.array(numbers, np.float32))
+
+
+def test_fewer_dimensions_are_the_first_ones_at_length_one() -> None:
+    client = client_of(FakeEngine())
+    whole = np.array(post(client, input="abc")["data"][0]["embedding"])
+    short = post(client, input="abc", dimensions=3)["data"][0]["embedding"]
+    np.testing.assert_allclose(short, whole[:3] / np.linalg.norm(whole[:3]), atol=1e-6)
+
+
+def test_the_models_own_pooling_is_used() -> None:
+    engine = FakeEngine()
+    post(client_of(engine, embedding=EmbeddingFormat(Pooling.LAST, 3)), input="a")
+    assert engine.embedded[0][1] is Pooling.LAST
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (EMBEDDINGS, {}, "input"),
+        (EMBEDDINGS, {"input": []}, "input"),
+        (EMBEDDINGS, {"input": ""}, "input[0]"),
+        (EMBEDDINGS, {"input": ["a", ""]}, "input[1]"),
+        (EMBEDDINGS, {"input": [[]]}, "input[0]"),
+        (EMBEDDINGS, {"input": [[-1]]}, "input[0][0]"),
+        (EMBEDDINGS, {"input": "a" * 300}, "input[0]"),
+        (EMBEDDINGS, {"input": 3}, "input"),
+        (EMBEDDINGS, {"input": {"a": 1}}, "input"),
+        (EMBEDDINGS, {"input": ["a"] * 2049}, "input"),
+        (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions"),
+        (EMBEDDINGS, {"input": "a", "dimensions": 5}, "dimensions"),
+        (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        (EMBEDDINGS, {"input": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        (EMBEDDINGS, {"input": "a", "model": "gpt-9"}, "model"),
+        (RERANK, {"query": "a"}, "documents"),
+        (RERANK, {"query": "", "documents": ["a"]}, "query"),
+        (RERANK, {"query": "a", "documents": []}, "documents"),
+        (RERANK, {"query": "a", "documents": ["a", ""]}, "documents[1]"),
+        (RERANK, {"query": "a", "documents": [{"title": "a"}]}, "documents[0]"),
+        (RERANK, {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+    ],
+)
+def test_what_is_wrong_is_named(path: str, body: dict[str, Any], param: str) -> None:
+    answer = client_of(FakeEngine()).post(path, json=body)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_all_texts_of_a_request_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "MAX_TOKENS", 5)
+    client = client_of(FakeEngine())
+    post(client, input=["ab", "abc"])
+    assert client.post(EMBEDDINGS, json={"input": ["abc", "abc"]}).json()["error"]["param"] == "input[1]"
+
+
+def test_a_model_that_makes_none_is_named() -> None:
+    answer = client_of(FakeEngine(), embedding=None).post(EMBEDDINGS, json={"input": "a"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    broken = FakeEngine(embedding_error=EmbeddingUnsupported("it has no layers of its own"))
+    answer = client_of(broken).post(EMBEDDINGS, json={"input": "a"})
+    assert answer.status_code == 400
+    assert "no layers" in answer.json()["error"]["message"]
+
+
+def test_documents_come_in_the_order_of_their_match() -> None:
+    client = client_of(FakeEngine())
+    body = post(client, RERANK, query="aaa", documents=["bbb", {"text": "aab"}, "aaa"])
+    assert [one["index"] for one in body["results"]] == [2, 1, 0]
+    scores = [one["relevance_score"] for one in body["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] == pytest.approx(1, abs=1e-6)
+    assert "document" not in body["results"][0]
+    assert body["usage"]["total_tokens"] == 12
+    best = post(client, RERANK, query="aaa", documents=["bbb", "aab"], top_n=1, return_documents=True)
+    assert [one["document"] for one in best["results"]] == [{"text": "aab"}]
+
+
+def test_ollama_cuts_what_is_too_long_unless_told_otherwise() -> None:
+    engine = FakeEngine()
+    client = client_of(engine, embedding=EmbeddingFormat(Pooling.LAST, 9))
+    body = post(client, "/api/embed", model="tiny", input=["ab", "c" * 300])
+    assert [len(tokens) for tokens in engine.embedded[0][0]] == [2, 200]
+    assert engine.embedded[0][0][1][-1] == 9
+    assert body["prompt_eval_count"] == 202
+    assert len(body["embeddings"]) == 2
+    answer = client.post("/api/embed", json={"model": "tiny", "input": "c" * 300, "truncate": False})
+    assert answer.status_code == 400
+    assert "context" in answer.json()["error"]
+
+
+def test_ollamas_forerunner_gives_one_vector() -> None:
+    client = client_of(FakeEngine())
+    assert len(post(client, "/api/embeddings", model="tiny", prompt="ab")["embedding"]) == 4
+    assert post(client, "/api/embeddings", model="tiny", prompt="")["embedding"] == []
+    assert post(client, "/api/embed", model="tiny", input=[])["embeddings"] == []
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Live]:
+    with serving(DEMO) as server:
+        yield server
+
+
+TEXTS = ("My name is Ada.", "What is the weather in Paris?", "long " * 300)
+
+
+def test_real_vectors_do_not_depend_on_what_is_beside_them(demo: Live) -> None:
+    together = demo.client.embeddings.create(model="demo", input=list(TEXTS))
+    for text, one in zip(TEXTS, together.data, strict=True):
+        alone = demo.client.embeddings.create(model="demo", input=text).data[0].embedding
+        np.testing.assert_allclose(one.embedding, alone, atol=1e-4)
+    assert len({len(one.embedding) for one in together.data}) == 1
+
+
+def test_texts_and_answers_go_on_side_by_side(demo: Live) -> None:
+    before = demo.text(user("Count from 1 to 20."), max_tokens=60)
+    with ThreadPoolExecutor() as threads:
+        embedding = threads.submit(demo.client.embeddings.create, model="demo", input=[TEXTS[2]] * 3)
+        assert demo.text(user("Count from 1 to 20."), max_tokens=60) == before
+        assert len(embedding.result().data) == 3
+
+
+def test_ollamas_package_reads_them(demo: Live) -> None:
+    client = ollama.Client(host=demo.address)
+    found = client.embed(model="demo", input=list(TEXTS[:2]))
+    one = client.embeddings(model="demo", prompt=TEXTS[0])
+    np.testing.assert_allclose(found.embeddings[0], one.embedding, atol=1e-5)
+    with pytest.raises(ollama.ResponseError, match="not found"):
+        client.embed(model="nothing", input="a")
+
+
+@pytest.mark.parametrize("rules", [IN_EMBEDDINGS, IN_RERANK, IN_EMBED, IN_EMBEDDING])
+def test_every_field_is_documented(rules: Rules) -> None:
+    page = (ROOT / "docs" / "embeddings.md").read_text(encoding="utf-8")
+    assert [name for name in rules if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "rules"),
+    [
+        (EmbeddingsBody, IN_EMBEDDINGS),
+        (RerankBody, IN_RERANK),
+        (EmbedBody, IN_EMBED),
+        (EmbeddingPromptBody, IN_EMBEDDING),
+    ],
+)
+def test_every_honoured_field_is_read(body: type[BodyModel], rules: Rules) -> None:
+    assert {name for name, rule in rules.items() if rule.is_read} == set(body.model_fields)

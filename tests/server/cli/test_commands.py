@@ -1,0 +1,364 @@
+"""Parameters, saved conversations, other models, images and the history of the chat in the terminal."""
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.errors import ModelNotFound
+from models.inference.sampling_params import SamplingParams
+from models.prompt.chat_template import RenderedPrompt
+from server.app import create_app
+from server.cli.chat import Chat, Opening, chat
+from server.cli.repl import history, local
+from server.cli.repl.conversation import Dialogue, NotAConversation
+from server.cli.repl.files import find_image, is_image
+from server.cli.repl.history import history_file, open_history
+from server.cli.repl.joined import JoinedModels, Served
+from server.cli.repl.local import LocalModel, LocalModels
+from server.cli.repl.parameters import ParameterError, parse_parameter
+from server.cli.repl.screen import Screen
+from server.cli.repl.speech import ModelChoice, OneModel
+from server.config import ServerConfig
+from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.live_server import running
+
+
+def talk(models: ModelChoice, *lines: str, dialogue: Dialogue | None = None) -> str:
+    """Returns what a person who types `lines` sees."""
+    seen: list[str] = []
+    typed = iter([*lines, "/bye"])
+    Chat(models, Screen(seen.append), dialogue or Dialogue(), read_line=lambda _: next(typed)).run()
+    return "".join(seen)
+
+
+class Renderer:
+    """Renders a conversation as one token per character."""
+
+    reads_tools = False
+
+    def __init__(self) -> None:
+        self.template_kwargs: list[Any] = []
+
+    def render(self, messages: Any, tools: Any = None, template_kwargs: Any = None) -> RenderedPrompt:
+        self.template_kwargs.append(template_kwargs)
+        return self.encode("|".join(f"{message['role']}: {message['content']}" for message in messages))
+
+    def encode(self, text: str) -> RenderedPrompt:
+        return RenderedPrompt(np.array([ord(letter) for letter in text], np.int32), ())
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(Script(texts=("Hello", " there.")))
+
+
+@pytest.fixture
+def models(engine: FakeEngine) -> OneModel:
+    return OneModel(LocalModel(fake_model(renderer=Renderer()), engine))
+
+
+# -------------------------------------------------------------------------------------------------- parameters
+
+
+def test_what_is_set_rules_the_answers_until_it_is_unset(models: OneModel, engine: FakeEngine) -> None:
+    lines = ("/set", "/set temperature 0.2", "/set seed 7", "/set max_tokens 5", "Hi", "/set", "/set seed default")
+    shown = talk(models, *lines, "/new", "Again", "/set seed")
+    first, second = engine.requests
+    assert (first.sampling.temperature, first.sampling.seed, first.max_tokens) == (0.2, 7, 5)
+    assert (second.sampling.temperature, second.sampling.seed) == (0.2, SamplingParams().seed)
+    assert shown.startswith("Nothing is set: the model's own recommendations hold.\ntemperature 0.2\n")
+    assert "max_tokens 5\nseed 7\ntemperature 0.2\n" in shown
+    assert shown.endswith("seed is as the model recommends.\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("/set temprature 1", "there is no parameter 'temprature'; did you mean temperature?"),
+        ("/set xyzzy 1", "there is no parameter 'xyzzy'; there are temperature, "),
+        ("/set temperature 9", "temperature must be a number in [0, 2], not 9.0"),
+        ("/set temperature nan", "temperature must be a number in [0, 2], not nan"),
+        ("/set temperature warm", "temperature is a number, not 'warm'"),
+        ("/set max_tokens 0", "max_tokens is a whole number above 0, not 0"),
+        ("/set top_k 1.5", "top_k is a whole number, not '1.5'"),
+        ("/set think maybe", "think is on or off, not 'maybe'"),
+    ],
+)
+def test_a_wrong_parameter_is_told_and_changes_nothing(line: str, words: str, models: OneModel) -> None:
+    dialogue = Dialogue()
+    assert words in talk(models, line, dialogue=dialogue)
+    assert dialogue.parameters == {}
+
+
+def test_parameters_reach_a_joined_server(engine: FakeEngine) -> None:
+    with running(create_app(engine, fake_model(), ServerConfig())) as url:
+        talk(
+            JoinedModels(Served(url, "tiny")),
+            *("/set temperature 0.2", "/set seed 7", "/set max_tokens 5", "/set repetition_penalty 1.5", "Hi"),
+        )
+    [request] = engine.requests
+    assert (request.sampling.temperature, request.sampling.seed, request.max_tokens) == (0.2, 7, 5)
+    assert request.sampling.repetition_penalty == 1.5
+
+
+def test_thinking_is_told_to_the_template(engine: FakeEngine) -> None:
+    renderer = Renderer()
+    lines = ("Hi", "/set think off", "Hi", "/set think on", "Hi")
+    talk(OneModel(LocalModel(fake_model(renderer=renderer), engine)), *lines)
+    assert renderer.template_kwargs == [None, {"enable_thinking": False}, {"enable_thinking": True}]
+
+
+def test_every_parameter_can_be_typed() -> None:
+    assert parse_parameter("top_k", "40") == 40
+    assert parse_parameter("top_p", "0.9") == 0.9
+    assert parse_parameter("repeat_last_n", "-1") == -1
+    assert parse_parameter("xtc_probability", "0.5") == 0.5
+    with pytest.raises(ParameterError):
+        parse_parameter("logit_bias", "1")
+    for name in ("bad_words", "allowed_token_ids", "dry_breakers", "dry_multiplier"):
+        with pytest.raises(ParameterError, match="there is no parameter"):
+            parse_parameter(name, "1")
+
+
+# --------------------------------------------------------------------------------------------- saving, loading
+
+
+def test_a_saved_conversation_goes_on_where_it_was(models: OneModel, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    first = Dialogue()
+    shown = talk(models, "/system Be brief.", "/set seed 7", "Hi", f"/save {file}", dialogue=first)
+    assert f"Saved in {file}." in shown
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    second = Dialogue()
+    shown = talk(models, f"/load {file}", "/retry", "And you?", dialogue=second)
+    assert shown.startswith("2 messages.\n")
+    assert second.turns[:2] == first.turns
+    assert (second.system, second.parameters, len(second.turns)) == ("Be brief.", {"seed": 7}, 4)
+    assert second.number == 2, "it is no continuation of what was said before"
+
+
+def test_a_saved_conversation_may_be_replaced_and_nothing_else(models: OneModel, tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("notes")
+    assert "no saved conversation; choose another name" in talk(models, f"/save {other}")
+    assert other.read_text() == "notes"
+    assert "no saved conversation" in talk(models, f"/save {tmp_path}")
+    file = tmp_path / "talk.json"
+    talk(models, f"/save {file}", "Hi", f"/save {file}")
+    assert len(json.loads(file.read_text())["messages"]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "talk.json"]
+
+
+@pytest.mark.parametrize("name", ["/save", "/load", "/load {}/none", "/load {}", "/save {}/none/talk.json"])
+def test_a_file_that_cannot_be_used_is_one_line(name: str, models: OneModel, tmp_path: Path) -> None:
+    shown = talk(models, name.format(tmp_path))
+    assert shown.count("\n") == 1
+    assert any(word in shown for word in ("needs the name", "cannot be read", "no file", "cannot be written"))
+
+
+GOOD = {"format": "mlx-serve conversation 1", "model": "m", "system": "", "parameters": {}, "messages": []}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        [],
+        {**GOOD, "format": "other"},
+        {**GOOD, "system": None},
+        {**GOOD, "messages": [{"role": "system", "content": "x"}]},
+        {**GOOD, "messages": [{"role": "user", "content": ["x"]}]},
+        {**GOOD, "messages": ["x"]},
+        {**GOOD, "parameters": {"temperature": "hot"}},
+        {**GOOD, "parameters": {"think": 1}},
+        {**GOOD, "parameters": {"unknown": 1}},
+    ],
+)
+def test_what_is_damaged_changes_nothing(record: Any) -> None:
+    dialogue = Dialogue("Be kind.", [{"role": "user", "content": "Hi"}])
+    with pytest.raises(NotAConversation):
+        dialogue.load(json.dumps(record))
+    assert dialogue == Dialogue("Be kind.", [{"role": "user", "content": "Hi"}])
+
+
+def test_a_conversation_with_another_model_names_it(models: OneModel, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps({**GOOD, "model": "a/b"}))
+    assert "0 messages. It was with a/b: /model a/b\n" in talk(models, f"/load {file}")
+
+
+# ------------------------------------------------------------------------------------------------ other models
+
+
+def test_what_is_talked_to_is_shown(models: OneModel) -> None:
+    shown = talk(models, "/system Be brief.", "/show", "/model", "/model other")
+    assert "model    tiny\nsystem   Be brief.\nmessages 0\nNothing is set" in shown
+    assert "tiny, which you are talking to\n" in shown
+    assert "there is no other model here than tiny\n" in shown
+
+
+def test_a_server_has_other_models(engine: FakeEngine) -> None:
+    with running(create_app(engine, fake_model(), ServerConfig())) as url:
+        joined = JoinedModels(Served(url, "gone"))
+        shown = talk(joined, "/model", "/model unknown", "/model tiny", "Hi")
+    assert "gone, which you are talking to\ntiny\n" in shown
+    assert f"the server at {url} has no model 'unknown'" in shown
+    assert "tiny goes on with the conversation.\nHello there.\n" in shown
+
+
+class Loader:
+    """Stands for loading a model into this process, which takes a real one and seconds."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.broken = ""
+
+    def __call__(self, config: ServerConfig) -> "Loaded":
+        return Loaded(self, config.models[0])
+
+
+class Loaded:
+    def __init__(self, loader: Loader, name: str) -> None:
+        self._loader, self._name = loader, name
+
+    def __enter__(self) -> LocalModel:
+        if self._name == self._loader.broken:
+            raise ModelNotFound("it is broken")
+        self._loader.events.append(f"load {self._name}")
+        return LocalModel(
+            fake_model(id=self._name, renderer=Renderer()), FakeEngine(Script(texts=("I am ", self._name)))
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._loader.events.append(f"unload {self._name}")
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Loader:
+    loader = Loader()
+    monkeypatch.setattr(local, "local_model", loader)
+    monkeypatch.setattr(local, "resolve", _resolve)
+    return loader
+
+
+def _resolve(name: str) -> Path:
+    if name == "unknown":
+        raise ModelNotFound("there is no such model")
+    return Path(name)
+
+
+def test_another_model_takes_the_place_of_the_one_that_is_loaded(loader: Loader) -> None:
+    with LocalModels(ServerConfig(models=("a",))) as models:
+        shown = talk(models, "Hi", "/model unknown", "/model a", "/model b", "Hi")
+    assert "there is no such model\n" in shown
+    assert "b goes on with the conversation.\nI am b\n" in shown
+    assert loader.events == ["load a", "unload a", "load b", "unload b"]
+
+
+def test_the_old_model_comes_back_when_the_new_one_cannot_be_loaded(loader: Loader) -> None:
+    loader.broken = "b"
+    with LocalModels(ServerConfig(models=("a",))) as models:
+        shown = talk(models, "/model b", "Hi")
+    assert "it is broken\nI am a\n" in shown
+    assert loader.events == ["load a", "unload a", "load a", "unload a"]
+
+
+# ------------------------------------------------------------------------------------------------------ images
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    path = tmp_path / "a cat.PNG"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    return path
+
+
+@pytest.mark.parametrize("form", ["'{}' what is it?", 'What is "{}"?', "file://{}", "what is {}"])
+def test_an_image_that_is_there_is_found(form: str, image: Path) -> None:
+    path = str(image)
+    written = form.format(path if "'" in form or '"' in form else path.replace(" ", "\\ "))
+    assert find_image(written) == path
+
+
+@pytest.mark.parametrize(
+    "text", ["Describe cat.png", "/none/cat.png", "It's a cat, isn't it?", "/tmp", "", "'", "/\0.png"]
+)
+def test_what_is_only_spoken_of_is_no_image(text: str) -> None:
+    assert find_image(text) is None
+
+
+def test_an_image_is_refused_politely_and_the_conversation_stays(
+    image: Path, models: OneModel, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dialogue = Dialogue()
+    talk(models, "Hi", f"What is in '{image}'?", dialogue=dialogue)
+    assert "take text only" in capsys.readouterr().err
+    assert (len(engine.requests), len(dialogue.turns)) == (1, 2)
+
+
+@pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0\x00\x10JFIF\x00", b"GIF89a\x01"])
+def test_an_image_from_a_pipe_is_told_apart_from_text(data: bytes) -> None:
+    assert is_image(data.decode(errors="replace").strip())
+    assert not is_image("a PNG")
+
+
+def test_an_image_from_a_pipe_ends_with_status_1(
+    models: OneModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO("\ufffdPNG\n\x1a\n"))
+    assert chat(models, Opening(question="What is it?")) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and "take text only" in captured.err
+
+
+# ----------------------------------------------------------------------------------------- history
+
+
+def entries(path: Path) -> Sequence[str]:
+    return list(open_history(path).load_history_strings())
+
+
+def test_what_was_typed_is_there_the_next_time_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "history"
+    kept = open_history(path)
+    kept.store_string("one\ntwo")
+    kept.store_string("three")
+    assert entries(path) == ["three", "one\ntwo"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_long_history_loses_its_oldest_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_BYTES", 4000)
+    path = tmp_path / "history"
+    for number in range(200):
+        open_history(path).store_string(f"message {number}")
+    kept = entries(path)
+    assert path.stat().st_size < 4200
+    assert list(kept) == [f"message {number}" for number in range(199, 199 - len(kept), -1)]
+    assert len(kept) > 20
+
+
+def test_a_history_that_cannot_be_kept_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept = open_history(tmp_path / "file" / "history")
+    kept.store_string("one")
+    path = tmp_path / "history"
+    kept = open_history(path)
+    path.unlink()
+    path.mkdir()
+    kept.store_string("two")
+    open_history(None).store_string("three")
+    assert os.listdir(path) == []  # noqa: PTH208
+
+
+def test_the_history_lies_where_xdg_puts_it() -> None:
+    assert history_file({"XDG_STATE_HOME": "/s"}) == Path("/s/mlx-serve/history")
+    assert history_file({}) == Path("~/.local/state/mlx-serve/history").expanduser()
