@@ -18,7 +18,7 @@ from models.inference.sampling_penalties import Penalty
 
 def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
     """Returns what rules out tokens of at least one of the rows."""
-    found: list[Penalty | None] = [_AllowedTokens.of(rows, vocab_size), _BadWords.of(rows)]
+    found: list[Penalty | None] = [_AllowedTokens.of(rows, vocab_size), _BadWords.of(rows), _EarlyEnds.of(rows)]
     return [ban for ban in found if ban is not None]
 
 
@@ -90,6 +90,42 @@ class _BadWords:
         for index, row in enumerate(rows):
             if row.output_end is not None:
                 row.output_end = self.recent[index, self.recent.shape[1] - row.output_end.size :]
+
+
+class _EarlyEnds:
+    """Tokens that would end a row before its `min_tokens`. Which rows these are changes with each draw."""
+
+    def __init__(self, rows: Sequence[RowSampling]) -> None:
+        self._rows = rows
+        self._early: tuple[int, ...] = ()
+        self._entries: tuple[mx.array, mx.array] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling]) -> "_EarlyEnds | None":
+        return cls(rows) if any(map(_is_early, rows)) else None
+
+    def apply_to(self, logits: mx.array) -> mx.array:
+        early = tuple(index for index, row in enumerate(self._rows) if _is_early(row))
+        if early != self._early:
+            self._early, self._entries = early, self._entries_of(early, logits.shape[-1])
+        if self._entries is None:
+            return logits
+        return _unless_empty(logits.at[self._entries].add(-math.inf), logits)
+
+    def count(self, tokens: mx.array) -> None:
+        """Does nothing: the rows count their draws themselves."""
+
+    def give_back(self, rows: Sequence[RowSampling]) -> None:
+        """Does nothing."""
+
+    def _entries_of(self, early: Sequence[int], vocab_size: int) -> tuple[mx.array, mx.array] | None:
+        ends = [(row, token) for row in early for token in self._rows[row].params.end_token_ids]
+        known = [(row, token) for row, token in ends if token < vocab_size]
+        return (mx.array([row for row, _ in known]), mx.array([token for _, token in known])) if known else None
+
+
+def _is_early(row: RowSampling) -> bool:
+    return row.position < row.params.min_tokens
 
 
 def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:

@@ -69,6 +69,10 @@ class SamplingParams:
     top_logprobs: int | None = None
     """How many of the likeliest tokens are told with each token of the output, and how likely that one was; None
     tells nothing. Range [0, `MAX_TOP_LOGPROBS`]."""
+    min_tokens: int = 0
+    """None of `end_token_ids` is among the first so many tokens of the output."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output; needed only with `min_tokens`."""
 
     @property
     def is_greedy(self) -> bool:
@@ -123,6 +127,7 @@ def check(params: SamplingParams, vocab_size: int) -> None:
         _check_integer("seed", params.seed, -(2**63), 2**64 - 1)
     if params.top_logprobs is not None:
         _check_integer("top_logprobs", params.top_logprobs, 0, min(MAX_TOP_LOGPROBS, vocab_size))
+    _check_integer("min_tokens", params.min_tokens, 0, 2**63 - 1)
     _check_number("repetition_penalty", params.repetition_penalty, 0.0, 10.0, exclusive_low=True)
     _check_number("presence_penalty", params.presence_penalty, -2.0, 2.0)
     _check_number("frequency_penalty", params.frequency_penalty, -2.0, 2.0)

@@ -79,3 +79,5 @@ class OutputGrammar:
     thought_start: int | None = None
     """The token that may begin a thought in place of the answer, which is then bound from its end on; None where the
     prompt has begun or closed the thought, or the model has none."""
+    begun: str = ""
+    """The beginning of the answer, where the prompt holds it already."""

@@ -43,9 +43,12 @@ class ReasoningFormat:
             return f"{self.end}<|start|>assistant<|channel|>final<|message|>"
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
-    def is_opened_by(self, prompt: str) -> bool:
-        """Whether a rendered prompt has begun the thought already, so that the answer goes on with it."""
-        return prompt.rstrip().endswith(self.start)
+    def is_opened_by(self, prompt: str, begun: str = "") -> bool:
+        """Whether a rendered prompt has begun the thought already, so that the answer goes on with it.
+
+        `begun` is the end of the prompt that is part of the assistant's message, where that is continued.
+        """
+        return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
     def is_closed_by(self, prompt: str) -> bool:
         """Whether a rendered prompt holds a thought that is over, so that the answer begins without one."""

@@ -71,6 +71,8 @@ _MAX_FAR_SEARCHES = 64
 _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
+_MARKS = ("qendx", "q7endx", "qend0fx")
+"""Texts that no template changes; none can overlap with itself."""
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ValueError,
@@ -97,6 +99,8 @@ class RenderedPrompt:
     outline: Outline = NO_OUTLINE
     tail: Tail | None = None
     """What a reply goes on from, where replies are remembered."""
+    begun: str = ""
+    """The end of `text` that is the assistant's message so far, its header included, where that is continued."""
 
 
 class ChatRenderer:
@@ -132,15 +136,20 @@ class ChatRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         namespace: str = "",
+        *,
+        continues: bool = False,
     ) -> RenderedPrompt:
         """Returns the prompt that asks for the next assistant message, with replies as `namespace` was given them.
 
-        Raises ChatTemplateError where the template refuses the conversation, or the model has none, PromptTooLong,
-        and Abandoned.
+        If it `continues`, the last message is the assistant's, and the prompt ends behind its text: behind what it
+        thought, where it has said nothing yet. Raises ChatTemplateError where the template refuses the
+        conversation, or the model has none, PromptTooLong, and Abandoned.
         """
         adaptation = self._adaptation(with_tools=bool(tools))
-        conversation = _Conversation(self._tokenizer, messages, tools, template_kwargs, adaptation)
-        text = conversation.text(generation_prompt=True)
+        conversation = _Conversation(
+            self._tokenizer, messages, tools, template_kwargs, adaptation, continues=continues
+        )
+        text = conversation.prompt()
         tokenized = self._tokenize(text, namespace)
         boundaries = list(conversation.boundaries(text))
         points = {RestorePoint(tokenized.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
@@ -153,7 +162,7 @@ class ChatRenderer:
         }
         outline = conversation.outline(text, tokenized.before)
         kept = tuple(sorted(point for point in points if point.offset > 0))
-        return RenderedPrompt(tokenized.ids, kept, text, outline, tokenized.tail)
+        return RenderedPrompt(tokenized.ids, kept, text, outline, tokenized.tail, conversation.begun(text))
 
     def _adaptation(self, *, with_tools: bool) -> Adaptation:
         """Returns what the template needs said in another way; found by rendering samples once."""
@@ -253,6 +262,8 @@ class _Conversation:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
         adaptation: Adaptation,
+        *,
+        continues: bool = False,
     ) -> None:
         if tokenizer.chat_template is None and not getattr(tokenizer, "has_chat_template", False):
             raise ChatTemplateError("this model has no chat template; only plain completions can be asked of it")
@@ -262,6 +273,28 @@ class _Conversation:
         self._template_kwargs = _by_its_names(template_kwargs or {}, str(tokenizer.chat_template or ""))
         self._adaptation = adaptation
         self._shown_tools = adaptation.tools(self._tools)
+        self._continues = continues
+
+    def prompt(self) -> str:
+        """Returns the text that the model goes on from; raises ChatTemplateError."""
+        if not self._continues:
+            return self.text(generation_prompt=True)
+        # What stands behind the mark ends the message. A mark that the conversation holds too is no use.
+        for mark in _MARKS:
+            text = self.text([*self._messages[:-1], _marked(self._messages[-1], mark)], generation_prompt=False)
+            if text.count(mark) == 1:
+                return text[: text.index(mark)]
+        raise ChatTemplateError("the last message is not shown as it is, so it cannot be continued")
+
+    def begun(self, text: str) -> str:
+        """Returns the part of `text`, the prompt, that is the assistant's message so far; "" for none."""
+        if not self._continues or not _said_or_thought(self._messages[-1]):
+            return ""
+        try:
+            before = self.text(self._messages[:-1], generation_prompt=False)
+        except ChatTemplateError:
+            return text
+        return text[shared_length(text, before) :]
 
     def text(self, messages: Sequence[Message] | None = None, *, generation_prompt: bool) -> str:
         """Returns the rendering of `messages`, by default the whole conversation."""
@@ -302,6 +335,8 @@ class _Conversation:
             yield RestorePointKind.SYSTEM_END, _cut(messages, num_system)
         for index in _user_starts(messages):
             yield RestorePointKind.USER_START, _cut(messages, index)
+        if self._continues:
+            yield RestorePointKind.PROMPT_END, messages[:-1]
         yield RestorePointKind.PROMPT_END, list(messages)
         for index, length in self._explicit_ends:
             yield RestorePointKind.EXPLICIT, _cut_inside(messages, index, length)
@@ -418,6 +453,11 @@ def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int
     return flat, explicit_ends
 
 
+def plain_text(content: Any) -> str:
+    """Returns the text of a message's content as templates are given it."""
+    return _flatten_content(content)[0]
+
+
 def _flatten_content(content: Any) -> tuple[str, list[int]]:
     if content is None or isinstance(content, str):
         return content or "", []
@@ -427,6 +467,16 @@ def _flatten_content(content: Any) -> tuple[str, list[int]]:
         if part.get("cache_control") is not None:
             ends.append(len(text))
     return text, ends
+
+
+def _marked(message: Message, mark: str) -> Message:
+    """Returns a message with a mark behind its text, or behind what was thought where there is none."""
+    name = "reasoning_content" if message.get("reasoning_content") and not message["content"] else "content"
+    return {**message, name: f"{message[name]}{mark}"}
+
+
+def _said_or_thought(message: Message) -> bool:
+    return bool(str(message["content"]).strip() or message.get("reasoning_content"))
 
 
 def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,13 @@ class PromptRenderer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         namespace: str = "",
+        *,
+        continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns the prompt of a conversation, or raises ChatTemplateError."""
+        """Returns the prompt of a conversation, or raises ChatTemplateError.
+
+        If it `continues`, the prompt ends behind the text of the last message, which is the assistant's.
+        """
         ...
 
     def encode(self, text: str) -> RenderedPrompt:
@@ -164,20 +169,29 @@ class ServedModel:
             return "none"
         return "text" if self.tool_syntax is None else "parsed"
 
-    def thinking(self, prompt: str, max_tokens: int | None = None) -> Thinking | None:
-        """Returns what the engine is to know of the thought behind a prompt's text, at most `max_tokens` long."""
+    def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
+        """Returns what the engine is to know of the thought behind a prompt's text, at most `max_tokens` long.
+
+        None where there can be none: `begun`, the end of the prompt that is the answer's beginning, is behind it.
+        """
         if self.reasoning_format is None:
             return None
-        return Thinking(self.reasoning_format, self.reasoning_format.is_opened_by(prompt), max_tokens)
+        is_open = self.reasoning_format.is_opened_by(prompt, begun)
+        return Thinking(self.reasoning_format, is_open, max_tokens) if is_open or not begun else None
 
-    def output_parser(self, tools: Sequence[Mapping[str, Any]], prompt: str = "") -> OutputParser:
-        """Returns what reads the output of one request that offers `tools`, behind the text of its prompt."""
+    def output_parser(self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "") -> OutputParser:
+        """Returns what reads the output of one request that offers `tools`, behind the text of its prompt.
+
+        `begun` is the end of that text which is the answer's beginning.
+        """
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
         answer = PlainParser() if not tools or self.tool_syntax is None else tool_parser(self.tool_syntax, tools)
         if self.reasoning_format is None:
             return answer
-        is_open = self.reasoning_format.is_opened_by(prompt)
+        is_open = self.reasoning_format.is_opened_by(prompt, begun)
+        if begun and not is_open:
+            return answer
         return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
 
 

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt
+from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
 from server.api.context import PromptRenderer
 from server.api.errors import ApiError, Code
 from server.api.next_turn import stable_prefix
+
+_THOUGHT = "reasoning_content"
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,18 +22,41 @@ class Conversation:
     """As the client wrote them, so that the prompt keeps their order and wording; empty for none."""
     template_arguments: Mapping[str, Any]
     namespace: str
+    continues: bool = False
+    """Whether the last message is the assistant's, and the answer goes on with it."""
 
     def render(self) -> RenderedPrompt:
         """Returns the prompt that asks for an answer; raises the renderer's errors."""
-        return self._render(self.messages)
+        shown = (self.messages, self.tools or None, self.template_arguments, self.namespace)
+        return self.renderer.render(*shown, continues=True) if self.continues else self.renderer.render(*shown)
+
+    @property
+    def asked(self) -> Sequence[Message]:
+        """The messages that are answered: all but the one that is continued."""
+        return self.messages[:-1] if self.continues else self.messages
+
+    @property
+    def begun(self) -> str:
+        """The text of the answer that there is already."""
+        return plain_text(self.messages[-1].get("content")) if self.continues else ""
+
+    def whole(self, reply: Message) -> Message:
+        """Returns the assistant's message that a reply is, or makes together with what it continues."""
+        if not self.continues:
+            return reply
+        first = self.messages[-1]
+        text = plain_text(first.get("content")) + plain_text(reply.get("content"))
+        thought = f"{first.get(_THOUGHT) or ''}{reply.get(_THOUGHT) or ''}"
+        joined = {**first, **reply, "content": [{"text": text}]}
+        return {**joined, _THOUGHT: thought} if thought else joined
 
     def stable_prefix(self) -> RenderedPrompt:
         """Returns the part of the prompt that stays the same whatever follows; raises the renderer's errors."""
         return stable_prefix(self._render, self.messages)
 
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
-        """Returns the conversation with more messages at its end."""
-        return replace(self, messages=[*self.messages, *messages])
+        """Returns the conversation with the assistant's whole message, and what else follows, at its end."""
+        return replace(self, messages=[*self.asked, *messages], continues=False)
 
     def _render(self, messages: Sequence[Message]) -> RenderedPrompt:
         return self.renderer.render(messages, self.tools or None, self.template_arguments, self.namespace)

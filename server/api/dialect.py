@@ -117,7 +117,7 @@ class Exchange(ABC):
         """What the prompt was made of, to be compared with other requests."""
         self.parser: OutputParser = PlainParser()
         if conversation is not None:
-            self.parser = model.output_parser(conversation.tools, prompt.text)
+            self.parser = model.output_parser(conversation.tools, prompt.text, prompt.begun)
 
     @abstractmethod
     def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
@@ -144,7 +144,7 @@ def _asked(
 ) -> Prompt:
     if conversation is None:
         return plain_prompt(prompt.text, model=model.id, namespace=request.namespace)
-    made_of = (conversation.messages, conversation.tools, conversation.template_arguments)
+    made_of = (conversation.asked, conversation.tools, conversation.template_arguments)
     return prompt_of(*made_of, model=model.id, namespace=request.namespace)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from starlette.requests import Request
 
 from models.inference.sampling_params import SamplingParams
+from models.output.call_watch import CallMarkers
+from models.output.tool_format import ToolFormat
 from models.prompt.chat_template import RenderedPrompt
 from server.api.context import ServedModel
 from server.api.dialect import dialect_of
@@ -36,12 +38,17 @@ class GenerationParams:
     max_tokens: int | None = None
     """None: as many as the server allows. 0 only evaluates the prompt."""
     stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    keeps_stop: bool = False
+    """Whether the stop string or stop token that ends the answer is part of it."""
     cache_prompt: bool = True
     is_volatile: bool = False
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
     """The thought is closed after so many tokens; None: when the model closes it."""
+    is_single_call: bool = False
+    """Whether the answer ends with its first tool call, where the model's calls stand between markers."""
     grammar: AnswerGrammar | None = None
     """What the answer is bound to."""
 
@@ -75,6 +82,8 @@ def build_request(
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params.max_tokens, prompt_param, model, config),
         sampling=params.sampling,
         stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        keeps_stop=params.keeps_stop,
         session_id=dialect_of(incoming.http).session_id(incoming.fields, incoming.http.headers),
         namespace=namespace,
         cache_prompt=params.cache_prompt,
@@ -83,9 +92,17 @@ def build_request(
         restore_points=prompt.restore_points,
         outline=prompt.outline,
         ignore_eos=params.ignore_eos,
-        thinking=model.thinking(prompt.text, params.max_thinking_tokens) if prompt.text else None,
-        grammar=bind(model, params.grammar, prompt.text) if params.grammar is not None else None,
+        thinking=model.thinking(prompt.text, params.max_thinking_tokens, prompt.begun) if prompt.text else None,
+        single_call=_call_markers(model) if params.is_single_call else None,
+        grammar=bind(model, params.grammar, prompt) if params.grammar is not None else None,
     )
+
+
+def _call_markers(model: ServedModel) -> CallMarkers | None:
+    syntax = model.tool_syntax
+    if not isinstance(syntax, ToolFormat) or not syntax.start or not syntax.end:
+        return None
+    return CallMarkers(syntax.start, syntax.end)
 
 
 def _fitting_max_tokens(

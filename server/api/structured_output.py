@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from models.errors import InvalidGrammar
-from models.output.grammar import Grammar, GrammarKind, OutputGrammar
+from models.errors import GrammarFailed, InvalidGrammar
+from models.output.grammar import CompiledGrammar, Grammar, GrammarKind, OutputGrammar
 from models.output.json_schema import close_objects
 from models.output.tool_formats.harmony import HarmonyFormat
+from models.prompt.chat_template import RenderedPrompt
 from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
 
@@ -21,6 +22,8 @@ class AnswerGrammar:
 
     param: str
     grammar: Grammar
+    begun: str = ""
+    """The beginning of the answer, where the prompt holds it already."""
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -> Grammar:
@@ -35,8 +38,8 @@ def choice_grammar(texts: Sequence[str]) -> Grammar:
     return Grammar(GrammarKind.CHOICE, json.dumps(texts))
 
 
-def bind(model: ServedModel, wanted: AnswerGrammar, prompt: str) -> OutputGrammar:
-    """Returns the compiled grammar of an answer to the text of a prompt; raises ApiError (400)."""
+def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
+    """Returns the compiled grammar of an answer to a prompt; raises ApiError (400)."""
     if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
         message = f"{wanted.param}: the answers of the model {model.id!r} cannot be bound to a grammar"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
@@ -44,14 +47,26 @@ def bind(model: ServedModel, wanted: AnswerGrammar, prompt: str) -> OutputGramma
         compiled = model.grammars.compile(wanted.grammar)
     except InvalidGrammar as error:
         raise ApiError(Code.INVALID_VALUE, f"{wanted.param}: {error}", wanted.param) from error
-    return OutputGrammar(compiled, _thought_start(model, prompt))
+    if wanted.begun:
+        _check_beginning(compiled, wanted)
+    return OutputGrammar(compiled, _thought_start(model, prompt), wanted.begun)
 
 
-def _thought_start(model: ServedModel, prompt: str) -> int | None:
+def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
+    matcher = compiled.begin()
+    matcher.accept_text(wanted.begun)
+    try:
+        matcher.mask()
+    except GrammarFailed as error:
+        message = f"{wanted.param}: no answer that is allowed begins with the text that is to be continued"
+        raise ApiError(Code.INVALID_VALUE, message, wanted.param) from error
+
+
+def _thought_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
     """Returns the token with which the model may begin a thought; none behind a prompt without messages."""
     markers = model.reasoning_format
-    if markers is None or not prompt or model.opens_thoughts:
+    if markers is None or not prompt.text or prompt.begun or model.opens_thoughts:
         return None
-    if markers.is_opened_by(prompt) or markers.is_closed_by(prompt):
+    if markers.is_opened_by(prompt.text) or markers.is_closed_by(prompt.text):
         return None
     return markers.start_id

@@ -1,4 +1,4 @@
-"""Grammars of answers that are tool calls, in the model's own format. For formats whose calls are JSON."""
+"""Grammars of answers that are or hold tool calls, in the model's own format. For formats whose calls are JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,11 @@ from server.api.errors import ApiError, Code
 from server.api.structured_output import AnswerGrammar
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object"}
+_TEXT: Final = "TEXT: /(?s:.*)/"
 _TAIL: Final = "}\n"
 """What stands between the arguments of a call and its end marker."""
+_CALL: Final = "call: {} body"
 _JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 
 
@@ -38,7 +41,8 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
         raise ApiError(Code.INVALID_VALUE, f"tool_choice: {reason}", "tool_choice")
     syntax = _json_format(model, "tool_choice", "calls cannot be forced with")
     allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
-    lines = [f"start: {_calls(is_single=forced.is_single)}", *_call_rules(model, syntax, allowed)]
+    markers = _markers(model, syntax)
+    lines = [f"start: {_calls(is_single=forced.is_single)}", _CALL.format(markers[0]), *_call_rules(markers, allowed)]
     return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)))
 
 
@@ -51,41 +55,79 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
     is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
     answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
     functions = [tool["function"] for tool in tools]
-    lines = [f"start: answer | {_calls(is_single=False)}", answer, *_call_rules(model, syntax, functions)]
+    markers = _markers(model, syntax)
+    call = _CALL.format(markers[0])
+    lines = [f"start: answer | {_calls(is_single=False)}", answer, call, *_call_rules(markers, functions)]
     return AnswerGrammar(wanted.param, Grammar(GrammarKind.LARK, "\n".join(lines)))
 
 
+def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
+    """Returns what binds the calls of an answer in which text may stand too, to the schemas of strict tools.
+
+    None without a strict tool, and where the model's calls cannot be bound.
+    """
+    functions, syntax = [tool["function"] for tool in tools], _bindable_format(model)
+    if syntax is None or not any(map(_is_strict, functions)):
+        return None
+    try:
+        start, end = _spelled(model, syntax)
+    except InvalidGrammar:
+        return None
+    free = {"parameters": _ANY_ARGUMENTS}
+    bound = [function if _is_strict(function) else {**function, **free} for function in functions]
+    # A token ends a text by itself; a marker of several ends it as soon as it is complete.
+    is_token = start.startswith("<[")
+    lead = [f"call: TEXT {start} body"] if is_token else ["call: lead body", f"lead[lazy]: TEXT {start}"]
+    lines = ["start: call* rest", "rest: TEXT", _TEXT, *lead, *_call_rules((start, end), bound)]
+    return AnswerGrammar("tools", Grammar(GrammarKind.LARK, "\n".join(lines)))
+
+
 def _json_format(model: ServedModel, param: str, what: str) -> ToolFormat:
-    syntax = model.tool_syntax
-    if isinstance(syntax, ToolFormat) and syntax.writes_json and model.grammars is not None:
+    syntax = _bindable_format(model)
+    if syntax is not None:
         return syntax
     message = f"{param}: {what} the model {model.id!r}, whose calls are not written as JSON between markers"
     raise ApiError(Code.UNSUPPORTED_PARAMETER, message, param)
+
+
+def _bindable_format(model: ServedModel) -> ToolFormat | None:
+    """Returns how the model writes calls, where these can be bound."""
+    syntax = model.tool_syntax
+    if isinstance(syntax, ToolFormat) and syntax.writes_json and model.grammars is not None:
+        return syntax
+    return None
+
+
+def _is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
 
 
 def _calls(*, is_single: bool) -> str:
     return "call" if is_single else r'call ("\n" call)*'
 
 
-def _call_rules(model: ServedModel, syntax: ToolFormat, functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the rule `call`, and one for each function."""
-    rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
-    start, end = _markers(model, syntax)
+def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the rule `body`, what follows the start marker of a call, and one for each function."""
+    rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         head = _literal(f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ')
         schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
-        arguments = _schema(schema, is_lenient=function.get("strict") is not True)
-        rules.append(f"call_{number}: {start} {head} %json {arguments} {_literal(_TAIL)} {end}")
+        arguments = _schema(schema, is_lenient=not _is_strict(function))
+        rules.append(f"call_{number}: {head} %json {arguments} {_literal(_TAIL)} {markers[1]}")
     return rules
 
 
 def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
-    """Returns how a grammar names what stands around a call."""
-    assert model.grammars is not None
+    """Returns how a grammar names what stands around a call; raises ApiError (400)."""
     try:
-        return model.grammars.spell(syntax.start), model.grammars.spell(syntax.end)
+        return _spelled(model, syntax)
     except InvalidGrammar as error:
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tool_choice: {error}", "tool_choice") from error
+
+
+def _spelled(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
+    assert model.grammars is not None
+    return model.grammars.spell(syntax.start), model.grammars.spell(syntax.end)
 
 
 def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:

@@ -75,11 +75,14 @@ def pull_with_progress(name: str) -> None:
     name = shorten(name)
     # Retries show in the bar standing still; the sentence comes from the error if they are in vain.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    signal.signal(signal.SIGINT, _stop_pull(name))
     console = Console(markup=False, highlight=False)
-    with _progress(console) as progress:
-        task = progress.add_task(name, total=None)
-        folder = pull(name, lambda done, total: progress.update(task, completed=done, total=total))
+    before = signal.signal(signal.SIGINT, _stop_pull(name))
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task(name, total=None)
+            folder = pull(name, lambda done, total: progress.update(task, completed=done, total=total))
+    finally:
+        signal.signal(signal.SIGINT, before)
     console.print(f"{name} is here: {folder}", soft_wrap=True)
     console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
 

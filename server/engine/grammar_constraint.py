@@ -12,6 +12,8 @@ class GrammarConstraint:
 
     def __init__(self, grammar: OutputGrammar, thoughts: ThoughtWatch | None) -> None:
         self._matcher = grammar.compiled.begin()
+        if grammar.begun:
+            self._matcher.accept_text(grammar.begun)
         self._thoughts = thoughts
         self._is_thinking = thoughts is not None and thoughts.is_thinking
         self._thought_start = grammar.thought_start

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from models.output.call_watch import CallWatch
 from models.output.grammar import MaskWords
 from models.output.reasoning import ThoughtWatch
 from models.output.token_logprob import TokenLogprob
@@ -15,18 +16,22 @@ from server.engine.request import GenerationRequest
 class Output:
     """The output of one request. It outlives replays: what was put out stays so."""
 
-    def __init__(self, request: GenerationRequest, decoder: TextDecoder, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, request: GenerationRequest, decoder: TextDecoder, end_token_ids: frozenset[int]) -> None:
+        """Any of `end_token_ids` ends it."""
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
         """Why it ended; None until it does."""
         self._max_tokens = request.max_tokens
-        self._eos = frozenset[int]() if request.ignore_eos else eos_token_ids
+        self._min_tokens = request.sampling.min_tokens
+        self._ends = end_token_ids
+        self._kept_ends = request.stop_token_ids if request.keeps_stop else frozenset[int]()
         self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._thoughts) if request.grammar is not None else None
-        # The grammar asks the thoughts, and so is told of a token behind them.
-        bounds: Sequence[TokenConstraint | None] = (self._thoughts, self._grammar)
+        self._calls = CallWatch(request.single_call, self._thoughts) if request.single_call is not None else None
+        # The others ask the thoughts, and so are told of a token behind them.
+        bounds: Sequence[TokenConstraint | None] = (self._thoughts, self._grammar, self._calls)
         self._constraints = [bound for bound in bounds if bound is not None]
-        self._text = OutputText(decoder, request.stop, self._constraints)
+        self._text = OutputText(decoder, request.stop, self._constraints, keeps_stop=request.keeps_stop)
 
     @property
     def stop_text(self) -> str | None:
@@ -57,16 +62,21 @@ class Output:
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         """Takes the next token and returns the text that it completes; sets `reason` where it is the last one."""
         self.tokens.append(token)
-        if token in self._eos:
-            return self.end(FinishReason.STOP)
-        deltas = self._text.push(token, logprob)
-        # Behind a complete grammar only the end of the turn may follow, which needs no step to be known.
-        is_complete = self._grammar is not None and self._grammar.is_complete
-        if self._text.stop_text is not None or is_complete:
+        if token in self._ends:
+            kept = self._text.push(token, logprob, may_stop=False) if token in self._kept_ends else []
+            return [*kept, *self.end(FinishReason.STOP)]
+        deltas = self._text.push(token, logprob, may_stop=len(self.tokens) > self._min_tokens)
+        if self._text.stop_text is not None or self._is_complete:
             return [*deltas, *self.end(FinishReason.STOP)]
         if len(self.tokens) >= self._max_tokens:
             return [*deltas, *self.end(FinishReason.LENGTH)]
         return deltas
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether only the end of the turn may follow, which needs no step to be known."""
+        ends = (self._grammar, self._calls)
+        return any(bound is not None and bound.is_complete for bound in ends)
 
     def end(self, reason: FinishReason) -> list[Delta]:
         """Ends it where it is and returns the text held back so far.

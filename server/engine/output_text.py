@@ -26,28 +26,40 @@ class OutputText:
     """The text of one answer. Text that may be the beginning of a stop string is held back until that is certain."""
 
     def __init__(
-        self, decoder: TextDecoder, stop: tuple[str, ...], constraints: Sequence[TokenConstraint] = ()
+        self,
+        decoder: TextDecoder,
+        stop: tuple[str, ...],
+        constraints: Sequence[TokenConstraint] = (),
+        *,
+        keeps_stop: bool = False,
     ) -> None:
-        """`constraints` are told of every token and its text, those of a stop string too."""
+        """`constraints` are told of every token and its text, those of a stop string too.
+
+        With `keeps_stop` the stop string is emitted as the end of the text.
+        """
         self.stop_text: str | None = None
         """The stop string that was found; nothing behind it is emitted."""
         self._decoder = decoder
         self._stops = StopStringMatcher(stop)
+        self._keeps_stop = keeps_stop
         self._constraints = constraints
         self._pending: list[int] = []
         """Tokens whose text is not emitted yet."""
         self._logprobs: list[TokenLogprob] = []
         """Theirs, where they are told."""
 
-    def push(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
-        """Returns the text that a token completes, at most one delta."""
+    def push(self, token: int, logprob: TokenLogprob | None = None, *, may_stop: bool = True) -> list[Delta]:
+        """Returns the text that a token completes, at most one delta.
+
+        Unless it `may_stop`, no stop string is looked for.
+        """
         self._pending.append(token)
         if logprob is not None:
             self._logprobs.append(logprob)
         text = self._decoder.push(token)
         for constraint in self._constraints:
             constraint.accept(token, text)
-        return self._emit(text)
+        return self._emit(text) if may_stop else self._delta(self._stops.flush() + text)
 
     def finish(self) -> list[Delta]:
         """Returns what was held back; nothing where a stop string was found."""
@@ -62,7 +74,8 @@ class OutputText:
 
     def _emit(self, text: str) -> list[Delta]:
         emitted, self.stop_text = self._stops.push(text)
-        return self._delta(emitted)
+        kept = self.stop_text if self._keeps_stop else None
+        return self._delta(emitted + (kept or ""))
 
     def _delta(self, text: str) -> list[Delta]:
         if not text:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from cache.restore_points import RestorePoint
 from models.inference.sampling_params import SamplingParams
+from models.output.call_watch import CallMarkers
 from models.output.grammar import OutputGrammar
 from models.output.reasoning_format import Thinking
 from models.prompt.outline import NO_OUTLINE, Outline
@@ -33,8 +34,13 @@ class GenerationRequest:
     max_tokens: int
     """0 only evaluates the prompt, all of it, and keeps a restore point at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    """Its `min_tokens` also holds back stop strings; its `end_token_ids` are filled in by the engine."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched on decoded text; none is empty."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the output, besides the model's ends of turn, even where those are ignored."""
+    keeps_stop: bool = False
+    """Whether the stop string or stop token that ends the output is part of it."""
     session_id: str | None = None
     """A hint for slot affinity and order, never a key to other tokens."""
     namespace: str = ""
@@ -53,6 +59,8 @@ class GenerationRequest:
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
     thinking: Thinking | None = None
     """How thoughts are marked, and their limit; None where the output holds none that could be told apart."""
+    single_call: CallMarkers | None = None
+    """What stands around a tool call, where the output ends with the first; None where it does not."""
     grammar: OutputGrammar | None = None
     """What the answer is bound to, its thought left aside; None where any answer is right."""
 

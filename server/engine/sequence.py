@@ -70,9 +70,10 @@ class Sequence:
         *,
         arrival: int,
     ) -> None:
+        ends = request.stop_token_ids | (frozenset() if request.ignore_eos else eos_token_ids)
         # Gets a seed if it has none, so that a replay goes on with the same.
         sampling = _seeded(request.sampling).within(len(request.tokens) + request.max_tokens)
-        self.request = replace(request, sampling=sampling)
+        self.request = replace(request, sampling=_with_ends(sampling, ends))
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.namespace)
@@ -81,7 +82,7 @@ class Sequence:
         self.prefetch: Prefetch | None = None
         """What is being read from disk for it, until it has a lease."""
         self.decode = DecodeState()
-        self.output = Output(request, decoder, eos_token_ids)
+        self.output = Output(request, decoder, ends)
         self.was_out_of_memory = False
         """A step of it failed for lack of memory before: the next time it waits for others, or fails alone."""
         self.started: Started | None = None
@@ -192,6 +193,10 @@ def _seeded(sampling: SamplingParams) -> SamplingParams:
     if sampling.seed is not None or sampling.is_greedy:
         return sampling
     return replace(sampling, seed=secrets.randbits(SEED_BITS))
+
+
+def _with_ends(sampling: SamplingParams, ends: frozenset[int]) -> SamplingParams:
+    return replace(sampling, end_token_ids=tuple(sorted(ends))) if sampling.min_tokens else sampling
 
 
 def _tokens_to_evaluate(request: GenerationRequest) -> TokenArray:

@@ -199,12 +199,17 @@ class FakeRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         namespace: str = "",
+        *,
+        continues: bool = False,
     ) -> RenderedPrompt:
         self.calls.append({"messages": messages, "tools": tools, "template_kwargs": template_kwargs})
         if messages[0]["role"] == "assistant":
             raise ChatTemplateError("a conversation cannot start with the assistant")
         text = "".join(f"<{m['role']}>{self._text(m['content'])}" for m in messages)
         end = RestorePoint(len(text), RestorePointKind.PROMPT_END)
+        if continues:
+            begun = self._text(messages[-1]["content"])
+            return RenderedPrompt(self._tokens(text), (end,), text, begun=f"<assistant>{begun}" if begun else "")
         return RenderedPrompt(self._tokens(text), (end,), text + self.opening)
 
     def encode(self, text: str) -> RenderedPrompt:

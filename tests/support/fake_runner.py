@@ -51,7 +51,17 @@ class FakeRow:
 
     caches: list[LayerCache]
     next_token: int | None
-    top_logprobs: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    position: int = 0
+    """Tokens sampled so far."""
+
+    def sample_after(self, tokens: Sequence[int]) -> int:
+        """Returns the next token after `tokens`: the one after it for an end that would come too early."""
+        token = next_token(tokens)
+        while self.position < self.sampling.min_tokens and token in self.sampling.end_token_ids:
+            token = (token + 1) % VOCABULARY
+        self.position += 1
+        return token
 
 
 @dataclass(eq=False)
@@ -74,7 +84,7 @@ class FakeStep:
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
         """Returns numbers that say of which token they are, for rows that ask."""
-        count = self.rows[index].top_logprobs
+        count = self.rows[index].sampling.top_logprobs
         return None if count is None else logprob_of(token, count)
 
 
@@ -115,10 +125,10 @@ class FakeRunner:
         prompt: TokenArray,
         generated: Sequence[int],
     ) -> FakeRow:
-        """Returns a row; the fake model ignores how tokens are to be sampled, and remembers it."""
+        """Returns a row; of how tokens are to be sampled, only what keeps ends away has an effect."""
         self.samplings.append(sampling)
         self.before.append((prompt.tolist(), list(generated)))
-        return FakeRow(caches, next_token, sampling.top_logprobs)
+        return FakeRow(caches, next_token, sampling, len(generated))
 
     def force(self, row: FakeRow, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
         """The next step feeds `token`, whatever the step before gave."""
@@ -138,7 +148,7 @@ class FakeRunner:
         errors = {failing: RuntimeError(f"the fake model failed at {failing}")} if failing else {}
         if "prepare" in errors:
             raise errors["prepare"]
-        sampled = [next_token(tokens) for tokens in held]
+        sampled = [row.sample_after(tokens) for row, tokens in zip(rows, held, strict=True)]
         return FakeStep(list(rows), sampled, errors.get("start"), errors.get("read"), has_sampled=samples)
 
     def sample(self, step: FakeStep, masks: Sequence[MaskWords | None]) -> None:

@@ -148,6 +148,11 @@ class ToolChoiceOption(BodyModel):
     name: Annotated[str | None, Field(validate_default=True)] = None
     disable_parallel_tool_use: bool | None = None
 
+    @property
+    def is_single(self) -> bool:
+        """Whether the answer may hold one call only."""
+        return self.type == "tool" or self.disable_parallel_tool_use is True
+
     @field_validator("name")
     @classmethod
     def _is_named(cls, name: str | None, info: ValidationInfo) -> str | None:

@@ -10,7 +10,7 @@ from server.api.context import ApiContext, ServedModel
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams
 from server.api.structured_output import AnswerGrammar, json_grammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
 
 _OWN_NAMES = "claude-"
 """What the names of Anthropic's own models begin with."""
@@ -42,6 +42,7 @@ def read_params(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: S
         body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,
+        is_single_call=bool(tools) and body.tool_choice is not None and body.tool_choice.is_single,
         grammar=_grammar(body, tools, model),
     )
 
@@ -63,10 +64,11 @@ def _grammar(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: Serv
     choice = body.tool_choice
     if choice is not None and choice.type in ("any", "tool"):
         name = choice.name if choice.type == "tool" else None
-        is_single = name is not None or choice.disable_parallel_tool_use is True
-        return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), is_single))
+        return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), choice.is_single))
     wanted = _output_format(body)
-    return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)
+    if wanted is None:
+        return strict_calls(model, tools)
+    return answer_or_calls(model, tools, wanted) if tools else wanted
 
 
 def _output_format(body: MessagesBody) -> AnswerGrammar | None:

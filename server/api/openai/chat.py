@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.output.token_logprob import TokenLogprob
+from models.output.tool_formats.harmony import HarmonyFormat
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -32,11 +33,11 @@ from server.api.openai.chat_types import (
 from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
 from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.api.openai.params import read_params, refuse_lone_stream_options
+from server.api.openai.params import read_params, refuse_going_on, refuse_lone_stream_options
 from server.api.openai.usage import finish_reason
 from server.api.params import Incoming, build_request
 from server.api.structured_output import AnswerGrammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
 from server.api.typed_body import parse_body
 from server.config import ServerConfig
 from server.engine.events import Finished
@@ -65,7 +66,8 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | Sever
         replace(
             params,
             max_thinking_tokens=body.thinking_wish().max_tokens,
-            grammar=_grammar(body, params.grammar, conversation.tools, model),
+            is_single_call=body.parallel_tool_calls is False and bool(conversation.tools),
+            grammar=_grammar(body, params.grammar, conversation, model),
         ),
         prompt,
         prompt_param="messages",
@@ -84,12 +86,17 @@ def read_conversation(
     body: ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig, namespace: str
 ) -> Conversation:
     """Returns what the prompt is rendered from; raises ApiError for what no conversation may hold."""
+    continues = body.continues()
+    if continues and isinstance(model.tool_syntax, HarmonyFormat):
+        message = f"messages: the answers of the model {model.id!r}, which writes in channels, cannot be continued"
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "messages")
     return Conversation(
         model.renderer,
         tools=_offered_tools(body, incoming, model),
         messages=_messages(body, config),
         template_arguments=_template_arguments(body),
         namespace=namespace,
+        continues=continues,
     )
 
 
@@ -103,18 +110,18 @@ def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> li
 
 
 def _grammar(
-    body: ChatBody, wanted: AnswerGrammar | None, tools: Sequence[Mapping[str, Any]], model: ServedModel
+    body: ChatBody, wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel
 ) -> AnswerGrammar | None:
     """Returns what binds the answer: the calls that are forced, or what is `wanted` of a text."""
-    choice = body.tool_choice
+    choice, tools = body.tool_choice, conversation.tools
     if choice is not None and choice.mode == "required":
-        if body.ignore_eos:
-            raise ApiError(
-                Code.INVALID_VALUE, "ignore_eos: an answer ends with the calls that are forced", "ignore_eos"
-            )
+        refuse_going_on(body, "an answer ends with the calls that are forced")
         is_single = choice.is_named or body.parallel_tool_calls is False
         return forced_calls(model, tools, ForcedCalls(choice.names, is_single))
-    return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)
+    if wanted is None:
+        # What only measures goes on behind the end of turn, where no grammar does.
+        return None if body.ignore_eos else strict_calls(model, tools)
+    return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 
 def _messages(body: ChatBody, config: ServerConfig) -> list[Message]:
@@ -186,7 +193,8 @@ class ChatExchange(ChoiceExchange):
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
-        return template_messages([ChatMessage.model_validate(self._message)])
+        (said,) = template_messages([ChatMessage.model_validate(self._message)])
+        return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _keep(self, piece: Piece) -> None:
         match piece:

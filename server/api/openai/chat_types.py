@@ -146,6 +146,8 @@ class ChatMessage(BodyModel):
     reasoning: str | None = None
     """Another name of `reasoning_content`, which counts where both are given."""
     refusal: str | None = None
+    prefix: bool | None = None
+    """The last message only: the answer goes on with it."""
     cache_control: dict[str, Any] | None = None
     """Any object: the prompt shall be restorable at the end of this message."""
     audio: None = None
@@ -168,7 +170,7 @@ class FunctionSpec(BodyModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Whether a forced call is refused where its schema holds a keyword that is not known."""
+    """Whether calls are bound to the schema though none is forced; a keyword that is not known is refused then."""
 
 
 class ToolSpec(BodyModel):
@@ -207,6 +209,10 @@ class ChatBody(GenerationBody):
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
     """"auto", "required", "none", a function, or "allowed_tools" of which one is to be called."""
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    """The answer goes on with the last message, which is the assistant's."""
+    add_generation_prompt: bool | None = None
+    """The opposite; null leaves it to the other."""
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningOptions | None = None
@@ -249,12 +255,36 @@ class ChatBody(GenerationBody):
             max_tokens=min((limit for limit in budgets if limit is not None), default=None),
         )
 
+    def continues(self) -> bool:
+        """Whether the answer goes on with the last message; raises ApiError where the body contradicts itself."""
+        last = self.messages[-1]
+        for index, message in enumerate(self.messages):
+            if message.prefix and (message is not last or message.role != "assistant"):
+                param = f"messages[{index}].prefix"
+                raise _wrong(param, "only the last message is continued, and only if it is the assistant's")
+        if not (self.continue_final_message or last.prefix):
+            if self.add_generation_prompt is False:
+                why = "a prompt asks for an answer, so false is only taken with continue_final_message"
+                raise _wrong("add_generation_prompt", why)
+            return False
+        if self.add_generation_prompt:
+            raise _wrong("add_generation_prompt", "a message is either continued or answered")
+        if last.role != "assistant":
+            raise _wrong("continue_final_message", "the last message is not the assistant's")
+        if last.tool_calls:
+            raise _wrong("messages", "the last message holds tool_calls, and cannot be continued")
+        return True
+
     def num_explicit_points(self) -> int:
         """Returns how many restore points the client asks for."""
         marked = sum(message.cache_control is not None for message in self.messages)
         return marked + sum(
             part.cache_control is not None for message in self.messages for part in message.content or ()
         )
+
+
+def _wrong(param: str, why: str) -> ApiError:
+    return ApiError(Code.INVALID_VALUE, f"{param}: {why}", param)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[Message]:

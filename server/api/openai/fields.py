@@ -17,6 +17,7 @@ IN_BOTH: Rules = {
         seed repetition_penalty repeat_penalty presence_penalty frequency_penalty repeat_last_n
         dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         logit_bias allowed_token_ids bad_words stop
+        stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens
         ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
@@ -91,16 +92,12 @@ IN_BOTH: Rules = {
         frequency_context_size=(),
     ),
     **refused(
-        "an answer ends where the model ends it, at a text in stop, or at max_tokens",
-        min_tokens=(0,),
-        min_new_tokens=(0,),
-        stop_token_ids=([],),
+        "an answer ends where the model ends it, at a text in stop, at a token, or at max_tokens",
         stop_regex=("", []),
         n_indent=(0,),
         t_max_predict_ms=(0, -1),
         repetition_detection=(),
     ),
-    **refused("a stop text is never part of the answer", include_stop_str_in_output=(False,), no_stop_trim=(False,)),
     **refused("special tokens are never part of the answer", skip_special_tokens=(True,)),
     **refused(
         "prompts are never cut; what is too long is answered with an error",
@@ -215,9 +212,9 @@ IN_CHAT: Rules = {
     **IN_BOTH,
     **honoured(
         """
-        messages tools tool_choice chat_template_kwargs enable_thinking reasoning_effort reasoning thinking think
-        max_thinking_tokens thinking_budget thinking_budget_tokens thinking_token_budget reasoning_budget
-        reasoning_budget_tokens
+        messages tools tool_choice continue_final_message add_generation_prompt chat_template_kwargs
+        enable_thinking reasoning_effort reasoning thinking think max_thinking_tokens thinking_budget
+        thinking_budget_tokens thinking_token_budget reasoning_budget reasoning_budget_tokens
         """
     ),
     **refused(
@@ -227,17 +224,16 @@ IN_CHAT: Rules = {
         stream_reasoning=(True,),
         reasoning_format=("auto", "deepseek", "parsed"),
     ),
-    **no_effect("the model decides", "parallel_tool_calls verbosity", is_read=True),
+    **honoured("parallel_tool_calls"),
+    **no_effect("the model decides", "verbosity", is_read=True),
     **no_effect("it could only save time", "prediction", is_read=True),
     **honoured("logprobs top_logprobs"),
     **refused("its newer names are tools and tool_choice", functions=([],), function_call=("none",)),
     **refused("prompts and answers are text only", modalities=(["text"],), audio=()),
     **refused(
         "messages become the prompt by the model's own template, which ends with the beginning of an answer",
-        add_generation_prompt=(True,),
         add_special_tokens=(False,),
         chat_template=("",),
-        continue_final_message=(False,),
         documents=([],),
         prompt=(),
     ),
@@ -297,11 +293,10 @@ IN_TEXT_PRIME: Rules = {
 """Fields of `POST /v1/cache/prime`, with messages or a prompt."""
 
 IN_MESSAGE: Rules = {
-    **honoured("role content name tool_calls tool_call_id reasoning_content reasoning refusal cache_control"),
+    **honoured("role content name tool_calls tool_call_id reasoning_content reasoning refusal cache_control prefix"),
     **honoured("audio function_call"),
     **refused("prompts are text only", images=([],)),
     **refused("its name here is reasoning_content", thinking=("",)),
-    **refused("a message is never continued, only answered", prefix=(False,)),
     **refused("tools stand in the body, not in a message", tools=([],)),
 }
 """Fields of one message of a conversation."""

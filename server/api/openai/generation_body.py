@@ -5,11 +5,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from models.inference.sampling_params import MAX_REPEATED, MAX_WINDOW
+from server.api.errors import ApiError, Code
 from server.api.openai.output_format import BoundBody
 from server.api.typed_body import BodyModel, Whole, as_whole
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 128
 MAX_BREAKERS = 64
@@ -46,6 +48,7 @@ _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _NonzeroShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 _Window = Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)]
+_MinTokens = Annotated[Whole, Field(ge=0, lt=2**63)] | None
 _Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_limit)]
 
 
@@ -110,6 +113,14 @@ class GenerationBody(BoundBody):
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (
         None
     )
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    """Another name of it."""
+    min_tokens: _MinTokens = None
+    """Neither the model nor a stop text or token ends the answer before."""
+    min_new_tokens: _MinTokens = None
+    """Another name of it; the larger counts."""
     ignore_eos: bool | None = None
     """Generate until `max_tokens` whatever is sampled."""
     session_id: str | None = None
@@ -139,6 +150,19 @@ class GenerationBody(BoundBody):
         """Whether each chunk of a stream shall hold the token counts so far."""
         options = self.stream_options
         return options is not None and self.wants_usage() and options.continuous_usage_stats is True
+
+    def keeps_stop(self) -> bool:
+        """Whether the stop text that ends an answer is part of it."""
+        return self.include_stop_str_in_output is True or self.no_stop_trim is True
+
+    def least(self) -> int:
+        """Returns the fewest tokens to generate; raises ApiError where they are more than the most."""
+        least, limit = max(self.min_tokens or 0, self.min_new_tokens or 0), self.limit()
+        if limit is not None and least > limit:
+            param = "min_tokens" if self.min_tokens == least else "min_new_tokens"
+            message = f"{param}: {least} tokens are more than the {limit} that the answer may have"
+            raise ApiError(Code.INVALID_VALUE, message, param)
+        return least
 
     def limit(self) -> int | None:
         """Returns the most tokens to generate, or None where the request does not say."""

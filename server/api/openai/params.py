@@ -57,6 +57,8 @@ def read_params(
         sampling,
         body.limit(),
         stop=tuple(body.stop or ()),
+        stop_token_ids=_stop_token_ids(body, model),
+        keeps_stop=body.keeps_stop(),
         cache_prompt=body.cache_prompt is not False,
         is_volatile=body.store is False or body.prompt_cache_retention in IN_MEMORY,
         priority=_priority(body),
@@ -74,10 +76,22 @@ def refuse_lone_stream_options(body: GenerationBody) -> None:
 
 def _grammar(body: GenerationBody) -> AnswerGrammar | None:
     wanted = body.answer_grammar()
-    if wanted is not None and body.ignore_eos:
-        message = f"ignore_eos: an answer that {wanted.param} binds ends where nothing may follow"
-        raise ApiError(Code.INVALID_VALUE, message, "ignore_eos")
+    if wanted is not None:
+        refuse_going_on(body, f"an answer that {wanted.param} binds ends where nothing may follow")
     return wanted
+
+
+def refuse_going_on(body: GenerationBody, why: str) -> None:
+    """Raises ApiError (400) for a body that wants an answer to go on which ends by itself."""
+    wishes = {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens, "min_new_tokens": body.min_new_tokens}
+    for name, wish in wishes.items():
+        if wish:
+            raise ApiError(Code.INVALID_VALUE, f"{name}: {why}", name)
+
+
+def _stop_token_ids(body: GenerationBody, model: ServedModel) -> frozenset[int]:
+    check_token_ids(body.stop_token_ids or (), model.vocab_size, "stop_token_ids")
+    return frozenset(body.stop_token_ids or ())
 
 
 def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
@@ -94,6 +108,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     if given.get("top_p") == 0:
         # No mass at all is the likeliest token alone.
         given |= {"top_p": 1.0, "top_k": 1}
+    given["min_tokens"] = body.least()
     given["top_logprobs"] = body.num_top_logprobs()
     if body.logit_bias:
         given["logit_bias"] = _biases(body.logit_bias, model.vocab_size)

@@ -33,7 +33,7 @@ from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.tools import read_tools
 from server.api.sse import sse_event
 from server.api.structured_output import AnswerGrammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
 from server.api.typed_body import validated
 from server.api.usage import costs_of
 from server.config import ServerConfig
@@ -94,7 +94,7 @@ def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
     session = given.items.history.session
     request = build_request(
         _in_chain(incoming, session),
-        replace(params, grammar=_grammar(body, given, model)),
+        replace(params, grammar=_grammar(body, given, model), is_single_call=_is_single_call(body, given)),
         prompt,
         prompt_param="input",
         namespace=namespace,
@@ -167,7 +167,13 @@ def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> Answe
         is_single = choice.is_named or body.parallel_tool_calls is False
         names = _shown_names(given.tools, choice.names) if choice.names is not None else None
         return forced_calls(model, tools, ForcedCalls(names, is_single))
-    return wanted if wanted is None or not tools else answer_or_calls(model, tools, wanted)
+    if wanted is None:
+        return strict_calls(model, tools)
+    return answer_or_calls(model, tools, wanted) if tools else wanted
+
+
+def _is_single_call(body: ResponsesBody, given: ReadInput) -> bool:
+    return body.parallel_tool_calls is False and bool(given.conversation.tools)
 
 
 def _shown_names(tools: ToolSet, names: Sequence[str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from server.api.field_rules import Rules, honoured, no_effect, refused
 IN_INPUT: Rules = {
     **honoured("model input instructions previous_response_id conversation tools tool_choice reasoning text"),
     **no_effect("prompts are never cut; what is too long is answered with an error", "truncation", is_read=True),
-    **no_effect("the model decides, where no call is forced", "parallel_tool_calls", is_read=True),
+    **honoured("parallel_tool_calls"),
     **no_effect("no model here has personalities", "personality"),
     **refused("prompts are not kept here; send instructions and input", prompt=()),
     **refused("its name here is input", messages=([],)),

@@ -243,3 +243,17 @@ def test_tokens_beyond_a_mask_are_not_allowed() -> None:
     words = np.array([1 << 5], np.int32)
     rows = [RowSampling(SamplingParams(temperature=0), 50)]
     assert BatchSampler(50).sample(logits, rows, [words]).tolist() == [5]
+
+
+def test_a_row_ends_no_earlier_than_it_may_and_the_others_when_they_will() -> None:
+    ending = [0.0] * VOCAB
+    ending[3], ending[5], ending[7] = 30.0, 20.0, 10.0
+    logits = mx.array([ending] * 3)
+    least = [
+        SamplingParams(temperature=0, min_tokens=2, end_token_ids=(3, 5, VOCAB + 9)),
+        SamplingParams(temperature=0),
+    ]
+    drawn_from = SamplingParams(seed=1, min_tokens=3, end_token_ids=(3,), top_k=2, top_p=0.9)
+    states = [*(RowSampling(params, VOCAB) for params in least), RowSampling(drawn_from, VOCAB, emitted=[7])]
+    sampler = BatchSampler(VOCAB)
+    assert [sample(sampler, logits, states) for _ in range(4)] == [[7, 3, 5], [7, 3, 5], [3, 3, 3], [3, 3, 3]]

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cache.restore_points import RestorePointKind
+from models.output.call_watch import CallMarkers
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Miss, MissReason
@@ -292,6 +293,29 @@ def test_the_cache_is_used_unless_the_request_declines(client: TestClient, engin
     assert [request.cache_prompt for request in engine.requests] == [True, True, False]
 
 
+def test_what_ends_an_answer_and_when_reaches_the_engine(client: TestClient, engine: FakeEngine) -> None:
+    ask(client, stop_token_ids=[5, 7], include_stop_str_in_output=True, min_tokens=3)
+    ask(client, stop_token_ids=[], no_stop_trim=True, min_tokens=1, min_new_tokens=4.0)
+    ask(client)
+    assert [request.stop_token_ids for request in engine.requests] == [{5, 7}, set(), set()]
+    assert [request.keeps_stop for request in engine.requests] == [True, True, False]
+    assert [request.sampling.min_tokens for request in engine.requests] == [3, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"min_new_tokens": 5, "max_completion_tokens": 4}, "min_new_tokens"),
+        ({"min_tokens": 5, "regex": "a"}, "min_tokens"),
+        ({"min_new_tokens": 5, "response_format": {"type": "json_object"}}, "min_new_tokens"),
+    ],
+)
+def test_a_least_length_that_cannot_be_is_refused(client: TestClient, fields: dict[str, Any], param: str) -> None:
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 def test_stop_strings_and_ignore_eos_reach_the_engine(client: TestClient, engine: FakeEngine) -> None:
     ask(client, stop="a", ignore_eos=True)
     ask(client, stop=["a", "b"])
@@ -444,3 +468,17 @@ def test_a_nonce_at_the_head_reaches_the_engine_as_a_constant_unless_told_otherw
     first, second, third, fourth = (request.tokens.tolist() for request in engine.requests)
     assert first == second
     assert third != fourth
+
+
+def test_one_call_at_most_is_asked_of_the_engine_where_there_are_tools(
+    client: TestClient, engine: FakeEngine
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    ask(client, tools=tools, parallel_tool_calls=False)
+    ask(client, tools=tools, parallel_tool_calls=True)
+    ask(client, parallel_tool_calls=False)
+    assert [request.single_call for request in engine.requests] == [
+        CallMarkers("<tool_call>", "</tool_call>"),
+        None,
+        None,
+    ]

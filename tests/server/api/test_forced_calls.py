@@ -2,16 +2,21 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from models.inference.grammar_compiler import GrammarCompiler
+from server.api.tool_grammar import strict_calls
 from server.app import create_app
 from server.config import ServerConfig
+from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
-from tests.support.fake_engine import FakeEngine, fake_model
+from tests.support.fake_engine import JSON_TOOLS, FakeEngine, fake_model
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -134,3 +139,89 @@ def test_a_model_whose_calls_are_not_json_says_so() -> None:
         "unsupported_parameter",
         "tool_choice",
     )
+
+
+START = tiny_models.tokenizer().convert_tokens_to_ids("<tool_call>")
+CALLS = {str(THINK): -100, str(START): 100}
+"""Biases with which a random model calls."""
+
+
+def test_the_calls_of_a_strict_tool_fit_its_schema_where_none_is_forced(live: Live) -> None:
+    for seed in range(6):
+        choice = live.ask(user("x"), **{**ASKED, "logit_bias": CALLS, "max_tokens": 150}, seed=seed).choices[0]
+        whole = [call for call in choice.message.tool_calls or () if call.function.name == "weather"]
+        assert all(fits(call) for call in whole)
+        assert choice.message.tool_calls, "a model that calls all the time has called"
+
+
+def test_an_answer_without_a_call_is_free_text_where_tools_are_strict(live: Live) -> None:
+    asked = {**ASKED, "logit_bias": {str(THINK): -100, str(START): -100}, "max_tokens": 30}
+    for seed in range(4):
+        choice = live.ask(user("x"), **asked, seed=seed).choices[0]
+        assert choice.message.tool_calls is None
+        assert choice.message.content and choice.finish_reason in ("stop", "length")
+
+
+def test_one_call_at_most(live: Live) -> None:
+    asked = {**ASKED, "logit_bias": CALLS, "parallel_tool_calls": False}
+    for seed in range(4):
+        choice = live.ask(user("x"), **asked, seed=seed).choices[0]
+        assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
+
+
+CALL = '\n{"name": "weather", "arguments": {"city": "Rome", "days": 1}}\n'
+NOW = '\n{"name": "now", "arguments": {"a": [1]}}\n'
+
+
+@pytest.mark.parametrize("name", ["tool_call", "call"])
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("", True),
+        ("a < b, <cal", True),
+        (f"a<C>{CALL}</C>", True),
+        (f"<C>{CALL}</C>\n<C>{NOW}</C> and so", True),
+        (f"<C>{CALL.replace('Rome', 'Paris')}</C>", False),
+        (f"a<C>{CALL}</C> then <C>{CALL.replace('1', '3')}</C>", False),
+        (f"<C>{NOW.replace('now', 'later')}</C>", False),
+    ],
+)
+def test_calls_are_bound_and_text_is_not(name: str, text: str, is_allowed: bool) -> None:
+    """The markers of calls are tokens with one name, and several with the other."""
+    tokenizer: Any = tiny_models.tokenizer()
+    syntax = replace(JSON_TOOLS, start=f"<{name}>", end=f"</{name}>", writes_json=True)
+    grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
+    wanted = strict_calls(fake_model(tool_syntax=syntax, grammars=grammars), TOOLS)
+    assert wanted is not None
+    matcher = grammars.compile(wanted.grammar).begin()
+    tokens = tokenizer.encode(text.replace("C>", f"{name}>"), add_special_tokens=False)
+    assert follows(matcher, [*tokens, tokenizer.eos_token_id]) == is_allowed
+
+
+def follows(matcher: Any, tokens: list[int]) -> bool:
+    """Whether each token is allowed after those before it."""
+    for token in tokens:
+        if not matcher.mask().view(np.uint32)[token // 32] >> token % 32 & 1:
+            return False
+        matcher.accept(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("changes", "strict", "is_bound"),
+    [
+        ({"grammars": NamingBinder(), "tool_syntax": replace(JSON_TOOLS, writes_json=True)}, True, True),
+        ({"grammars": NamingBinder(), "tool_syntax": replace(JSON_TOOLS, writes_json=True)}, False, False),
+        ({"grammars": NamingBinder(), "tool_syntax": JSON_TOOLS}, True, False),
+        ({"tool_syntax": replace(JSON_TOOLS, writes_json=True)}, True, False),
+    ],
+)
+def test_strict_tools_bind_where_the_model_can_be_bound(
+    changes: dict[str, Any], strict: bool, is_bound: bool
+) -> None:
+    engine = FakeEngine()
+    client = TestClient(create_app(engine, fake_model(**changes), ServerConfig()))
+    tools = [{"type": "function", "function": {"name": "f", "strict": strict}}]
+    body = {"messages": [user("x")], "tools": tools}
+    assert client.post(CHAT, content=json.dumps(body), headers=JSON).status_code == 200
+    assert (engine.requests[0].grammar is not None) == is_bound

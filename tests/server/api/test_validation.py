@@ -103,7 +103,11 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "store": ["yes", 1],
     "n": [0, 73, -1, "1", 1.5, True, NAN, HUGE],
     "best_of": [2, "1"],
-    "min_tokens": [1, "0"],
+    "min_tokens": [-1, "0", 1.5, True, NAN, 2**63, HUGE],
+    "min_new_tokens": [-1, "0", 1.5, True],
+    "stop_token_ids": [5, "5", ["5"], [None], [-1], [1.5], [True], [VOCAB_SIZE], [HUGE], [1] * 65],
+    "include_stop_str_in_output": ["yes", 1, []],
+    "no_stop_trim": ["yes", 1],
     "response_format": [
         *("text", [], {}, {"type": "json_schema"}, {"type": "xml"}, {"type": "json_schema", "json_schema": {}}),
         {"type": "json_schema", "json_schema": {"name": "x", "schema": []}},
@@ -166,8 +170,8 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
     "modalities": [["text", "audio"], ["audio"], "text"],
     "audio": [{"voice": "x"}],
     "web_search_options": [{}],
-    "continue_final_message": [True],
-    "add_generation_prompt": [False],
+    "continue_final_message": [True, "yes", 1],
+    "add_generation_prompt": [False, "no", 0],
     "chat_template": ["{% for i in range(999999999) %}x{% endfor %}"],
 }
 
@@ -313,7 +317,7 @@ MESSAGES: list[tuple[str, list[Any]]] = [
     ("messages[1].audio", [user("x"), {"role": "assistant", "content": "", "audio": {"id": "a"}}]),
     ("messages[1].tool_call_id", [user("x"), {"role": "tool", "content": "1", "tool_call_id": 5}]),
     ("messages[0].images", [user("x") | {"images": ["aGk="]}]),
-    ("messages[1].prefix", [user("x"), {"role": "assistant", "content": "y", "prefix": True}]),
+    ("messages[0].prefix", [{**user("x"), "prefix": True}]),
     ("messages[1].thinking", [user("x"), {"role": "assistant", "content": "y", "thinking": "z"}]),
     ("messages[0].tools", [user("x") | {"tools": [{"type": "function"}]}]),
     ("messages", [{"role": "assistant", "content": "x"}]),

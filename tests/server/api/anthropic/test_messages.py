@@ -473,6 +473,21 @@ def test_other_choices_bind_nothing(choice: dict[str, Any] | None) -> None:
     assert served.engine.requests[0].grammar is None
 
 
+@pytest.mark.parametrize(
+    ("choice", "is_single"),
+    [
+        (None, False),
+        ({"type": "auto"}, False),
+        ({"type": "auto", "disable_parallel_tool_use": True}, True),
+        ({"type": "none", "disable_parallel_tool_use": True}, False),
+    ],
+)
+def test_an_answer_may_be_one_call_at_most(choice: dict[str, Any] | None, is_single: bool) -> None:
+    served = Served()
+    served.ask(tools=[TOOL], tool_choice=choice)
+    assert (served.engine.requests[0].single_call is not None) == is_single
+
+
 def test_anthropics_own_names_stand_for_the_only_model() -> None:
     assert Served().ask(model="claude-sonnet-4-5-20250929")["model"] == "tiny"
     assert Served().ask(model="tiny")["model"] == "tiny"

@@ -76,7 +76,7 @@ def test_half_a_character_is_no_json(client: TestClient) -> None:
         (
             "/apply-template",
             {"messages": HI, "continue_final_message": True},
-            "continue_final_message is not supported",
+            "continue_final_message: the last message is not the assistant's",
         ),
         ("/apply-template", {"messages": [{"role": "assistant", "content": "x"}]}, "chat template refuses"),
         ("/v1/chat/completions/input_tokens", {"messages": []}, "messages:"),

@@ -1,0 +1,117 @@
+"""What ends an answer besides the model: tokens and texts of the request's own, and none of them too early."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from models.inference.sampling_params import SamplingParams
+from models.output.call_watch import CallMarkers
+from server.engine.events import FinishReason
+from tests.server.engine.test_preemption import Tight, prompt_of
+from tests.support.engine_driver import Collected, Harness
+from tests.support.fake_runner import EOS, VOCABULARY, next_token, reference
+
+pytestmark = pytest.mark.usefixtures("overlaps")
+
+PROMPT = prompt_of(1, 20)
+FREE = reference(PROMPT, 12, ignore_eos=True)
+
+
+def answer(harness: Harness | None = None, prompt: Sequence[int] = PROMPT, **fields: Any) -> Collected:
+    harness = harness or Harness()
+    sink = harness.submit(prompt, **{"max_tokens": 12, "ignore_eos": True, **fields})
+    harness.run()
+    return sink
+
+
+def without_early_ends(prompt: Sequence[int], count: int, least: int, ends: Sequence[int]) -> list[int]:
+    """Returns what the fake model answers, the end included."""
+    output: list[int] = []
+    while len(output) < count:
+        token = next_token([*prompt, *output])
+        while len(output) < least and token in ends:
+            token = (token + 1) % VOCABULARY
+        output.append(token)
+        if token in ends:
+            break
+    return output
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_part_of_it() -> None:
+    sink = answer(stop_token_ids=frozenset({FREE[4], 49}))
+    assert sink.tokens == FREE[: FREE.index(FREE[4])]
+    assert sink.last.reason is FinishReason.STOP
+
+
+def test_the_turn_after_a_stop_token_finds_all_of_the_answer() -> None:
+    harness = Harness()
+    sink = answer(harness, stop_token_ids=frozenset({FREE[4]}))
+    following = answer(harness, [*PROMPT, *sink.tokens, 48, 48])
+    assert following.started.hit_tokens == len(PROMPT) + len(sink.tokens)
+
+
+def test_a_stop_token_and_a_stop_text_are_part_of_the_answer_where_that_is_asked_for() -> None:
+    assert answer(stop_token_ids=frozenset({FREE[4]}), keeps_stop=True).tokens == FREE[: FREE.index(FREE[4]) + 1]
+    stop = f"{FREE[2]} {FREE[3]}"
+    assert answer(stop=(stop,)).text.split() == [str(token) for token in FREE[:2]]
+    kept = answer(stop=(stop,), keeps_stop=True)
+    assert kept.text == " ".join(map(str, FREE[:4]))
+    assert kept.last.stop_text == stop
+
+
+def test_the_end_of_turn_is_never_part_of_the_answer() -> None:
+    for seed in range(40):
+        sink = answer(prompt=prompt_of(seed, 20), ignore_eos=False, keeps_stop=True)
+        assert EOS not in sink.tokens
+
+
+@pytest.mark.parametrize("least", [0, 1, 3, 7, 11])
+def test_no_token_ends_the_answer_too_early(least: int) -> None:
+    sampling = SamplingParams(min_tokens=least)
+    for seed in range(20):
+        prompt = prompt_of(seed, 20)
+        stops = frozenset(reference(prompt, 5, ignore_eos=True)[1:3])
+        expected = without_early_ends(prompt, 12, least, [*stops, EOS])
+        sink = answer(prompt=prompt, sampling=sampling, stop_token_ids=stops, ignore_eos=False)
+        is_ended = expected[-1] in {*stops, EOS}
+        assert sink.tokens == (expected[:-1] if is_ended else expected)
+        assert len(sink.tokens) >= least
+
+
+def test_no_stop_text_ends_the_answer_too_early() -> None:
+    stop = f"{FREE[2]} "
+    assert len(answer(stop=(stop,)).tokens) == FREE.index(FREE[2])
+    assert answer(stop=(stop,), sampling=SamplingParams(min_tokens=3)).tokens[:3] == FREE[:3]
+    assert answer(stop=(f"{FREE[3]} ",), sampling=SamplingParams(min_tokens=3)).tokens == FREE[:3]
+
+
+def test_an_answer_that_waits_for_memory_keeps_its_least_length() -> None:
+    harness = Tight(300, num_slots=8)
+    prompts = [prompt_of(seed, 20) for seed in range(8)]
+    sampling = SamplingParams(min_tokens=100)
+    sinks = [harness.submit(prompt, max_tokens=100, sampling=sampling) for prompt in prompts]
+    harness.run(limit=20_000)
+    assert harness.worker.num_preempted > 0
+    for prompt, sink in zip(prompts, sinks, strict=True):
+        assert sink.tokens == without_early_ends(prompt, 100, 100, [EOS])
+
+
+def test_other_rows_are_not_changed_by_one_with_a_least_length() -> None:
+    harness = Harness()
+    bound = harness.submit(PROMPT, max_tokens=12, sampling=SamplingParams(min_tokens=12))
+    free = harness.submit(prompt_of(2, 20), max_tokens=12)
+    harness.run()
+    expected = reference(prompt_of(2, 20), 12)
+    assert free.tokens == [token for token in expected if token != EOS]
+    assert len(bound.tokens) == 12
+
+
+def test_an_answer_of_one_call_ends_with_it_and_the_next_turn_finds_all_of_it() -> None:
+    harness = Harness()
+    markers = CallMarkers(f"{FREE[2]} ", f"{FREE[5]} ")
+    sink = answer(harness, single_call=markers)
+    assert sink.tokens == FREE[:6]
+    assert (sink.last.reason, sink.last.stop_text) == (FinishReason.STOP, None)
+    following = answer(harness, [*PROMPT, *sink.tokens, 48, 48])
+    assert following.started.hit_tokens == len(PROMPT) + 6
