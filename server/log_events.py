@@ -199,6 +199,37 @@ class RequestRefused(LogEntry):
         return [self.request_id]
 
 
+@dataclass(frozen=True)
+class TextsEmbedded(LogEntry):
+    """A request that was answered with vectors, or with an order of texts by their vectors."""
+
+    event: ClassVar[str] = "embedded"
+
+    request_id: str
+    path: str
+    model: str
+    num_texts: int
+    prompt_tokens: int
+    total_ms: float
+    key: str | None = None
+    """The name of the key that it was sent with, where it has one."""
+
+    def parts(self) -> list[EntryPart]:
+        """Returns what was asked for and what it took."""
+        texts = "1 text" if self.num_texts == 1 else f"{grouped(self.num_texts)} texts"
+        return [
+            EntryPart(short_id(self.request_id)),
+            *_key_parts(self.key),
+            EntryPart(f"POST {self.path}"),
+            EntryPart(f"{texts}, {grouped(self.prompt_tokens)} tokens"),
+            EntryPart(seconds_text(self.total_ms / 1000)),
+        ]
+
+    def names(self) -> list[str]:
+        """Returns the request's name."""
+        return [self.request_id]
+
+
 # ------------------------------------------------------------------------------------------------------- words
 
 

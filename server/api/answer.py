@@ -66,7 +66,8 @@ class Answer:
             match event:
                 case Started():
                     yield event
-                case Delta(text, _, logprobs):
+                case Delta(text, token_ids, logprobs):
+                    self._exchange.take_count(len(token_ids))
                     if logprobs:
                         self._exchange.take_logprobs(logprobs)
                     for piece in parser.feed(text):

@@ -131,6 +131,9 @@ class Exchange(ABC):
         """Takes what is told of the tokens of the output that comes next; called only where the request asks."""
         raise NotImplementedError("a dialect whose requests ask for logprobs takes them")
 
+    def take_count(self, num_tokens: int) -> None:  # noqa: B027 - most dialects count at the end only
+        """Takes how many tokens of the output come next, before the pieces of their text."""
+
     def reply_messages(self) -> list[Message]:
         """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""
         return []

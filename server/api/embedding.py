@@ -1,8 +1,6 @@
 """What the endpoints share that answer with vectors of texts: reading texts, asking the engine, writing vectors."""
 
 import asyncio
-import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +14,6 @@ from server.api.json_body import json_text
 from server.api.params import check_token_ids
 from server.engine.embeddings import Vector
 from server.engine.request import TokenArray
-
-logger = logging.getLogger(__name__)
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
@@ -39,15 +35,17 @@ class EmbeddingWork:
         """Of all texts."""
         return sum(len(text) for text in self.texts)
 
+    @property
+    def num_texts(self) -> int:
+        """How many there are."""
+        return len(self.texts)
+
     async def run(self, engine: EnginePort) -> Response:
         """Returns the answer; raises ApiError and what the engine raises."""
-        began = time.monotonic()
         embedding = self.model.embedding
         assert embedding is not None, "texts were read for a model that makes no vectors"
         vectors = await engine.embed(self.texts, embedding.pooling) if self.texts else []
         body = await asyncio.to_thread(self.write, vectors)
-        seconds = time.monotonic() - began
-        logger.info("embedded %d texts of %d tokens in %.2f s", len(self.texts), self.num_tokens, seconds)
         return Response(body, media_type="application/json")
 
 

@@ -30,6 +30,7 @@ from server.api.refusals import Origin
 from server.api.session_id import SessionIdError
 from server.api.stream import AnswerStream
 from server.engine.commands import HoldTurn
+from server.log_events import TextsEmbedded
 from server.pool.errors import ModelNotLoaded
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
 
 
 class Work(Protocol):
-    """What a request has its model do besides generating."""
+    """What a request has its model do with texts, besides generating."""
 
     @property
     def model(self) -> ServedModel:
@@ -93,6 +94,11 @@ class Work(Protocol):
     @property
     def num_tokens(self) -> int:
         """How many tokens it takes of the key's allowance."""
+        ...
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts these are."""
         ...
 
     @property
@@ -121,7 +127,7 @@ async def _computed(
     context: ApiContext, request: Request, raw: bytes, open_work: Callable[[ApiContext, Incoming], Work]
 ) -> Response:
     permit = context.rate_limits.admit(known_key_of(request), request.state.answer_headers)
-    num_tokens = 0
+    num_tokens, received = 0, time.monotonic()
     try:
         opened = partial(_decoded, context, request, raw, "", open_work)
         plan = partial(context.planning.run, _client_of(request), len(raw), opened)
@@ -129,11 +135,25 @@ async def _computed(
         work, num_tokens = use.planned, use.planned.num_tokens
         try:
             _keep_alive(use.hold, work.keep_alive_seconds)
-            return await work.run(context.running_engine(work.model))
+            response = await work.run(context.running_engine(work.model))
+            logger.info(_embedded(request, work, received))
+            return response
         finally:
             use.close()
     finally:
         permit.close(num_tokens)
+
+
+def _embedded(request: Request, work: Work, received: float) -> TextsEmbedded:
+    return TextsEmbedded(
+        request_id=request.state.request_id,
+        path=request.url.path,
+        model=work.model.id,
+        num_texts=work.num_texts,
+        prompt_tokens=work.num_tokens,
+        total_ms=round(1000 * (time.monotonic() - received), 1),
+        key=key_name_of(request.scope),
+    )
 
 
 async def _admitted(

@@ -33,6 +33,7 @@ from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gatewa
 from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
+    from server.cli.chat import Opening
     from server.cli.repl.joined import Served
     from server.cli.shell.outline import CommandOutline
 
@@ -131,7 +132,7 @@ def run(
     ] = False,
 ) -> None:
     """Chat with a model in the terminal, or ask it one question."""
-    from server.cli.chat import Opening, chat
+    from server.cli.chat import Opening
     from server.cli.repl.history import history_file
 
     given = {"models": model and [model], "context_tokens": context, "cache_memory_bytes": cache_memory}
@@ -140,15 +141,21 @@ def run(
     opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
     # Only a model loaded here has these limits, and a server may have another model by a folder's name.
     wants_own = local or context is not None or cache_memory is not None or Path(name).expanduser().is_dir()
-    served = None if wants_own else _find_served(name, api_key)
+    raise typer.Exit(_talk(config, None if wants_own else _find_served(name, api_key), api_key, opening))
+
+
+def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, opening: "Opening") -> int:
+    """Talks with a model of a server, or one that is loaded here, and returns the exit status."""
+    from server.cli.chat import chat
+
     if served is not None:
         from server.cli.repl.joined import JoinedModels
 
-        raise typer.Exit(chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}"))
-    with _loading(name):
+        return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
+    with _loading(config.models[0]):
         from server.cli.repl.local import LocalModels
     with LocalModels(config) as models:
-        raise typer.Exit(chat(models, opening))
+        return chat(models, opening)
 
 
 def _known_urls() -> list[str]:

@@ -26,6 +26,7 @@ from server.log_events import (
     PrefillProgress,
     RequestEnded,
     RequestRefused,
+    TextsEmbedded,
     percent_text,
     printable,
     seconds_text,
@@ -262,8 +263,10 @@ def test_what_is_printable_stays_and_all_else_is_escaped(text: str) -> None:
     assert escaped == text or not text.isprintable()
 
 
-@pytest.mark.parametrize("kind", [RequestEnded, PrefillProgress, RequestRefused])
-def test_the_docs_have_every_field(kind: type[RequestEnded | PrefillProgress | RequestRefused]) -> None:
+@pytest.mark.parametrize("kind", [RequestEnded, PrefillProgress, RequestRefused, TextsEmbedded])
+def test_the_docs_have_every_field(
+    kind: type[RequestEnded | PrefillProgress | RequestRefused | TextsEmbedded],
+) -> None:
     [row] = re.findall(rf"^\| `{kind.event}` \|.*$", DOCS, re.MULTILINE)
     assert {field.name for field in fields(kind)} <= set(re.findall(r"`(\w+)`", row))
     [miss] = re.findall(r"^`miss` is null or holds .*$", DOCS, re.MULTILINE)

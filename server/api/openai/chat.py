@@ -1,9 +1,8 @@
 """`POST /v1/chat/completions`: OpenAI's chat dialect, streamed or whole."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,10 +30,9 @@ from server.api.openai.chat_types import (
     template_messages,
 )
 from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
-from server.api.openai.dialect import SYSTEM_FINGERPRINT
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
 from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.api.openai.params import read_params
+from server.api.openai.params import read_params, refuse_lone_stream_options
 from server.api.openai.usage import finish_reason
 from server.api.params import Incoming, build_request
 from server.api.structured_output import AnswerGrammar
@@ -56,6 +54,7 @@ async def create_chat_completion(request: Request) -> Response:
 def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | SeveralChoices:
     """Returns the checked request; raises ApiError and the renderer's errors."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
+    refuse_lone_stream_options(body)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, incoming, model, context.config, namespace)
@@ -148,7 +147,6 @@ class ChatExchange(ChoiceExchange):
         index: int = 0,
     ) -> None:
         super().__init__(body, model, request, prompt, index=index, conversation=conversation)
-        self._created = int(time.time())
         self._said = ""
         self._thought = ""
         self._calls: list[ToolCallBody] = []
@@ -235,16 +233,9 @@ class ChatExchange(ChoiceExchange):
                     "finish_reason": reason,
                 }
             ]
-        chunk: ChatChunk = {
-            "id": self.answer_id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self.model.id,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": choices,
-        }
+        chunk = cast(ChatChunk, {**self.head("chat.completion.chunk"), "choices": choices})
         if self.wants_usage:
-            chunk["usage"] = None
+            chunk["usage"] = self.usage_so_far()
         return chunk
 
     def _logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs | None:
@@ -266,11 +257,4 @@ class ChatExchange(ChoiceExchange):
 
     def answer(self, choices: list[ChatChoice]) -> ChatAnswer:
         """Returns an answer that is not streamed, without its costs."""
-        return {
-            "id": self.answer_id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self.model.id,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": choices,
-        }
+        return {**self.head("chat.completion"), "choices": choices}

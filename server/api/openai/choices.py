@@ -1,5 +1,6 @@
 """One choice or several in the answer of a generation endpoint: what they have in common, streamed or whole."""
 
+import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -13,15 +14,16 @@ from server.api.context import ServedModel
 from server.api.conversation import Conversation
 from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.errors import ApiError, Code, explain
-from server.api.openai.dialect import DONE
+from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
 from server.api.openai.errors import ErrorObject, error_body
 from server.api.openai.generation_body import GenerationBody
-from server.api.openai.usage import usage_of
+from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
+from server.api.openai.usage import AnswerHead, Usage, usage_of, usage_so_far
 from server.api.sse import sse_event
 from server.api.usage import costs_of
 from server.config import ServerConfig
 from server.engine.events import Finished, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, Priority
 
 FAILED = "error"
 """Why a choice ended that could not be completed, where others were."""
@@ -49,6 +51,16 @@ class ChoiceExchange(Exchange):
         """Of all tokens of the output, where the request asks for them."""
         self._num_streamed_logprobs = 0
         self.wants_usage = body.wants_usage()
+        self._wants_usage_always = body.wants_usage_always()
+        self._says_tier = body.service_tier is not None
+        self._created = int(time.time())
+        self._num_tokens = 0
+        """Tokens of the output so far."""
+        self._started: Started | None = None
+
+    def take_count(self, num_tokens: int) -> None:
+        """Counts them for the usage so far."""
+        self._num_tokens += num_tokens
 
     def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Keeps them for the next chunk, or for the answer."""
@@ -95,7 +107,9 @@ class ChoiceExchange(Exchange):
             if isinstance(event, Finished):
                 for chunk in self.last_chunks(self.end_chunk(self.reason(event)), event):
                     yield sse_event(chunk)
-            elif not isinstance(event, Started):
+            elif isinstance(event, Started):
+                self.note_start(event)
+            else:
                 for chunk in self.take(event):
                     yield sse_event(chunk)
         yield DONE
@@ -108,6 +122,29 @@ class ChoiceExchange(Exchange):
             if not isinstance(event, Started):
                 self.take(event)
         raise AssertionError("the events of a request end with Finished")
+
+    def note_start(self, started: Started) -> None:
+        """Keeps what was reused, for the usage so far."""
+        self._started = started
+
+    def usage_so_far(self) -> Usage | None:
+        """Returns what each chunk says of the choice's tokens; None where only the end of the stream counts them."""
+        if not self._wants_usage_always:
+            return None
+        return usage_so_far(len(self.request.tokens), self._started, self._num_tokens)
+
+    def head(self, kind: str) -> AnswerHead:
+        """Returns how the answer, or a chunk of it, begins; `kind` is its `object`."""
+        head: AnswerHead = {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self._created,
+            "model": self.model.id,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
+        if self._says_tier:
+            head["service_tier"] = BACKGROUND_TIER if self.request.priority is Priority.BACKGROUND else DEFAULT_TIER
+        return head
 
     def last_chunks(self, end: Any, finished: Finished) -> list[Payload]:
         """Returns what ends a stream: the end of its last choice, and what all of it cost."""
@@ -158,7 +195,9 @@ class SeveralChoices(Choices):
                 if end is not None:
                     yield sse_event(end)
                 end = self._end_chunk(exchange, output)
-            elif not isinstance(output, Started):
+            elif isinstance(output, Started):
+                exchange.note_start(output)
+            else:
                 for chunk in exchange.take(output):
                     yield sse_event(chunk)
         yield DONE

@@ -1,8 +1,7 @@
 """`POST /v1/completions`: OpenAI's plain completions, streamed or whole."""
 
-import time
 from collections.abc import Sequence
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -20,12 +19,11 @@ from server.api.context import ApiContext, ServedModel
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
 from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
-from server.api.openai.dialect import SYSTEM_FINGERPRINT
 from server.api.openai.errors import ErrorObject
 from server.api.openai.fields import IN_TEXT
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
-from server.api.openai.params import read_params
+from server.api.openai.params import read_params, refuse_lone_stream_options
 from server.api.openai.usage import AnswerHead, Usage, finish_reason
 from server.api.params import Incoming, build_request
 from server.api.typed_body import parse_body
@@ -52,6 +50,8 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
     """A text, a list of token ids, or a list of several of either; once checked, a list."""
+    echo: bool | None = None
+    """Begin the answer with the prompt."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """How many of the likeliest tokens are told with each token of the answer."""
 
@@ -88,6 +88,9 @@ async def create_completion(request: Request) -> Response:
 def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange | SeveralChoices:
     """Returns the checked request; raises ApiError."""
     body = parse_body(CompletionBody, dict(incoming.fields), IN_TEXT)
+    refuse_lone_stream_options(body)
+    if body.echo and body.logprobs is not None:
+        raise ApiError(Code.INVALID_VALUE, "echo: logprobs are told of the answer only, not of the prompt", "echo")
     model = context.find_model(body.model)
     params = read_params(body, incoming.fields, IN_TEXT, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -107,7 +110,8 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
         for number in range(count):
             index = len(exchanges)
             own = request_of_choice(request, index, number)
-            exchanges.append(CompletionExchange(body, model, own, prompt, index))
+            repeated = _as_text(written, model) if body.echo else ""
+            exchanges.append(CompletionExchange(body, model, own, prompt, index, repeated))
     return SeveralChoices(exchanges) if len(exchanges) > 1 else exchanges[0]
 
 
@@ -137,6 +141,10 @@ def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "promp
     return RenderedPrompt(np.array(prompt, dtype=np.int32), (end,) if prompt else ())
 
 
+def _as_text(prompt: str | list[int], model: ServedModel) -> str:
+    return prompt if isinstance(prompt, str) else model.token_texts.text(prompt)
+
+
 class CompletionExchange(ChoiceExchange):
     """Writes the continuation of one prompt."""
 
@@ -147,16 +155,17 @@ class CompletionExchange(ChoiceExchange):
         request: GenerationRequest,
         prompt: RenderedPrompt,
         index: int = 0,
+        repeated: str = "",
     ) -> None:
+        """`repeated` is what the answer begins with, before what the model says."""
         super().__init__(body, model, request, prompt, index=index)
-        self._created = int(time.time())
-        self._texts: list[str] = []
+        self._texts = [repeated]
         count = body.num_top_logprobs()
         self._logprobs = TextLogprobsWriter(model.token_texts, count) if count is not None else None
 
     def opening(self) -> list[TextCompletion]:
-        """Returns nothing: a completion begins with its text."""
-        return []
+        """Returns the prompt where it is repeated; else nothing: a completion begins with its text."""
+        return [self._body(text, None) for text in self._texts if text]
 
     def take(self, piece: Piece) -> list[TextCompletion]:
         """Keeps more of the text, and returns the chunk that tells of it."""
@@ -193,14 +202,7 @@ class CompletionExchange(ChoiceExchange):
 
     def _body(self, text: str, reason: str | None) -> TextCompletion:
         choice: TextChoice = {"index": self.index, "text": text, "logprobs": self._untold(), "finish_reason": reason}
-        body: TextCompletion = {
-            "id": self.answer_id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self.model.id,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
-            "choices": [choice],
-        }
+        body = cast(TextCompletion, {**self.head("text_completion"), "choices": [choice]})
         if self.wants_usage:
-            body["usage"] = None
+            body["usage"] = self.usage_so_far()
         return body

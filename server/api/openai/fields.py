@@ -161,7 +161,6 @@ IN_BOTH: Rules = {
     ),
     **refused(
         "answers have the same fields for everybody, and do not repeat the prompt",
-        echo=(False,),
         return_full_text=(False,),
         return_prompt_text=(False,),
         return_meta_info=(False,),
@@ -242,13 +241,14 @@ IN_CHAT: Rules = {
         documents=([],),
         prompt=(),
     ),
+    **refused("an answer does not repeat the conversation", echo=(False,)),
     **refused("calls of tools are always told apart from text", parse_tool_calls=(True,)),
 }
 """Fields of `POST /v1/chat/completions`."""
 
 IN_TEXT: Rules = {
     **IN_BOTH,
-    **honoured("prompt"),
+    **honoured("prompt echo"),
     **refused(
         "a plain completion has no template that could be told to think; send it to /v1/chat/completions",
         think=(),
@@ -289,7 +289,11 @@ _PRIME_ONLY = refused(
     n=(1,),
 )
 IN_CHAT_PRIME: Rules = {**IN_CHAT, **_PRIME_ONLY}
-IN_TEXT_PRIME: Rules = {**IN_TEXT, **_PRIME_ONLY}
+IN_TEXT_PRIME: Rules = {
+    **IN_TEXT,
+    **_PRIME_ONLY,
+    **refused("priming has no answer that could repeat the prompt", echo=(False,)),
+}
 """Fields of `POST /v1/cache/prime`, with messages or a prompt."""
 
 IN_MESSAGE: Rules = {

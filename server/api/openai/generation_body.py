@@ -56,8 +56,8 @@ class StreamOptions(BodyModel):
     """Send a chunk with the token counts before the end."""
     include_obfuscation: bool | None = None
     """Taken and without effect: nothing is obfuscated here."""
-    continuous_usage_stats: Literal[False] | None = None
-    """Counts in every chunk, which some servers offer, are not."""
+    continuous_usage_stats: bool | None = None
+    """Where usage is included, send the counts so far in every chunk."""
 
 
 class GenerationBody(BoundBody):
@@ -134,6 +134,11 @@ class GenerationBody(BoundBody):
     def wants_usage(self) -> bool:
         """Whether a stream shall hold the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage is True
+
+    def wants_usage_always(self) -> bool:
+        """Whether each chunk of a stream shall hold the token counts so far."""
+        options = self.stream_options
+        return options is not None and self.wants_usage() and options.continuous_usage_stats is True
 
     def limit(self) -> int | None:
         """Returns the most tokens to generate, or None where the request does not say."""

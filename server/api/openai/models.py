@@ -17,6 +17,9 @@ class ModelBody(TypedDict):
     object: str
     created: int
     owned_by: str
+    root: str
+    """The same id, which other servers have beside the names of its adapters."""
+    parent: None
     loaded: bool
     """Whether it is in memory; if not, the first request that names it has it loaded."""
     context_length: int | None
@@ -54,6 +57,8 @@ def _body(model: ListedModel) -> ModelBody:
         "object": "model",
         "created": model.created,
         "owned_by": "mlx-serve",
+        "root": model.id,
+        "parent": None,
         "loaded": model.served is not None,
         "context_length": model.context_tokens,
         "tool_calls": None if model.served is None else model.served.tool_calls,

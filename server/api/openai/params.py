@@ -16,6 +16,8 @@ from server.api.structured_output import AnswerGrammar
 from server.engine.request import Priority
 
 BACKGROUND_TIER = "flex"
+DEFAULT_TIER = "default"
+"""What answers call the tier of all other requests."""
 IN_MEMORY = ("in_memory", "in-memory")
 """What `prompt_cache_retention` says for state that must not reach a disk."""
 SAMPLING_FIELDS = (
@@ -61,6 +63,13 @@ def read_params(
         ignore_eos=body.ignore_eos is True,
         grammar=_grammar(body),
     )
+
+
+def refuse_lone_stream_options(body: GenerationBody) -> None:
+    """Raises ApiError (400) for options of a stream where none is asked for."""
+    if body.stream_options is not None and body.stream_options.model_fields_set and body.stream is not True:
+        message = "stream_options: they are for streams only, and stream is not true"
+        raise ApiError(Code.INVALID_VALUE, message, "stream_options")
 
 
 def _grammar(body: GenerationBody) -> AnswerGrammar | None:

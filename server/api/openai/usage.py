@@ -2,7 +2,7 @@
 
 from typing import NotRequired, TypedDict
 
-from server.engine.events import Finished, FinishReason
+from server.engine.events import Finished, FinishReason, Started
 
 
 class AnswerHead(TypedDict):
@@ -13,6 +13,8 @@ class AnswerHead(TypedDict):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: NotRequired[str]
+    """Only where the request says one: that which it was served with."""
 
 
 class PromptTokensDetails(TypedDict):
@@ -50,6 +52,16 @@ def usage_of(finished: Finished) -> Usage:
     if finished.reasoning_tokens is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": finished.reasoning_tokens}
     return usage
+
+
+def usage_so_far(num_prompt: int, started: Started | None, num_predicted: int) -> Usage:
+    """Returns the token counts of a request that goes on, or has not `started` yet."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_predicted,
+        "total_tokens": num_prompt + num_predicted,
+        "prompt_tokens_details": {"cached_tokens": started.hit_tokens if started is not None else 0},
+    }
 
 
 def finish_reason(finished: Finished, *, made_calls: bool = False) -> str:

@@ -1,6 +1,7 @@
 """Vectors of texts in the shapes of OpenAI, of Ollama, and of reranking servers."""
 
 import base64
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from server.api.openai.rerank import RerankBody
 from server.api.typed_body import BodyModel
 from server.app import create_app
 from server.config import ServerConfig
+from server.log_events import RequestRefused, TextsEmbedded
 from tests.server.api.test_live import Live, serving, user
 from tests.support.fake_engine import FakeEngine, fake_model
 
@@ -136,6 +138,18 @@ def test_a_model_that_makes_none_is_named() -> None:
     answer = client_of(broken).post(EMBEDDINGS, json={"input": "a"})
     assert answer.status_code == 400
     assert "no layers" in answer.json()["error"]["message"]
+
+
+def test_a_request_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "server")
+    client = client_of(FakeEngine())
+    post(client, input=["ab", "c"])
+    client.post(EMBEDDINGS, json={"input": ""})
+    answered, refused = (record.msg for record in caplog.records)
+    assert isinstance(answered, TextsEmbedded)
+    assert (answered.path, answered.num_texts, answered.prompt_tokens) == (EMBEDDINGS, 2, 3)
+    assert "POST /v1/embeddings  2 texts, 3 tokens" in str(answered)
+    assert isinstance(refused, RequestRefused)
 
 
 def test_documents_come_in_the_order_of_their_match() -> None:

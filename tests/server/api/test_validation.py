@@ -92,7 +92,8 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
         [],
         {"include_usage": 1},
         {"include_obfuscation": "no"},
-        {"continuous_usage_stats": True},
+        {"continuous_usage_stats": 1},
+        {"include_usage": True},
     ],
     "priority": ["high", 1, True, False],
     "service_tier": [5, []],
@@ -117,7 +118,6 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "guided_grammar": [5],
     "ebnf": [5],
     "logprobs": ["x", 3, 1.5],
-    "echo": [True, "x"],
     "top_n_sigma": [-1.1, 101, "1", True, [], NAN, INFINITY, HUGE],
     "xtc_probability": [-0.1, 1.1, "1", True, [], NAN, INFINITY, HUGE],
     "xtc_threshold": [-0.1, 1.1, "1", True, [], NAN, INFINITY, HUGE],
@@ -159,6 +159,7 @@ WRONG_IN_CHAT: dict[str, list[Any]] = {
     "verbosity": [5],
     "chat_template_kwargs": ["x", [], 5, True],
     "prediction": ["x"],
+    "echo": [True, "x"],
     "top_logprobs": [1, 21, -1, "0", True],
     "functions": [[{"name": "f"}], {}, 5],
     "function_call": ["auto", {"name": "f"}],
@@ -178,6 +179,7 @@ WRONG_IN_TEXT: dict[str, list[Any]] = {
     ],
     "suffix": ["end"],
     "logprobs": [True, -1, 21, 1.5, "x"],
+    "echo": ["x", 1],
 }
 
 

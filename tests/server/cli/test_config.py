@@ -76,6 +76,14 @@ def test_a_wrong_file_is_one_line_and_status_2(file: Path, capsys: pytest.Captur
         assert captured.out == ""
 
 
+def test_a_variable_goes_before_the_file_and_a_flag_before_both(file: Path) -> None:
+    environment = {"XDG_CONFIG_HOME": str(file.parents[1])}
+    assert load_config({}, environment).port == 9000
+    environment["MLX_SERVE_PORT"] = "9001"
+    assert load_config({}, environment).port == 9001
+    assert load_config({"port": 9002}, environment).port == 9002
+
+
 def test_a_file_that_was_named_has_to_be_there(tmp_path: Path) -> None:
     environment = {"MLX_SERVE_CONFIG": str(tmp_path / "none.toml")}
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
