@@ -16,7 +16,6 @@ from cache.admission import Admission, CacheRequest
 from cache.clock import RequestClock
 from cache.demotion import Demotion
 from cache.disk.connector import DiskConnector
-from cache.disk.listing import NO_LISTING
 from cache.disk.read_ahead import Prefetch
 from cache.disk.tier import DiskTier
 from cache.layers.layout import Layout
@@ -30,6 +29,7 @@ from cache.pins import PinName, Pins
 from cache.promotion import Promotion
 from cache.reclaim import Reclaimer
 from cache.recording import Recorder
+from cache.reports import CacheReports
 from cache.reservations import Reservations
 from cache.restore_points import RestorePoint
 from cache.sizes import CHUNK_TOKENS, SequenceSizes
@@ -37,7 +37,6 @@ from cache.slots import Slot
 from cache.stats import CacheStats
 from cache.tokens import TokenArray
 from cache.types import LayerCache
-from cache.view import CacheView, NamespaceView, StateBytes, disk_views, views
 
 
 class PrefixCache:
@@ -238,46 +237,10 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------------------- state
 
-    def view(self, namespace: str, max_nodes: int) -> CacheView:
-        """Returns what is held for one namespace, with `max_nodes` edges at most."""
-        trie = self.memory.find_trie(namespace)
-        on_disk = self.disk.tier.listing(namespace, max_nodes) if self.disk is not None else NO_LISTING
-        return CacheView(
-            nodes=views(trie, max_nodes),
-            disk_nodes=disk_views(on_disk.entries),
-            num_nodes=trie.num_nodes,
-            num_tokens=self.memory.holdings(namespace).total.num_tokens,
-            num_disk_nodes=on_disk.num_edges,
-            is_disk_truncated=on_disk.is_truncated,
-            state=self.bytes_of(namespace),
-            disk_writes=self.disk.tier.write_budget.writes() if self.disk is not None else None,
-            num_evictions=self.memory.evictions[namespace],
-            budget_bytes=self.ledger.budget_bytes,
-            pinned=self.pins.labels(namespace),
-        )
-
-    def namespaces(self) -> list[NamespaceView]:
-        """Returns what each namespace holds that holds anything, the most bytes first."""
-        on_disk = self.disk.tier.namespaces() if self.disk is not None else []
-        views = (self._namespace_view(name) for name in {*self.memory.namespaces, *on_disk})
-        held = [view for view in views if view.num_nodes or view.num_disk_nodes]
-        return sorted(held, key=lambda view: (-view.state.in_memory - view.state.disk, view.namespace))
-
-    def _namespace_view(self, namespace: str) -> NamespaceView:
-        return NamespaceView(
-            namespace,
-            self.memory.find_trie(namespace).num_nodes,
-            self.memory.holdings(namespace).total.num_tokens,
-            self.disk.tier.num_edges(namespace) if self.disk is not None else 0,
-            self.bytes_of(namespace),
-        )
-
-    def bytes_of(self, namespace: str) -> StateBytes:
-        """Returns the bytes that are held for one namespace."""
-        live = sum(self.layout.live_bytes(slot.caches) for slot in self.slots if slot.namespace == namespace)
-        disk = self.disk.tier.bytes_of(namespace) if self.disk is not None else 0
-        held = self.memory.holdings(namespace).total
-        return StateBytes(held.span_bytes, held.window_bytes, held.point_bytes, live, disk)
+    @property
+    def reports(self) -> CacheReports:
+        """Tells what is held of each namespace."""
+        return CacheReports(self.memory, self.pager, self.disk, self.pins)
 
     def stats(self) -> CacheStats:
         """Returns counts and bytes of now, for reports."""

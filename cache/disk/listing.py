@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cache.disk.space import DiskSpace
 from cache.disk.spans import FileSnapshot, FileSpan
 from cache.disk.tree import DiskNode, DiskTree
 from cache.tokens import TokenArray
@@ -43,13 +44,32 @@ NO_LISTING = DiskListing([], 0, False)
 """The listing of a cache without a disk tier."""
 
 
-def list_edges(tree: DiskTree, namespace: str, max_edges: int) -> DiskListing:
-    """Returns up to `max_edges` edges of a namespace."""
-    num_edges = tree.num_edges(namespace)
-    visited = itertools.islice(_walk(tree, namespace), MAX_VISITED)
-    found = list(itertools.islice((entry for entry in visited if entry is not None), max_edges + 1))
-    is_truncated = len(found) > max_edges or num_edges > MAX_VISITED
-    return DiskListing(found[:max_edges], num_edges, is_truncated)
+class DiskContents:
+    """What is on disk, by namespace."""
+
+    def __init__(self, tree: DiskTree, space: DiskSpace) -> None:
+        self._tree = tree
+        self._space = space
+
+    def namespaces(self) -> list[str]:
+        """Returns the namespaces of which there is anything."""
+        return self._tree.namespaces()
+
+    def num_edges(self, namespace: str) -> int:
+        """Returns how many edges of a namespace there are."""
+        return self._tree.num_edges(namespace)
+
+    def bytes_of(self, namespace: str) -> int:
+        """Returns the bytes of a namespace's files, those that wait to be written included."""
+        return self._space.bytes_of(namespace)
+
+    def listing(self, namespace: str, max_edges: int) -> DiskListing:
+        """Returns up to `max_edges` edges of a namespace whose rows are there from the root on."""
+        num_edges = self.num_edges(namespace)
+        visited = itertools.islice(_walk(self._tree, namespace), MAX_VISITED)
+        found = list(itertools.islice((entry for entry in visited if entry is not None), max_edges + 1))
+        is_truncated = len(found) > max_edges or num_edges > MAX_VISITED
+        return DiskListing(found[:max_edges], num_edges, is_truncated)
 
 
 def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskEntry | None]:

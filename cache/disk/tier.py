@@ -26,7 +26,7 @@ from cache.disk.codec import StateImage, Unstorable
 from cache.disk.files import FileSystem
 from cache.disk.folder import DiskStore, WriteOrder, is_damage
 from cache.disk.index import FileRow
-from cache.disk.listing import DiskListing, list_edges
+from cache.disk.listing import DiskContents
 from cache.disk.problem_log import ProblemLog
 from cache.disk.read_ahead import Prefetch
 from cache.disk.reader import FileReader
@@ -148,22 +148,11 @@ class DiskTier:
 
     # ---------------------------------------------------------------------------------------------- what is there
 
-    def listing(self, namespace: str, max_edges: int) -> DiskListing:
-        """Returns up to `max_edges` edges of a namespace whose rows are on disk from the root on."""
+    @property
+    def contents(self) -> DiskContents:
+        """Tells what is on disk of each namespace, as of now."""
         self._notice_written()
-        return list_edges(self._tree, namespace, max_edges)
-
-    def namespaces(self) -> list[str]:
-        """Returns the namespaces of which something is on disk."""
-        return self._tree.namespaces()
-
-    def num_edges(self, namespace: str) -> int:
-        """Returns how many edges of a namespace are on disk."""
-        return self._tree.num_edges(namespace)
-
-    def bytes_of(self, namespace: str) -> int:
-        """Returns the bytes of a namespace's files, those that wait to be written included."""
-        return self._space.bytes_of(namespace)
+        return DiskContents(self._tree, self._space)
 
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
         """Returns the place where the match of `tokens` ends; they follow `place`, which is `START` or not gone.

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from scripts.bench import serving_cache, serving_latency, serving_restart, serving_throughput
+from scripts.bench import serving_cache, serving_latency, serving_overhead, serving_restart, serving_throughput
 from scripts.bench.common import ROOT, Report, machine, write_json
 from scripts.bench.serving_client import AnswerFailed
 from scripts.bench.serving_servers import ServerDied
@@ -32,6 +32,7 @@ SCENARIOS: dict[str, Scenario] = {
     "matrix": serving_cache.matrix,
     "streams": serving_throughput.four_streams,
     "restart": serving_restart.restart,
+    "overhead": serving_overhead.overhead,
     "sampling": serving_throughput.sampling,
 }
 

@@ -30,6 +30,11 @@ class RawEngine:
     def __init__(self, process: Process) -> None:
         self._process = process
 
+    @property
+    def pid(self) -> int:
+        """The process, for what it costs."""
+        return self._process.pid
+
     async def seconds(self, prompts: Prompts, max_tokens: int, num_shared: int = 0) -> float:
         """Returns how long the prompts take, each continued by `max_tokens`; they share `num_shared`."""
         assert self._process.stdin is not None and self._process.stdout is not None

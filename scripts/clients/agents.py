@@ -1,6 +1,7 @@
 """Coding agents, headless: each edits a file in a temporary folder, with the scripted model behind the real server.
 
-An agent gets a home of its own, no telemetry, no updates and no address but the server's.
+An agent is pointed at the server as `mlx-serve launch` does it. It gets a home of its own, no telemetry, no updates
+and no address but the server's.
 """
 
 import json
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from scripts.clients.scripted_server import Reply, ScriptedEngine
+from server.cli.launch.recipes import RECIPES, LaunchTarget, environment_of
 
 TASK = "Change the greeting in greeting.py from hello to goodbye."
 BEFORE = 'print("hello")\n'
@@ -20,6 +22,17 @@ SECONDS = 180.0
 """An agent that takes longer has failed."""
 REUSED_SHARE = 0.95
 """Least share of known prompt tokens that a proof must find restored."""
+CONTEXT_TOKENS = 100_000
+"""What agents are told that the model holds."""
+
+
+def _target(url: str, model: str) -> LaunchTarget:
+    return LaunchTarget(url, model, CONTEXT_TOKENS)
+
+
+def launch_variables(name: str, url: str, model: str) -> dict[str, str]:
+    """Returns what `mlx-serve launch` sets for an agent."""
+    return environment_of(RECIPES[name], _target(url, model), {})
 
 
 class AgentFailed(Exception):
@@ -63,17 +76,13 @@ class OpenCode(Agent):
 
     def arguments(self, url: str, model: str) -> Sequence[str]:
         """One task, without questions."""
-        return ["run", "--model", f"mlx/{model}", TASK]
+        return ["run", TASK]
 
     def environment(self, url: str, model: str) -> Mapping[str, str]:
         """A provider of its own, and nothing from outside."""
-        provider = {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": f"{url}/v1"},
-            "models": {model: {"limit": {"context": 100_000, "output": 8_000}}},
-        }
+        launched = launch_variables("opencode", url, model)["OPENCODE_CONFIG_CONTENT"]
         config = {
-            "provider": {"mlx": provider},
+            **json.loads(launched),
             "autoupdate": False,
             "share": "disabled",
             "permission": {"edit": "allow", "external_directory": "allow"},
@@ -102,15 +111,12 @@ class ClaudeCode(Agent):
 
     def arguments(self, url: str, model: str) -> Sequence[str]:
         """One task, edits accepted."""
-        return ["--print", TASK, "--model", model, "--permission-mode", "acceptEdits", "--output-format", "json"]
+        return ["--print", TASK, "--permission-mode", "acceptEdits", "--output-format", "json"]
 
     def environment(self, url: str, model: str) -> Mapping[str, str]:
         """The server in place of Anthropic's, for all sizes of model."""
         return {
-            "ANTHROPIC_BASE_URL": url,
-            "ANTHROPIC_AUTH_TOKEN": "none",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            **launch_variables("claude", url, model),
             "DISABLE_TELEMETRY": "1",
             "DISABLE_AUTOUPDATER": "1",
             "DISABLE_ERROR_REPORTING": "1",
@@ -129,11 +135,10 @@ class Codex(Agent):
 
     def arguments(self, url: str, model: str) -> Sequence[str]:
         """One task in the folder, which is a sandbox already."""
-        provider = f'{{name = "mlx-serve", base_url = "{url}/v1", wire_api = "responses"}}'
-        settings = [f"model_providers.mlx={provider}", 'model_provider="mlx"', "analytics.enabled=false"]
-        flags = [part for setting in [*settings, "check_for_update_on_startup=false"] for part in ("-c", setting)]
+        launched = RECIPES["codex"].arguments(_target(url, model))
+        quiet = ["-c", "analytics.enabled=false", "-c", "check_for_update_on_startup=false"]
         open_flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-        return ["exec", *flags, *open_flags, "--model", model, TASK]
+        return [*launched, "exec", *quiet, *open_flags, TASK]
 
 
 class CodexPatch(Codex):
@@ -150,8 +155,7 @@ class CodexPatch(Codex):
     def arguments(self, url: str, model: str) -> Sequence[str]:
         """The same, with a catalog that has the model."""
         catalog = Path(__file__).parent / "programs" / "codex_models.json"
-        command, *others = super().arguments(url, model)
-        return [command, "-c", f'model_catalog_json="{catalog}"', *others]
+        return ["-c", f'model_catalog_json="{catalog}"', *super().arguments(url, model)]
 
 
 AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex(), CodexPatch())

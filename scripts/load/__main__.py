@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="fuzz: the number of the first one, to repeat one")
     parser.add_argument("--leak", type=int, default=0, help="fuzz: bytes lost with each request, which must be found")
     parser.add_argument("--seconds", type=float, default=1500.0, help="fuzz, document: after which it is ended")
+    parser.add_argument("--files", type=int, help="slow: how many the server may open; 4096 and then 256 by default")
     parser.add_argument("--stream-seconds", type=float, default=120.0, help="streams: for how long clients ask")
     parser.add_argument("--examples", type=int, default=20, help="document: for each operation")
     args = parser.parse_args()

@@ -79,13 +79,7 @@ class Served:
 
     def cpu_seconds(self) -> float:
         """Returns the processor time that the process has used, in itself and for it in the kernel."""
-        stat = Path(f"/proc/{self._process.pid}/stat")
-        if stat.exists():
-            # The name in parentheses may hold anything, so count from behind it.
-            fields = stat.read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        minutes, _, seconds = _ps("time=", self._process.pid).rpartition(":")
-        return int(minutes.replace(":", "")) * 60 + float(seconds)
+        return cpu_seconds(self._process.pid)
 
     def stop(self) -> int:
         """Ends the process as Ctrl-C does; returns its exit status."""
@@ -143,6 +137,17 @@ def _start(arguments: Sequence[str], folder: Path, log: Path, num_files: int | N
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, preexec_fn=limit
         )
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time that a process has used, in itself and for it in the kernel."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.exists():
+        # The name in parentheses may hold anything, so count from behind it.
+        fields = stat.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    minutes, _, seconds = _ps("time=", pid).rpartition(":")
+    return int(minutes.replace(":", "")) * 60 + float(seconds)
 
 
 def _ps(column: str, pid: int) -> str:

@@ -73,14 +73,11 @@ def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> N
             raise _refusal(place + name, rule)
 
 
-def refuse_windows(raw: Mapping[str, Any], rules: Rules, place: str = "") -> None:
-    """Raises ApiError (400) for a request that limits its penalties to the last few tokens. Call it if it has any.
-
-    `place` stands before the name of the field.
-    """
+def refuse_windows(raw: Mapping[str, Any], rules: Rules) -> None:
+    """Raises ApiError (400) for a request that says how far each of its penalties looks. Call it if it has any."""
     for name, rule in rules.items():
         if rule.only_with_penalties and not rule.allows(raw.get(name)):
-            raise _refusal(place + name, rule)
+            raise _refusal(name, rule)
 
 
 def _refusal(name: str, rule: Rule) -> ApiError:

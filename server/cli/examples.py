@@ -18,6 +18,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "mlx-serve completion fish > ~/.config/fish/completions/mlx-serve.fish",
     ),
     "man": ("mlx-serve man > ~/.local/share/man/man1/mlx-serve.1",),
+    "launch": ("mlx-serve launch claude", "mlx-serve launch codex --model qwen3:30b -- exec 'Explain this folder.'"),
     "service": ("mlx-serve service install",),
     "service install": ("mlx-serve service install",),
     "service status": ("mlx-serve service status --json",),

@@ -26,12 +26,14 @@ from models.names import resolve
 from server.cli.config import load_config, show_settings, template
 from server.cli.examples import epilog
 from server.cli.interrupts import held_back, interruptible
+from server.cli.launch.recipes import RECIPES
 from server.config import ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
 from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
+    from server.cli.chat import Opening
     from server.cli.repl.joined import Served
     from server.cli.shell.outline import CommandOutline
 
@@ -130,7 +132,7 @@ def run(
     ] = False,
 ) -> None:
     """Chat with a model in the terminal, or ask it one question."""
-    from server.cli.chat import Opening, chat
+    from server.cli.chat import Opening
     from server.cli.repl.history import history_file
 
     given = {"models": model and [model], "context_tokens": context, "cache_memory_bytes": cache_memory}
@@ -139,15 +141,21 @@ def run(
     opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
     # Only a model loaded here has these limits, and a server may have another model by a folder's name.
     wants_own = local or context is not None or cache_memory is not None or Path(name).expanduser().is_dir()
-    served = None if wants_own else _find_served(name, api_key)
+    raise typer.Exit(_talk(config, None if wants_own else _find_served(name, api_key), api_key, opening))
+
+
+def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, opening: "Opening") -> int:
+    """Talks with a model of a server, or one that is loaded here, and returns the exit status."""
+    from server.cli.chat import chat
+
     if served is not None:
         from server.cli.repl.joined import JoinedModels
 
-        raise typer.Exit(chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}"))
-    with _loading(name):
+        return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
+    with _loading(config.models[0]):
         from server.cli.repl.local import LocalModels
     with LocalModels(config) as models:
-        raise typer.Exit(chat(models, opening))
+        return chat(models, opening)
 
 
 def _known_urls() -> list[str]:
@@ -158,6 +166,12 @@ def _known_urls() -> list[str]:
     # One of another user, or in a container, is known by its usual address only.
     known = [claim.url for claim in running(runtime_folder(os.environ, tempfile.gettempdir())) if claim.url]
     return list(dict.fromkeys([*known, DEFAULT_URL]))
+
+
+def _usual_url() -> str:
+    """Returns the usual address or, where a server of this user runs at others only, the first of these."""
+    *own, usual = _known_urls()
+    return own[0] if own else usual
 
 
 def _find_served(model: str, api_key: str | None) -> "Served | None":
@@ -228,7 +242,8 @@ def pull(
 @app.command()
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Address of a running server. Default: http://127.0.0.1:8080.")
+        str | None,
+        typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
@@ -251,13 +266,12 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON, for a program.")] = False,
 ) -> None:
     """Say which text keeps prompts from being reused, and how to mend it."""
-    from server.doctor.fetch import DEFAULT_URL
     from server.doctor.report import examine_file, examine_server
 
     if speed is not None and not 0 < speed < math.inf:
         raise ConfigError(f"--speed is {speed}; it must be above 0")
     if file is None:
-        examine_server(url or DEFAULT_URL, api_key, cache_salt, as_json=json)
+        examine_server(url or _usual_url(), api_key, cache_salt, as_json=json)
     elif url is not None:
         raise ConfigError("give the address of a server or --file, not both")
     else:
@@ -324,6 +338,28 @@ def remove_cache(
     if bool(folders) == everything:
         raise ConfigError("give the folders to remove, or --all")
     remove_folders(folders or [], _cache_folder(cache_dir), everything=everything)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    client: Annotated[str, typer.Argument(metavar="|".join(RECIPES), help="The agent to start.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="For the agent; behind -- if they begin with -."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help=f"{MODEL_HELP} Default: the one that `serve` has.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
+    api_key: _Key = None,
+) -> None:
+    """Start a coding agent that asks this server, which is started too if none runs."""
+    from server.cli.launch.commands import Launch
+    from server.cli.launch.commands import launch as start
+
+    asked = Launch(client, model, api_key, arguments or (), show)
+    runtime = runtime_folder(os.environ, tempfile.gettempdir())
+    raise typer.Exit(start(asked, _known_urls(), runtime, os.environ))
 
 
 service_app = typer.Typer(

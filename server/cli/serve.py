@@ -164,13 +164,13 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
     catalog = InstalledCatalog(sources, has_others=config.max_models != 1)
     pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
     if claim is not None:
-        pool.on_change = partial(_tell_claim, pool, claim, around.urls[0])
+        pool.shares.on_change = partial(_tell_claim, pool, claim, around.urls[0])
     return pool
 
 
 def _tell_claim(pool: ModelPool, claim: OwnClaim, url: str) -> None:
     """Tells other servers what the loaded models take together."""
-    claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.taken_bytes, url))
+    claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.shares.taken_bytes, url))
 
 
 @contextlib.contextmanager

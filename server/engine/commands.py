@@ -33,7 +33,7 @@ class DescribeCache:
 
     def run(self, worker: Worker) -> Described:
         """Returns it, copied."""
-        view = worker.prefix_cache.view(self.namespace, self.max_nodes)
+        view = worker.prefix_cache.reports.view(self.namespace, self.max_nodes)
         in_memory, on_disk = (
             [worker.detokenize(node.first_tokens) for node in nodes] for nodes in (view.nodes, view.disk_nodes)
         )
@@ -46,7 +46,7 @@ class ListNamespaces:
 
     def run(self, worker: Worker) -> list[NamespaceView]:
         """Returns them, the most bytes first."""
-        return worker.prefix_cache.namespaces()
+        return worker.prefix_cache.reports.namespaces()
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ClearCache:
         return Freed(tokens - tokens_left, before.in_memory - after.in_memory, before.disk - after.disk)
 
     def _held(self, worker: Worker) -> tuple[int, StateBytes]:
-        view = worker.prefix_cache.view(self.namespace, max_nodes=0)
+        view = worker.prefix_cache.reports.view(self.namespace, max_nodes=0)
         return view.num_tokens, view.state
 
 

@@ -118,7 +118,7 @@ def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str
 
 def entries(tier: DiskTier) -> list[DiskEntry]:
     """Returns every edge of every namespace that is on disk, parents first."""
-    return [entry for name in tier._tree.namespaces() for entry in tier.listing(name, 1 << 30).entries]
+    return [entry for name in tier._tree.namespaces() for entry in tier.contents.listing(name, 1 << 30).entries]
 
 
 def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> FileSnapshot | None:

@@ -16,7 +16,6 @@ from models.output.tool_formats.harmony import HarmonyFormat
 from server.api.context import ApiContext, ServedModel
 from server.api.dialect import ModelReady, Payload
 from server.api.errors import ApiError, Code
-from server.api.field_rules import refuse_fields
 from server.api.ollama.fields import IN_OPTIONS
 from server.api.params import GenerationParams
 from server.api.structured_output import ANY_OBJECT, AnswerGrammar, json_grammar
@@ -31,7 +30,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_NAMED_OPTIONS = 500
 """Characters of unknown options that the log names."""
-OPTIONS_PLACE = "options."
 SAMPLING_OPTIONS = (
     "temperature",
     "top_k",
@@ -183,7 +181,6 @@ def read_params(body: OllamaBody, fields: Mapping[str, Any], model: ServedModel)
     """
     options = body.options or Options()
     sent: Mapping[str, Any] = fields.get("options") or {}
-    refuse_fields(sent, IN_OPTIONS, OPTIONS_PLACE)
     _warn_of_unknown(sent)
     sampling = _sampling(options, model)
     check(sampling, model.vocab_size)

@@ -16,6 +16,7 @@ Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a program to its end and returns what it said; raises OSError where there is none."""
 
 LOG_LINES = 100
+NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class ServiceManager(ABC):
         done = self._call(*command)
         if done.returncode:
             said = " ".join((done.stderr or done.stdout).split()) or f"status {done.returncode}"
-            raise StartError(f"`{' '.join(command)}` failed: {said}")
+            hint = NO_SESSION if "connect to bus" in said else ""
+            raise StartError(f"`{' '.join(command)}` failed: {said}{hint}")
 
 
 class Systemd(ServiceManager):

@@ -501,7 +501,7 @@ def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
         assert find_span(tier, FIRST, namespace=namespace) is None and find_snapshot(tier, FIRST, namespace) is None
         touch(tier, FIRST, namespace)
         tier.clear(namespace)
-        assert tier.bytes_of(namespace) == 0 and tier.listing(namespace, 10).num_edges == 0
+        assert tier.contents.bytes_of(namespace) == 0 and tier.contents.listing(namespace, 10).num_edges == 0
     assert tier._tree.namespaces() == [] and not tier._space._namespace_bytes
     write(tier, FIRST, namespace="half a pair \ud800")
     assert tier.flush(10) and find_span(tier, FIRST, namespace="half a pair \ud800") is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from server.cli import main
 from server.cli.config import config_file, load_config
 from server.cli.main import execute
 from server.config import ConfigError, ServerConfig
@@ -75,6 +76,14 @@ def test_a_wrong_file_is_one_line_and_status_2(file: Path, capsys: pytest.Captur
         assert captured.out == ""
 
 
+def test_a_variable_goes_before_the_file_and_a_flag_before_both(file: Path) -> None:
+    environment = {"XDG_CONFIG_HOME": str(file.parents[1])}
+    assert load_config({}, environment).port == 9000
+    environment["MLX_SERVE_PORT"] = "9001"
+    assert load_config({}, environment).port == 9001
+    assert load_config({"port": 9002}, environment).port == 9002
+
+
 def test_a_file_that_was_named_has_to_be_there(tmp_path: Path) -> None:
     environment = {"MLX_SERVE_CONFIG": str(tmp_path / "none.toml")}
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
@@ -119,6 +128,19 @@ def test_the_template_has_every_setting_and_its_default(capsys: pytest.CaptureFi
     assert {name: one.value for name, one in told.items()} == {
         name: setting.default for name, setting in SETTINGS.items() if setting.default is not None
     }
+
+
+def test_run_takes_the_model_of_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("model = ['org/unknown', 'demo']")
+    assert execute(["run"]) == 1
+    assert "mlx-serve pull org/unknown" in capsys.readouterr().err
+
+
+def test_the_doctor_asks_the_server_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, own = "http://127.0.0.1:8080", "http://127.0.0.1:9000"
+    for known, url in (([usual], usual), ([own, usual], own)):
+        monkeypatch.setattr(main, "_known_urls", lambda known=known: known)
+        assert main._usual_url() == url
 
 
 def test_the_cache_is_listed_where_the_file_puts_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.engine.errors import EngineStopped
-from server.pool import pool as pool_module
+from server.pool import turnover
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelTooLarge, ModelUnknown, PoolBusy
 from server.pool.hold import ModelHold
 from server.pool.keep_alive import FOREVER
@@ -102,7 +102,7 @@ def test_an_idle_model_makes_way_and_a_busy_one_is_waited_for() -> None:
 
 
 def test_a_model_that_does_not_come_in_time_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(turnover, "MAX_WAIT_SECONDS", 0.01)
     opener = FakeOpener()
     pool = make_pool(opener, max_models=1)
 
@@ -162,7 +162,7 @@ def test_who_leaves_at_the_moment_of_loading_holds_nothing() -> None:
             asyncio.get_running_loop().call_soon(waiting.cancel)
 
         # Called in the very step that lets go of who waits: the cancel comes in between.
-        pool.on_change = cancel_soon
+        pool.shares.on_change = cancel_soon
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled() and "a" in pool.models
         assert not pool.members[0].is_busy
@@ -274,7 +274,7 @@ def test_idle_models_stay_half_an_hour_only_where_memory_is_short() -> None:
         async def test(pool: ModelPool = pool, seconds: float = seconds) -> None:
             (await held(pool, "a")).close()
             (member,) = pool.members
-            assert pool.expires(member) == member.last_used + seconds
+            assert pool.expiry.expires(member) == member.last_used + seconds
 
         run(test)
 

@@ -83,20 +83,6 @@ def test_every_refused_field_is_refused_and_its_neutral_values_are_taken(client:
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
-def test_every_refused_option_is_refused_and_its_neutral_values_are_taken(client: TestClient, path: str) -> None:
-    for name, rule in IN_OPTIONS.items():
-        if rule.treatment is not Treatment.REFUSED:
-            continue
-        answer = post(client, path, options={name: ASKING, "repeat_penalty": 1.1})
-        assert (answer.status_code, f"options.{name} is not supported: {rule.why}" in answer.json()["error"]) == (
-            400,
-            True,
-        )
-        for value in (*rule.neutral, None):
-            assert post(client, path, options={name: value, "repeat_penalty": 1.1}).status_code == 200, name
-
-
-@pytest.mark.parametrize("path", [CHAT, GENERATE])
 def test_what_has_no_effect_and_what_is_unknown_changes_nothing(
     client: TestClient, engine: FakeEngine, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,129 @@
+"""How each coding agent is pointed at a server: by variables and flags of one run of it. Pure.
+
+Nothing is written into an agent's own configuration, so there is nothing to ask consent for or to take back.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+NO_KEY = "none"
+"""Agents want some key; a server that asks for none takes any."""
+CODEX_KEY = "MLX_LAUNCH_KEY"
+"""Codex takes a key from a variable that its settings name."""
+COMPACT_FROM_TOKENS = 100_000
+"""With a shorter context Claude Code takes no notice of `CLAUDE_CODE_AUTO_COMPACT_WINDOW`."""
+LONGEST_ANSWER_TOKENS = 32_000
+
+Variables = Mapping[str, str | None]
+"""None: the agent must not see what the shell has under that name."""
+
+
+@dataclass(frozen=True)
+class LaunchTarget:
+    """The model that an agent is to ask."""
+
+    url: str
+    """Of the server, such as `http://127.0.0.1:8080`."""
+    model: str
+    context_tokens: int = 0
+    """0 where it is not known."""
+    key: str = ""
+    """Empty where the server asks for none."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One agent."""
+
+    title: str
+    program: str
+    advice: str
+    """How it is installed."""
+    variables: Callable[[LaunchTarget], Variables]
+    arguments: Callable[[LaunchTarget], Sequence[str]] = lambda target: ()
+
+
+def _claude_variables(target: LaunchTarget) -> Variables:
+    sizes = {f"ANTHROPIC_DEFAULT_{size}_MODEL": target.model for size in ("HAIKU", "SONNET", "OPUS")}
+    window = target.context_tokens if target.context_tokens >= COMPACT_FROM_TOKENS else 0
+    return {
+        "ANTHROPIC_BASE_URL": target.url,
+        "ANTHROPIC_AUTH_TOKEN": target.key or NO_KEY,
+        # A key of Anthropic's is not for this server.
+        "ANTHROPIC_API_KEY": None,
+        "ANTHROPIC_MODEL": target.model,
+        **sizes,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        **({"CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(window)} if window else {}),
+    }
+
+
+def _codex_arguments(target: LaunchTarget) -> Sequence[str]:
+    provider = {"name": "mlx-serve", "base_url": f"{target.url}/v1", "wire_api": "responses"}
+    if target.key:
+        provider["env_key"] = CODEX_KEY
+    # The texts of JSON are texts of TOML.
+    table = ", ".join(f"{name} = {json.dumps(value)}" for name, value in provider.items())
+    settings = [
+        f"model_providers.mlx={{{table}}}",
+        'model_provider="mlx"',
+        f"model={json.dumps(target.model)}",
+        *([f"model_context_window={target.context_tokens}"] if target.context_tokens else []),
+    ]
+    return [part for setting in settings for part in ("-c", setting)]
+
+
+def _codex_variables(target: LaunchTarget) -> Variables:
+    return {CODEX_KEY: target.key} if target.key else {}
+
+
+def _opencode_variables(target: LaunchTarget) -> Variables:
+    context = target.context_tokens
+    limit = {"limit": {"context": context, "output": min(LONGEST_ANSWER_TOKENS, context // 4)}} if context else {}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "mlx-serve",
+        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key or NO_KEY},
+        "models": {target.model: limit},
+    }
+    model = f"mlx/{target.model}"
+    config = {"provider": {"mlx": provider}, "model": model, "small_model": model}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+
+
+def _aider_variables(target: LaunchTarget) -> Variables:
+    return {"OPENAI_API_BASE": f"{target.url}/v1", "OPENAI_API_KEY": target.key or NO_KEY}
+
+
+def _aider_arguments(target: LaunchTarget) -> Sequence[str]:
+    return ["--model", f"openai/{target.model}"]
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "claude": Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_variables),
+    "codex": Recipe("Codex", "codex", "npm install -g @openai/codex", _codex_variables, _codex_arguments),
+    "opencode": Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode_variables),
+    "aider": Recipe("aider", "aider", "uv tool install aider-chat", _aider_variables, _aider_arguments),
+}
+
+
+def environment_of(recipe: Recipe, target: LaunchTarget, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that the agent sees, given those of the shell."""
+    merged = {**environment, **recipe.variables(target)}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def command_of(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> list[str]:
+    """Returns the command line; `rest` is what the person gave for the agent."""
+    return [recipe.program, *recipe.arguments(target), *rest]
+
+
+def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
+    """Returns a line that does the same in a shell."""
+    variables = recipe.variables(target)
+    unset = [f"-u {name}" for name, value in variables.items() if value is None]
+    told = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
+    start = ["env", *unset, *told] if told or unset else []
+    return " ".join([*start, shlex.join(command_of(recipe, target, rest))])

@@ -1,0 +1,194 @@
+"""Brings models into memory and out of it, one at a time, in the order in which that was asked for.
+
+What makes way is unloaded only when the files of the other model were found in order and it is known to fit.
+Event loop only.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from cache.errors import FolderError
+from models.errors import ModelError
+from server.engine.errors import EngineStopped
+from server.pool.dormitory import Dormitory
+from server.pool.errors import LoadFailed, ModelInUse, PoolBusy
+from server.pool.loading import Around, Loading, LoadingAbandoned, Opener, on_thread
+from server.pool.member import Member, OpenedModel
+from server.pool.members import Members
+from server.pool.memory import choose_to_leave
+from server.pool.settings import PoolSettings
+from server.pool.shares import StateShares
+from server.pool.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 120.0
+"""How long a model waits for others to finish their answers."""
+
+Result = TypeVar("Result")
+
+
+class Turnover:
+    """Changes which models are loaded."""
+
+    def __init__(
+        self,
+        members: Members,
+        dormitory: Dormitory,
+        shares: StateShares,
+        settings: PoolSettings,
+        *,
+        clock: Callable[[], float],
+        is_closed: Callable[[], bool],
+        bring_back: Callable[[ModelSource], None],
+    ) -> None:
+        """`is_closed` says, on any thread, whether the server stops; `bring_back` has a model loaded once more."""
+        self._members = members
+        self._dormitory = dormitory
+        self._shares = shares
+        self._settings = settings
+        self._clock = clock
+        self._is_closed = is_closed
+        self._bring_back = bring_back
+        self._changing = asyncio.Lock()
+
+    async def bring_in(self, loading: Loading, opener: Opener, then: Callable[[], None]) -> None:
+        """Loads a model, unless it was loaded meanwhile, and calls `then` before another one gets its turn.
+
+        Raises LoadFailed, ModelTooLarge, PoolBusy and EngineStopped.
+        """
+        async with self._changing:
+            if self._members.find_ready(loading.source.id) is None:
+                await self._bring_in(loading, opener)
+            then()
+
+    async def take_out(self, source: ModelSource) -> bool:
+        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
+        async with self._changing:
+            member = self._members.find(source.id)
+            if member is None:
+                return False
+            if member.is_busy:
+                raise ModelInUse(f"{source.id} answers {member.num_holds} requests; it can be unloaded when they end")
+            await self._take_out_idle([member])
+        return True
+
+    async def take_out_expired(self, expired: Callable[[], Sequence[Member]]) -> None:
+        """Unloads the idle models that `expired` returns when it is their turn."""
+        async with self._changing:
+            over = expired()
+            if over:
+                await self._take_out_idle(over)
+
+    async def _bring_in(self, loading: Loading, opener: Opener) -> None:
+        source = loading.source
+        loading.step = "looking at its files"
+        weights_bytes = await _checked(source, asyncio.to_thread(opener.measure, source))
+        left = await self._make_way(loading, weights_bytes)
+        logger.info("loading %s", source.id)
+        began = self._clock()
+        try:
+            opened = await self._open(loading, opener)
+        except BaseException:
+            # As it was before: what made way in vain comes back.
+            await self._shares.share_out()
+            for gone in left:
+                self._bring_back(gone)
+            raise
+        self._members.add(Member(source, opened, self._clock()))
+        await self._shares.share_out()
+        logger.info("loaded %s in %.1f s", source.id, self._clock() - began)
+
+    async def _open(self, loading: Loading, opener: Opener) -> OpenedModel:
+        source = loading.source
+        dormant = self._dormitory.take(source.id)
+        around = Around(self._members.weights(), self._dormitory.num_bytes, dormant)
+
+        def tell(step: str) -> None:
+            if self._is_closed():
+                raise LoadingAbandoned
+            loading.step = step
+
+        def run() -> OpenedModel:
+            opened = opener.open(source, around, tell)
+            if self._is_closed():
+                opened.unload()
+                raise LoadingAbandoned
+            return opened
+
+        try:
+            return await _checked(source, on_thread("mlx-serve-loader", run))
+        except LoadingAbandoned:
+            raise EngineStopped("the server is stopping") from None
+        except Exception:
+            if dormant is not None:
+                self._dormitory.give_back(source.id, dormant)
+            raise
+
+    async def _make_way(self, loading: Loading, weights_bytes: int) -> list[ModelSource]:
+        """Unloads what has to make way, once it is idle, and gives the others their new share; returns what went.
+
+        Raises ModelTooLarge and PoolBusy; all stays as it was then.
+        """
+        settings, source = self._settings, loading.source
+        residents = [member.resident() for member in self._members]
+        ids = choose_to_leave(residents, source.id, weights_bytes, settings.memory, settings.max_models)
+        leaving = [member for member in self._members if member.source.id in ids]
+        staying = [member for member in self._members if member not in leaving]
+        with self._members.closed_to_others(leaving):
+            async with self._time_limit(loading, [*leaving, *staying]):
+                for member in leaving:
+                    loading.step = f"waiting for {member.source.id} to finish its answers"
+                    await member.idle.wait()
+                await self._shares.shrink(loading, staying, weights_bytes)
+            loading.can_be_given_up = False
+            await self._unload(leaving)
+        return [member.source for member in leaving]
+
+    @contextlib.asynccontextmanager
+    async def _time_limit(self, loading: Loading, members: Sequence[Member]) -> AsyncIterator[None]:
+        """Raises PoolBusy when the models have not become idle in time; shares are then as they were."""
+        try:
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
+                yield
+        except TimeoutError:
+            busy = ", ".join(member.source.id for member in members if member.is_busy)
+            await self._shares.share_out()
+            raise PoolBusy(
+                f"{loading.source.id} fits only once {busy or 'others'} have finished; try again"
+            ) from None
+        except asyncio.CancelledError:
+            await self._shares.share_out()
+            raise
+
+    async def _take_out_idle(self, idle: Sequence[Member]) -> None:
+        with self._members.closed_to_others(idle):
+            await self._unload(idle)
+        await self._shares.share_out()
+
+    async def _unload(self, leaving: Sequence[Member]) -> None:
+        for member in leaving:
+            self._members.remove(member)
+            dormant = await asyncio.to_thread(member.opened.unload)
+            if dormant is not None:
+                self._dormitory.keep(member.source.id, dormant, self._shares.largest_dormant_bytes)
+            logger.info("unloaded %s", member.source.id)
+
+
+async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
+    """Returns the result of work with a model's files; raises LoadFailed for what is wrong with them."""
+    try:
+        return await work
+    except ModelError as error:
+        logger.warning("%s cannot be loaded: %s", source.id, error)
+        # Clients are told which file it is, not where it lies.
+        told = str(error).replace(f"{source.path}/", "").replace(str(source.path), source.id)
+        raise LoadFailed(f"{source.id} cannot be loaded: {told}") from error
+    except FolderError as error:
+        logger.warning("%s cannot be loaded: %s", source.id, error)
+        raise LoadFailed(f"{source.id} cannot be loaded: its folder of --cache-disk cannot be used") from error
+    except OSError as error:
+        raise LoadFailed(f"{source.id} cannot be read: {error.strerror or error}") from error
