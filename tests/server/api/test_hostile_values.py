@@ -31,10 +31,13 @@ TELLS_ALL = """\
 {% endif %}"""
 """Shows whatever a conversation holds."""
 
+STREAMED: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
 GENERATION: dict[str, Any] = {
     "model": "tiny",
     "stream": False,
-    "stream_options": {"include_usage": True},
     "max_tokens": 5,
     "temperature": 0.5,
     "top_p": 0.5,
@@ -108,7 +111,7 @@ CONVERSATION: dict[str, Any] = {
 }
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: CONVERSATION,
-    TEXT: {**GENERATION, "prompt": "Hello"},
+    TEXT: {**GENERATION, "prompt": "Hello", "echo": True},
     PRIME: CONVERSATION,
 }
 
@@ -168,8 +171,9 @@ def assert_served(client: TestClient, path: str, raw: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_bodies_are_taken_as_they_are(client: TestClient, path: str) -> None:
-    body = {name: value for name, value in BODIES[path].items() if path != PRIME or name != "stream_options"}
-    assert client.post(path, json=body).status_code == 200
+    assert client.post(path, json=BODIES[path]).status_code == 200
+    if path != PRIME:
+        assert client.post(path, json={**BODIES[path], **STREAMED}).status_code == 200
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -184,7 +188,7 @@ def test_no_arguments_of_an_earlier_call_fail_the_server(client: TestClient, tex
 @pytest.mark.parametrize("seed", range(4))
 def test_no_value_in_any_place_fails_the_server(client: TestClient, path: str, seed: int) -> None:
     rng = random.Random(seed)
-    body = {**BODIES[path], "stream": path != PRIME and seed % 2 == 1}
+    body = {**BODIES[path], **(STREAMED if path != PRIME and seed % 2 == 1 else {})}
     for place in places(body):
         assert_served(client, path, with_value(body, place, rng.choice(HOSTILE)))
 

@@ -172,6 +172,14 @@ STREAMED: dict[str, Callable[[], Any]] = {
         [bool(chunk["usage"]) for chunk in ask(CHAT, stream=True, stream_options=USAGE).chunks]
         == [False] * 5 + [True]
     ),
+    "the costs stand in the last chunk": lambda: (
+        [("timings" in chunk) for chunk in ask(CHAT, stream=True, stream_options=USAGE).chunks]
+        == [False] * 5 + [True]
+    ),
+    "the costs say how fast it was": lambda: (
+        {"prompt_per_second", "predicted_per_second", "predicted_n"}
+        <= ask(TEXT, stream=True).chunks[-1]["timings"].keys()
+    ),
     "usage of a stream adds up": lambda: adds_up(ask(TEXT, stream=True, stream_options=USAGE).chunks[-1]["usage"]),
     "usage stands in every chunk on demand": lambda: all(
         adds_up(chunk["usage"]) for chunk in ask(CHAT, stream=True, stream_options=ALWAYS).chunks
@@ -333,6 +341,14 @@ def test_it_is_refused_in_openais_shape(name: str) -> None:
 
 
 DIFFERENT: dict[str, Callable[[], Any]] = {
+    # Others put the last text into the chunk with the reason, or null beside the role; OpenAI does neither.
+    "the end of a stream is a chunk of its own": lambda: "content" not in ask(CHAT, stream=True).deltas[-1]["delta"],
+    "the text beside the role is empty": lambda: ask(CHAT, stream=True).deltas[0]["delta"]["content"] is not None,
+    # Others have a type of their own for it, and the two numbers as fields; here the message has them.
+    "a context that is too short is a request that is wrong": lambda: (
+        "300" in ask(TEXT, prompt="x" * 300).body["error"]["message"]
+        and ask(TEXT, prompt="x" * 300).body["error"]["code"] == "context_length_exceeded"
+    ),
     # Others refuse it; a client that asks for the most there is gets that.
     "a limit beyond the context is cut to it": lambda: (
         ask(CHAT, max_tokens=5000).engine.requests[0].max_tokens == 200 - len("<user>Hi")
