@@ -39,7 +39,7 @@ from models.errors import (
     RepositoryUnsuitable,
 )
 from models.names import (
-    DEMO,
+    BUILT_IN,
     FILE_PATTERNS,
     IGNORED_PATTERNS,
     RepositoryName,
@@ -103,8 +103,8 @@ def pull(name: str, report: Report = lambda done, total: None) -> Path:
 
     Raises ModelNotFound if `name` can be no repository, and PullFailed; what was fetched until then is kept.
     """
-    if name == DEMO:
-        return resolve(DEMO)
+    if name in BUILT_IN:
+        return resolve(name)
     repository = parse_repository(name)
     if repository is None:
         raise ModelNotFound(f"{name!r} is no repository org/name: {suggest(name)}")

@@ -1,7 +1,7 @@
 """What a MODEL name stands for on this machine. Never touches the network.
 
-A name is `demo` (the model that comes with the project), a folder, a short name such as `qwen3:0.6b`, or a
-Hugging Face repository that is in the local cache, as `org/name[@revision]` or by its address on the hub.
+A name is `demo` or `demo-hybrid` (the models that come with the project), a folder, a short name such as `qwen3:0.6b`,
+or a Hugging Face repository that is in the local cache, as `org/name[@revision]` or by its address on the hub.
 `models.hub` brings repositories there.
 """
 
@@ -16,6 +16,8 @@ from models.errors import ModelBroken, ModelNotFound, reason
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
+BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid")}
+"""The models that come with the project, and where they lie."""
 
 SHORT_NAMES = {
     "gemma3:1b": "mlx-community/gemma-3-1b-it-4bit",
@@ -96,8 +98,8 @@ def parse_repository(name: str) -> RepositoryName | None:
 
 def resolve(name: str) -> Path:
     """Returns the folder of the model called `name`; raises ModelNotFound or ModelBroken."""
-    if name == DEMO:
-        return _complete(DEMO_FOLDER, "the model 'demo'", "reinstall mlx-serve")
+    if name in BUILT_IN:
+        return _complete(BUILT_IN[name], f"the model {name!r}", "reinstall mlx-serve")
     path = Path(name).expanduser()
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -132,10 +134,8 @@ def find_installed(name: str) -> tuple[str, Path] | None:
 
 
 def installed() -> list[InstalledModel]:
-    """Returns the models on this machine: `demo`, then the complete ones of the local cache by name."""
-    models = []
-    if not missing_files(DEMO_FOLDER):
-        models.append(_describe(DEMO, DEMO_FOLDER))
+    """Returns the models on this machine: the built-in ones, then the complete ones of the local cache by name."""
+    models = [_describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     return models + sorted(_cached_models(), key=lambda model: model.name.lower())
 
 
@@ -191,7 +191,7 @@ def suggest(name: str) -> str:
     sizes = _sizes_of(name)
     if sizes:
         return f"choose a size: {', '.join(sizes)}"
-    close = difflib.get_close_matches(name.lower(), [DEMO, *SHORT_NAMES], n=1)
+    close = difflib.get_close_matches(name.lower(), [*BUILT_IN, *SHORT_NAMES], n=1)
     if close:
         return f"did you mean {close[0]}?"
     return "give 'demo', a folder, a repository org/name, or one of " + ", ".join(SHORT_NAMES)

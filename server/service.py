@@ -23,7 +23,7 @@ from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, read_config, release
 from models.mlx_lm_import import get_total_parameters
-from models.names import DEMO, resolve, shorten
+from models.names import BUILT_IN, resolve, shorten
 from models.output.reasoning_format import ReasoningFormat
 from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
@@ -255,7 +255,7 @@ def model_id(name: str) -> str:
     For a folder that is its own name, and a folder is what `models.names.resolve` takes for one.
     """
     path = Path(name).expanduser()
-    if name == DEMO or not path.is_dir():
+    if name in BUILT_IN or not path.is_dir():
         return shorten(name)
     # Not `resolve`: a link has a name of its own, and what it leads to may be called by a hash.
     return Path(os.path.abspath(path)).name or name  # noqa: PTH100

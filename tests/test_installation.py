@@ -113,5 +113,5 @@ def test_every_package_of_the_product_is_installed_and_nothing_else() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     folders = {file.parent for name in ("cache", "models", "server") for file in (ROOT / name).rglob("__init__.py")}
     packages = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert set(setup["packages"]) == packages | {"models.demo"}
+    assert set(setup["packages"]) == packages | {"models.demo", "models.demo_hybrid"}
     assert setup["py-modules"] == ["mlx_serve"]

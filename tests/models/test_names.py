@@ -45,7 +45,7 @@ def write_download(
 
 def test_demo_is_the_packaged_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "demo")
-    monkeypatch.setattr(names, "DEMO_FOLDER", folder)
+    monkeypatch.setitem(names.BUILT_IN, "demo", folder)
     monkeypatch.chdir(tmp_path)
     assert resolve("demo") == folder
 
@@ -114,7 +114,7 @@ def test_an_interrupted_download_is_not_taken_for_a_model(hub_cache: Path) -> No
     (folder / "model-0.safetensors").unlink()
     with pytest.raises(ModelBroken, match="resume it: mlx-serve pull org/model"):
         resolve("org/model")
-    assert [model.name for model in installed() if model.name != "demo"] == []
+    assert [model.name for model in installed() if model.name not in names.BUILT_IN] == []
 
 
 def test_a_misspelt_short_name_gets_a_suggestion(hub_cache: Path) -> None:
@@ -152,7 +152,7 @@ def test_every_short_name_stands_for_a_repository() -> None:
 
 def test_no_cache_is_an_empty_list(hub_cache: Path) -> None:
     assert not hub_cache.exists()
-    assert [model for model in installed() if model.name != "demo"] == []
+    assert [model for model in installed() if model.name not in names.BUILT_IN] == []
 
 
 def test_installed_tells_size_architecture_and_quantization(hub_cache: Path) -> None:
@@ -161,7 +161,7 @@ def test_installed_tells_size_architecture_and_quantization(hub_cache: Path) -> 
     write_download(hub_cache, "zeta/plain", OTHER_COMMIT, "v1")
     (hub_cache / "datasets--org--data").mkdir()
     (hub_cache / "models--broken").write_text("not a folder")
-    models = {model.name: model for model in installed() if model.name != "demo"}
+    models = {model.name: model for model in installed() if model.name not in names.BUILT_IN}
     assert list(models) == ["mlx-community/Qwen3-4B-4bit", "zeta/plain", "zeta/plain@v1"]
     qwen = models["mlx-community/Qwen3-4B-4bit"]
     assert (qwen.architecture, qwen.quantization, qwen.short_name) == ("qwen3", "4 bit", "qwen3:4b")
