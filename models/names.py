@@ -1,6 +1,6 @@
 """What a MODEL name stands for on this machine. Never touches the network.
 
-A name is `demo` or `demo-hybrid` (the models that come with the project), a folder, a short name such as `qwen3:0.6b`,
+A name is `demo` or `demo-hybrid` (the models that come with the project), a folder, a short name like `qwen3:0.6b`,
 or a Hugging Face repository that is in the local cache, as `org/name[@revision]` or by its address on the hub.
 `models.hub` brings repositories there.
 """
