@@ -9,8 +9,7 @@ import contextlib
 import io
 import os
 import sys
-import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from server.cli.repl.commands import QUOTES, Commands
 from server.cli.repl.conversation import Dialogue
+from server.cli.repl.early_keys import keys_unseen
 from server.cli.repl.files import NO_IMAGES, find_image, is_image
 from server.cli.repl.screen import Screen, standard_screen
 from server.cli.repl.speech import AnswerFailed, Manner, ModelChoice, Said
@@ -171,25 +171,6 @@ class Chat:
         while not text.rstrip().endswith(QUOTES):
             text += "\n" + self.read_line(CONTINUATION)
         return text.rstrip().removesuffix(QUOTES)
-
-
-@contextlib.contextmanager
-def keys_unseen() -> Iterator[None]:
-    """Keeps what is typed, `^C` too, from showing up in the middle of an answer; it is read afterwards."""
-    try:
-        terminal = sys.stdin.fileno()
-        settings = termios.tcgetattr(terminal)
-    except (OSError, ValueError, termios.error):
-        # Standard input is no terminal.
-        yield
-        return
-    quiet = [*settings]
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, settings)
 
 
 def _answer_once(talk: Chat, question: str) -> int:

@@ -132,16 +132,28 @@ def run(
     ] = False,
 ) -> None:
     """Chat with a model in the terminal, or ask it one question."""
+    from server.cli.repl.early_keys import keys_unseen
+
+    # From the start: keys that come while the model is loaded are read at the first prompt.
+    with nullcontext() if question else keys_unseen():
+        given = {"models": model and [model], "context_tokens": context, "cache_memory_bytes": cache_memory}
+        status = _run(given, " ".join(question or ()), system, api_key, is_local=local, keeps_history=not no_history)
+    raise typer.Exit(status)
+
+
+def _run(
+    given: dict[str, Any], question: str, system: str, api_key: str | None, *, is_local: bool, keeps_history: bool
+) -> int:
     from server.cli.chat import Opening
     from server.cli.repl.history import history_file
 
-    given = {"models": model and [model], "context_tokens": context, "cache_memory_bytes": cache_memory}
     config = load_config(given, os.environ)
     name = config.models[0]
-    opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
+    opening = Opening(system, question, history_file(os.environ) if keeps_history else None)
     # Only a model loaded here has these limits, and a server may have another model by a folder's name.
-    wants_own = local or context is not None or cache_memory is not None or Path(name).expanduser().is_dir()
-    raise typer.Exit(_talk(config, None if wants_own else _find_served(name, api_key), api_key, opening))
+    limits = (given["context_tokens"], given["cache_memory_bytes"])
+    wants_own = is_local or any(limit is not None for limit in limits) or Path(name).expanduser().is_dir()
+    return _talk(config, None if wants_own else _find_served(name, api_key), api_key, opening)
 
 
 def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, opening: "Opening") -> int:

@@ -318,6 +318,23 @@ def test_pasted_lines_are_one_message_and_ctrl_c_twice_leaves(plain_terminal: Te
     assert set(re.findall(r"\x1b\[([\d;]*)m", terminal.output)) <= {"", "0"}, "NO_COLOR is heeded"
 
 
+def test_ctrl_d_while_the_model_is_loaded_leaves_at_the_first_prompt(plain_terminal: Terminal) -> None:
+    terminal = plain_terminal
+    until_quiet(terminal)
+    terminal.type("\x04")
+    terminal.wait_for_prompt()
+    assert terminal.process.wait(DEADLINE_SECONDS) == 0
+
+
+def until_quiet(terminal: Terminal) -> None:
+    """Waits until the program takes keys one by one, which it does long before it reads them."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while termios.tcgetattr(terminal._master)[3] & termios.ICANON:
+        assert time.monotonic() < deadline, "the terminal still hands over lines"
+        time.sleep(0.005)
+    assert ">>>" not in terminal.output
+
+
 def run_in_pipe(*arguments: str, sent: bytes) -> "subprocess.CompletedProcess[bytes]":
     command = [sys.executable, "-c", "from server.cli.main import main; main()", "run", *arguments]
     return subprocess.run(command, input=sent, capture_output=True, timeout=DEADLINE_SECONDS, check=False)
