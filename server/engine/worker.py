@@ -169,13 +169,16 @@ class Worker:
         self._give_memory_to_answers()
         self._reserve_next_step()
         self._decode.step()
-        is_waited_for = self._scheduler.count(Phase.WAITING) > 0
-        self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not is_waited_for)
+        wants_memory = self._scheduler.count(Phase.WAITING) > 0 and self._has_free_slot()
+        self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
 
     def _give_memory_to_answers(self) -> None:
-        """Has a text make way for a request that could not begin."""
-        if self._scheduler.is_stalled and self._embeddings.give_way():
+        """Has a text make way for a request that could not begin, unless what that waits for is a slot."""
+        if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._scheduler.resume()
+
+    def _has_free_slot(self) -> bool:
+        return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
     def _update_tickets(self) -> None:
         """Notes, for the scheduler, whose state is still being read from disk, and whose client reads slowly."""

@@ -99,6 +99,16 @@ def test_an_answer_takes_the_memory_of_a_text_which_begins_anew_later() -> None:
     assert len(harness.embedder.log) == 6, "it did not make way, or was not begun anew"
 
 
+def test_a_long_text_goes_on_while_all_slots_are_taken_and_more_wait() -> None:
+    harness = Harness(num_slots=1, chunk_tokens=16)
+    answers = [harness.submit(range(10 * number, 10 * number + 4), max_tokens=200) for number in range(1, 9)]
+    job = job_of(40)
+    harness.worker.embed(job)
+    harness.run(answers[-3])
+    assert harness.embedder.log == [(16,), (16,), (8,)], "it was begun anew, or waited for the end of the queue"
+    assert_answered(job)
+
+
 def test_a_growing_answer_takes_the_memory_of_a_text() -> None:
     harness = pressed(90, chunk_tokens=16)
     answer = harness.submit(range(10, 14), max_tokens=50)
