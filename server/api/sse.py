@@ -11,7 +11,9 @@ SEPARATOR = "\n"
 
 def sse_event(payload: Any, name: str | None = None) -> bytes:
     """Returns an event; raises ValueError or TypeError for a payload that JSON cannot hold."""
-    return sse_text(json_text(payload), name)
+    # JSON is a line; the library's frames, made for any text, cost more than its encoding.
+    head = f"event: {name}{SEPARATOR}" if name else ""
+    return f"{head}data: {json_text(payload)}{SEPARATOR}{SEPARATOR}".encode()
 
 
 def sse_text(text: str, name: str | None = None) -> bytes:

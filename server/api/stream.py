@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Callable
 
 from sse_starlette.sse import EventSourceResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from server.api.dialect import Dialect
 from server.api.errors import explain
@@ -40,6 +40,13 @@ class AnswerStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        """Sends at once: there is no time-out here, and the scope for one costs more than the sending itself.
+
+        How long a client may leave an answer unread is watched where its connection is (`server/connections.py`).
+        """
+        await send(message)
 
 
 async def _with_error(frames: AsyncIterator[bytes], dialect: Dialect, request_id: str) -> AsyncIterator[bytes]:

@@ -35,6 +35,7 @@ from server.engine.errors import EngineStopped, QueueFull, StepFailed
 from server.engine.free_memory import give_back
 from server.engine.generation import Generation
 from server.engine.inbox import Inbox, WorkerMessage
+from server.engine.mailbox import Mailbox
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.stats import EngineStats
 from server.engine.worker import Worker
@@ -89,6 +90,7 @@ class Engine:
         self._parks = False
         self._dormant: DormantState | None = None
         self._inbox = Inbox(max_slots=config.max_slots, max_waiting=config.max_waiting)
+        self._mailbox: Mailbox | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._is_accepting = False
         self._idle_work_at: float | None = None
@@ -172,9 +174,16 @@ class Engine:
         left_tokens = self._config.context_tokens - len(request.tokens)
         if left_tokens < 1 or not len(request.tokens) or request.max_tokens < 0:
             raise ValueError(f"{len(request.tokens)} prompt tokens of {self._config.context_tokens} leave no room")
-        generation = Generation(request.request_id, self._inbox.put_cancel)
+        generation = Generation(request.request_id, self._inbox.put_cancel, self._mailbox_here())
         self._inbox.put_request(replace(request, max_tokens=min(request.max_tokens, left_tokens)), generation)
         return generation
+
+    def _mailbox_here(self) -> Mailbox:
+        """Returns the mailbox of the running event loop; it seldom is another than the last time."""
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
 
     async def embed(self, texts: Sequence[TokenArray], pooling: Pooling) -> list[Vector]:
         """Returns the vectors of texts, each of a token or more that fit the context; a cancel ends the work.

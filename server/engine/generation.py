@@ -7,8 +7,10 @@ no other request waits. The HTTP side bounds how long a reader may read nothing 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from server.engine.events import Delta, Event, Failed, Finished, Progress
+from server.engine.mailbox import Mailbox
 
 MAX_PENDING = 64
 """Events that are kept one by one for a slow reader; text beyond them is joined into one piece."""
@@ -17,10 +19,11 @@ MAX_PENDING = 64
 class Generation:
     """Events of one submitted request. Used on the event loop; fed from the worker thread by `post`."""
 
-    def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
+    def __init__(self, request_id: str, cancel: Callable[[str], None], mailbox: Mailbox) -> None:
+        """`mailbox` is the one of the event loop that reads."""
         self.request_id = request_id
         self._cancel = cancel
-        self._loop = asyncio.get_running_loop()
+        self._mailbox = mailbox
         self._pending: deque[Event] = deque()
         self._joined: list[Delta] = []
         """Text that came while `MAX_PENDING` events waited: it is read after them, as one piece."""
@@ -34,7 +37,7 @@ class Generation:
     def post(self, events: list[Event]) -> None:
         """Hands events over. Called on the worker thread; a closed loop means nobody listens any more."""
         try:
-            self._loop.call_soon_threadsafe(self._put_all, events)
+            self._mailbox.post(partial(self._put_all, events))
         except RuntimeError:
             self.cancel()
 

@@ -24,6 +24,7 @@ from server.engine.diagnosis import Miss, Reuse
 from server.engine.errors import EngineStopped, QueueFull
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
 from server.engine.generation import Generation
+from server.engine.mailbox import Mailbox
 from server.engine.request import GenerationRequest
 from server.engine.stats import EngineStats
 
@@ -83,7 +84,7 @@ class FakeEngine:
         if not self.is_running:
             raise EngineStopped("stopped")
         if request.is_idle_work:
-            generation = Generation(request.request_id, self._cancel)
+            generation = Generation(request.request_id, self._cancel, Mailbox(asyncio.get_running_loop()))
             self.idle_requests.append(request)
             generation.post([Failed(EngineStopped("nothing is ever idle here"))])
             return generation
@@ -91,7 +92,7 @@ class FakeEngine:
         if self.max_waiting is not None and num_running >= self.max_waiting:
             raise QueueFull(num_running, 7)
         self.requests.append(request)
-        generation = Generation(request.request_id, self._cancel)
+        generation = Generation(request.request_id, self._cancel, Mailbox(asyncio.get_running_loop()))
         script = self.script if isinstance(self.script, Script) else self.script(request)
         task = asyncio.get_running_loop().create_task(self._run(request, script, generation))
         # The loop keeps only a weak hold on its tasks.

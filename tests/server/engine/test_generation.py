@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from server.engine.diagnosis import Reuse
 from server.engine.events import Delta, Event, Failed, Progress, Started
 from server.engine.generation import MAX_PENDING, Generation
+from server.engine.mailbox import Mailbox
 
 STARTED = Started(0, 10, Reuse(0, 0, None, None))
 END = Failed(RuntimeError("the end"))
@@ -15,7 +16,7 @@ def with_generation(act: Callable[[Generation], Awaitable[list[Event]]]) -> list
     """Runs `act` on a loop, with a generation that cancels nothing."""
 
     async def run() -> list[Event]:
-        return await act(Generation("r", lambda request_id: None))
+        return await act(Generation("r", lambda request_id: None, Mailbox(asyncio.get_running_loop())))
 
     return asyncio.run(asyncio.wait_for(run(), 10))
 
