@@ -85,6 +85,8 @@ class Finished:
     """Output tokens that are thought, without its markers; None where thoughts are not told apart."""
     token_ids: tuple[int, ...] = ()
     """The tokens of all deltas, added by who follows the answer."""
+    stop_token: int | None = None
+    """The token that ended it, if one did: an end of turn, or one that the request names."""
 
 
 @dataclass(frozen=True)

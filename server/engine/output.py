@@ -21,6 +21,8 @@ class Output:
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
         """Why it ended; None until it does."""
+        self.stop_token: int | None = None
+        """The token that ended it, if one did."""
         self._max_tokens = request.max_tokens
         self._min_tokens = request.sampling.min_tokens
         self._ends = end_token_ids
@@ -63,6 +65,7 @@ class Output:
         """Takes the next token and returns the text that it completes; sets `reason` where it is the last one."""
         self.tokens.append(token)
         if token in self._ends:
+            self.stop_token = token
             kept = self._text.push(token, logprob, may_stop=False) if token in self._kept_ends else []
             return [*kept, *self.end(FinishReason.STOP)]
         deltas = self._text.push(token, logprob, may_stop=len(self.tokens) > self._min_tokens)

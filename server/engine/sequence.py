@@ -153,6 +153,7 @@ class Sequence:
             self.output.stop_text,
             self.started,
             self.output.reasoning_tokens,
+            stop_token=self.output.stop_token,
         )
 
     def end_prefetch(self) -> None:

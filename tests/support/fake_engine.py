@@ -43,6 +43,7 @@ class Script:
     error: Exception | None = None
     """Raised in place of the end, after the texts."""
     stop_text: str | None = None
+    stop_token: int | None = None
     reasoning_tokens: int | None = None
     miss: Miss | None = None
     lost_tokens: int = 0
@@ -175,7 +176,15 @@ class FakeEngine:
         reason = FinishReason.CANCELLED if was_cancelled else script.reason
         num_prompt, started = len(request.tokens), self._started(request, script)
         timings = Timings(script.hit_tokens, num_prompt - script.hit_tokens, 20.0, num_predicted, 40.0)
-        return Finished(reason, num_prompt, timings, script.stop_text, started, script.reasoning_tokens)
+        return Finished(
+            reason,
+            num_prompt,
+            timings,
+            script.stop_text,
+            started,
+            script.reasoning_tokens,
+            stop_token=script.stop_token,
+        )
 
     @staticmethod
     def _started(request: GenerationRequest, script: Script) -> Started:

@@ -368,6 +368,9 @@ class ChunkChoice(TypedDict):
     delta: DeltaBody
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    stop_reason: NotRequired[str | int | None]
+    matched_stop: NotRequired[str | int | None]
+    """What ended the choice, where it has ended well: see `StopFound`."""
     error: NotRequired[ErrorObject]
     """What went wrong with this choice, where others were completed."""
 
@@ -379,6 +382,9 @@ class ChatChoice(TypedDict):
     message: MessageBody
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: NotRequired[str | int | None]
+    matched_stop: NotRequired[str | int | None]
+    """What ended the choice, where it has ended well: see `StopFound`."""
     error: NotRequired[ErrorObject]
     """What went wrong with this choice, where others were completed."""
 

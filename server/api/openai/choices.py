@@ -18,7 +18,7 @@ from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
 from server.api.openai.errors import ErrorObject, error_body
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
-from server.api.openai.usage import AnswerHead, Usage, usage_of, usage_so_far
+from server.api.openai.usage import AnswerHead, Usage, stop_found, usage_of, usage_so_far
 from server.api.sse import sse_event
 from server.api.usage import costs_of
 from server.config import ServerConfig
@@ -105,7 +105,7 @@ class ChoiceExchange(Exchange):
             yield sse_event(chunk)
         async for event in events:
             if isinstance(event, Finished):
-                for chunk in self.last_chunks(self.end_chunk(self.reason(event)), event):
+                for chunk in self.last_chunks(self.ended_chunk(event), event):
                     yield sse_event(chunk)
             elif isinstance(event, Started):
                 self.note_start(event)
@@ -118,10 +118,20 @@ class ChoiceExchange(Exchange):
         """Returns the body of an answer that is not streamed."""
         async for event in events:
             if isinstance(event, Finished):
-                return self.whole([self.choice(self.reason(event))], event)
+                return self.whole([self.ended_choice(event)], event)
             if not isinstance(event, Started):
                 self.take(event)
         raise AssertionError("the events of a request end with Finished")
+
+    def ended_chunk(self, finished: Finished) -> Any:
+        """Returns the last chunk of a choice that ended well."""
+        chunk = self.end_chunk(self.reason(finished))
+        chunk["choices"][0].update(stop_found(finished, self.request))
+        return chunk
+
+    def ended_choice(self, finished: Finished) -> Any:
+        """Returns a choice that ended well, of an answer that is not streamed."""
+        return {**self.choice(self.reason(finished)), **stop_found(finished, self.request)}
 
     def note_start(self, started: Started) -> None:
         """Keeps what was reused, for the usage so far."""
@@ -210,7 +220,7 @@ class SeveralChoices(Choices):
                 return self._first.whole([choice for _, choice in sorted(ended.items())], event.finished)
             exchange, output = self.exchanges[event[0]], event[1]
             if isinstance(output, Finished):
-                ended[event[0]] = exchange.choice(exchange.reason(output))
+                ended[event[0]] = exchange.ended_choice(output)
             elif isinstance(output, ChoiceFailed):
                 ended[event[0]] = {**exchange.choice(FAILED), "error": _error(exchange, output)}
             elif not isinstance(output, Started):
@@ -220,7 +230,7 @@ class SeveralChoices(Choices):
     @staticmethod
     def _end_chunk(exchange: ChoiceExchange, end: Finished | ChoiceFailed) -> Any:
         if isinstance(end, Finished):
-            return exchange.end_chunk(exchange.reason(end))
+            return exchange.ended_chunk(end)
         chunk = exchange.end_chunk(FAILED)
         chunk["choices"][0]["error"] = _error(exchange, end)
         return chunk

@@ -67,6 +67,9 @@ class TextChoice(TypedDict):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: str | None
+    stop_reason: NotRequired[str | int | None]
+    matched_stop: NotRequired[str | int | None]
+    """What ended the choice, where it has ended well: see `StopFound`."""
     error: NotRequired[ErrorObject]
     """What went wrong with this choice, where others were completed."""
 

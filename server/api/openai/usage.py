@@ -3,6 +3,7 @@
 from typing import NotRequired, TypedDict
 
 from server.engine.events import Finished, FinishReason, Started
+from server.engine.request import GenerationRequest
 
 
 class AnswerHead(TypedDict):
@@ -61,6 +62,26 @@ def usage_so_far(num_prompt: int, started: Started | None, num_predicted: int) -
         "completion_tokens": num_predicted,
         "total_tokens": num_prompt + num_predicted,
         "prompt_tokens_details": {"cached_tokens": started.hit_tokens if started is not None else 0},
+    }
+
+
+class StopFound(TypedDict):
+    """What ended a choice, as vLLM and SGLang name it."""
+
+    stop_reason: str | int | None
+    """The stop string, or the token of `stop_token_ids`; None for an end of turn or a limit."""
+    matched_stop: str | int | None
+    """The same, but the token of an end of turn too."""
+
+
+def stop_found(finished: Finished, request: GenerationRequest) -> StopFound:
+    """Returns what ended the answer to `request`."""
+    token = finished.stop_token
+    asked = token if token in request.stop_token_ids else None
+    text = finished.stop_text
+    return {
+        "stop_reason": asked if text is None else text,
+        "matched_stop": token if text is None else text,
     }
 
 

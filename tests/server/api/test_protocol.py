@@ -22,6 +22,8 @@ ALWAYS = {"include_usage": True, "continuous_usage_stats": True}
 HI = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALLING = Script(texts=('<tool_call>{"name": "f", "arguments": {}}</tool_call>',))
+ENDED = Script(stop_token=2)
+STOPPED = Script(stop_text="END")
 CUT = Script(reason=FinishReason.LENGTH)
 CACHED = Script(hit_tokens=3)
 
@@ -102,6 +104,15 @@ WHOLE: dict[str, Callable[[], Any]] = {
     ),
     "logprobs are null unless asked for": lambda: ask(CHAT, logprobs=False).choice["logprobs"] is None,
     "a completion's logprobs are null unless asked for": lambda: ask(TEXT, logprobs=None).choice["logprobs"] is None,
+    "an end of turn was asked for by nobody": lambda: ask(CHAT, ENDED).choice["stop_reason"] is None,
+    "an end of turn matched its token": lambda: ask(CHAT, ENDED).choice["matched_stop"] == 2,
+    "a stop token is named": lambda: ask(TEXT, ENDED, stop_token_ids=[2]).choice["stop_reason"] == 2,
+    "a stop string is named": lambda: ask(CHAT, STOPPED, stop="END").choice["stop_reason"] == "END",
+    "a stop string matched": lambda: ask(TEXT, STOPPED, stop="END").choice["matched_stop"] == "END",
+    "a limit matched nothing": lambda: ask(CHAT, CUT).choice["matched_stop"] is None,
+    "each choice says what stopped it": lambda: (
+        [choice["stop_reason"] for choice in ask(CHAT, STOPPED, n=2, stop="END").body["choices"]] == ["END"] * 2
+    ),
     "usage adds up": lambda: adds_up(ask(CHAT).usage),
     "a completion's usage adds up": lambda: adds_up(ask(TEXT, prompt=[5, 6, 7]).usage),
     "usage counts the prompt's tokens": lambda: ask(TEXT, prompt=[5, 6, 7]).usage["prompt_tokens"] == 3,
@@ -136,6 +147,16 @@ STREAMED: dict[str, Callable[[], Any]] = {
     "the end of a completion has no text": lambda: ask(TEXT, stream=True).deltas[-1]["text"] == "",
     "only the end has a reason": lambda: (
         [each["finish_reason"] for each in ask(CHAT, stream=True).deltas] == [None] * 4 + ["stop"]
+    ),
+    "the end says what stopped it": lambda: (
+        ask(CHAT, STOPPED, stream=True, stop="END").deltas[-1]["stop_reason"] == "END"
+    ),
+    "only the end says what stopped it": lambda: (
+        ["matched_stop" in each for each in ask(TEXT, ENDED, stream=True).deltas] == [False] * 3 + [True]
+    ),
+    "the end of each choice says what stopped it": lambda: (
+        [each["matched_stop"] for each in ask(CHAT, ENDED, stream=True, n=2).deltas if "matched_stop" in each]
+        == [2, 2]
     ),
     "each choice ends once": lambda: (
         sorted(each["index"] for each in ask(CHAT, stream=True, n=3).deltas if each["finish_reason"]) == [0, 1, 2]

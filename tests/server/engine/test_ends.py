@@ -41,7 +41,12 @@ def without_early_ends(prompt: Sequence[int], count: int, least: int, ends: Sequ
 def test_a_stop_token_ends_the_answer_and_is_not_part_of_it() -> None:
     sink = answer(stop_token_ids=frozenset({FREE[4], 49}))
     assert sink.tokens == FREE[: FREE.index(FREE[4])]
-    assert sink.last.reason is FinishReason.STOP
+    assert (sink.last.reason, sink.last.stop_token) == (FinishReason.STOP, FREE[4])
+
+
+def test_an_answer_that_no_token_ended_names_none() -> None:
+    assert answer(stop=(str(FREE[2]),)).last.stop_token is None
+    assert answer().last.stop_token is None
 
 
 def test_the_turn_after_a_stop_token_finds_all_of_the_answer() -> None:
