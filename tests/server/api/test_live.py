@@ -283,7 +283,7 @@ KILLERS: list[tuple[str, dict[str, Any]]] = [
 def test_no_request_stops_the_server_for_the_others(live: Live) -> None:
     before = live.text(user("Are you there?"))
     for path, fields in KILLERS:
-        answer = live.post(path, **fields)
+        answer = live.post(path, **{"max_tokens": 8} | fields)
         assert answer.status_code in (200, 400), (path, str(fields)[:80], answer.text)
         if answer.status_code == 400:
             assert answer.json()["error"]["message"]
