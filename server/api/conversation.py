@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from models.output.tool_formats.harmony import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
-from server.api.context import PromptRenderer
+from server.api.context import PromptRenderer, ServedModel
 from server.api.errors import ApiError, Code
 from server.api.next_turn import stable_prefix
 
@@ -60,6 +61,18 @@ class Conversation:
 
     def _render(self, messages: Sequence[Message]) -> RenderedPrompt:
         return self.renderer.render(messages, self.tools or None, self.template_arguments, self.namespace)
+
+
+def can_continue(model: ServedModel) -> bool:
+    """Whether answers of `model` can be gone on with: not those that are written in channels."""
+    return not isinstance(model.tool_syntax, HarmonyFormat)
+
+
+def check_continuable(model: ServedModel) -> None:
+    """Raises ApiError (400) where a body has an answer gone on with that cannot be."""
+    if not can_continue(model):
+        message = f"messages: the answers of the model {model.id!r}, which writes in channels, cannot be continued"
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "messages")
 
 
 def check_template_arguments(arguments: Mapping[str, Any], param: str) -> None:

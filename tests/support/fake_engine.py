@@ -212,7 +212,8 @@ class FakeRenderer:
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        self.calls.append({"messages": messages, "tools": tools, "template_kwargs": template_kwargs})
+        asked = {"messages": messages, "tools": tools, "template_kwargs": template_kwargs}
+        self.calls.append({**asked, "continues": continues})
         if messages[0]["role"] == "assistant":
             raise ChatTemplateError("a conversation cannot start with the assistant")
         text = "".join(f"<{m['role']}>{self._text(m['content'])}" for m in messages)

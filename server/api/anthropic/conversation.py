@@ -16,7 +16,7 @@ from server.api.anthropic.body_types import (
 )
 from server.api.anthropic.signature import thought_of
 from server.api.context import ServedModel
-from server.api.conversation import Conversation
+from server.api.conversation import Conversation, check_continuable
 from server.api.errors import ApiError, Code
 from server.config import ServerConfig
 from server.prompt_hygiene import with_constant_headers
@@ -26,9 +26,9 @@ _ERROR_PREFIX = "Error: "
 
 def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig, namespace: str) -> Conversation:
     """Returns what the prompt is rendered from; raises ApiError for what no conversation may hold."""
-    if body.messages[-1].role == "assistant":
-        message = "messages: the last one is the assistant's, and an answer is never begun for this model"
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "messages")
+    continues = body.messages[-1].role == "assistant"
+    if continues:
+        _check_begun(body, model)
     num_points = body.num_cache_points()
     if num_points > MAX_CACHE_POINTS:
         found = f"at most {MAX_CACHE_POINTS} blocks may hold cache_control, and {num_points} do"
@@ -43,7 +43,28 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
         messages=with_constant_headers(messages) if config.prompt_hygiene else messages,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
+        continues=continues,
     )
+
+
+def _check_begun(body: PromptBody, model: ServedModel) -> None:
+    """Raises ApiError where the answer cannot go on with the last message, which is the assistant's."""
+    check_continuable(model)
+    blocks = body.messages[-1].content
+    if any(isinstance(block, ToolUseBlock) for block in blocks):
+        raise _cannot_begin("it holds tool_use, whose tool_result is to follow in a message of the user's")
+    text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
+    if not text:
+        raise _cannot_begin("it holds no text")
+    if text[-1].isspace():
+        raise _cannot_begin("its text ends with white space, behind which models go on badly")
+    if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
+        raise _cannot_begin("tool_choice has the answer begin with a call")
+
+
+def _cannot_begin(why: str) -> ApiError:
+    message = f"messages: the last one is the assistant's, and cannot be continued: {why}"
+    return ApiError(Code.INVALID_VALUE, message, "messages")
 
 
 def template_messages(messages: Sequence[InputMessage]) -> list[Message]:

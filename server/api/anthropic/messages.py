@@ -68,7 +68,7 @@ def open_message(context: ApiContext, incoming: Incoming) -> Exchange:
     prompt = conversation.render()
     request = build_request(
         incoming,
-        read_params(body, conversation.tools, model),
+        read_params(body, conversation, model),
         prompt,
         prompt_param="messages",
         namespace=namespace,
@@ -120,9 +120,9 @@ class MessageExchange(Exchange):
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
-        return template_messages(
-            [InputMessage.model_validate({"role": "assistant", "content": self._content.blocks})]
-        )
+        reply = InputMessage.model_validate({"role": "assistant", "content": self._content.blocks})
+        (said,) = template_messages([reply])
+        return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _told(self, event: OutputEvent, started: Started | None) -> list[dict[str, Any]]:
         """Returns the events of the stream that tell of one of the engine's."""

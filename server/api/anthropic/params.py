@@ -1,12 +1,12 @@
 """What a body of the Messages API asks for besides its prompt, in the engine's terms."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from models.inference.sampling_params import SamplingParams, check
 from server.api.anthropic.body_types import MessagesBody
 from server.api.context import ApiContext, ServedModel
+from server.api.conversation import Conversation
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams
 from server.api.structured_output import AnswerGrammar, json_grammar
@@ -30,10 +30,10 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
         return context.find_model(None)
 
 
-def read_params(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: ServedModel) -> GenerationParams:
-    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter.
+def read_params(body: MessagesBody, conversation: Conversation, model: ServedModel) -> GenerationParams:
+    """Returns what a checked body, whose prompt is `conversation`, asks for of `model`.
 
-    `tools` are those that the model is shown.
+    Raises ApiError or InvalidParameter.
     """
     sampling = _sampling(body, model)
     check(sampling, model.vocab_size)
@@ -42,8 +42,8 @@ def read_params(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: S
         body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,
-        is_single_call=bool(tools) and body.tool_choice is not None and body.tool_choice.is_single,
-        grammar=_grammar(body, tools, model),
+        is_single_call=bool(conversation.tools) and body.tool_choice is not None and body.tool_choice.is_single,
+        grammar=_grammar(body, conversation, model),
     )
 
 
@@ -59,16 +59,16 @@ def _sampling(body: MessagesBody, model: ServedModel) -> SamplingParams:
     return replace(model.sampling, **given)
 
 
-def _grammar(body: MessagesBody, tools: Sequence[Mapping[str, Any]], model: ServedModel) -> AnswerGrammar | None:
+def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
     """Returns what binds the answer: the calls that are forced, or the schema of its text."""
-    choice = body.tool_choice
+    choice, tools = body.tool_choice, conversation.tools
     if choice is not None and choice.type in ("any", "tool"):
         name = choice.name if choice.type == "tool" else None
         return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), choice.is_single))
     wanted = _output_format(body)
     if wanted is None:
         return strict_calls(model, tools)
-    return answer_or_calls(model, tools, wanted) if tools else wanted
+    return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 
 def _output_format(body: MessagesBody) -> AnswerGrammar | None:

@@ -15,7 +15,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from models.unicode_text import well_formed_json
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
-from server.api.conversation import Conversation
+from server.api.conversation import Conversation, can_continue
 from server.api.dialect import Exchange, ModelReady, OutputEvent, Payload
 from server.api.endpoint import generate
 from server.api.field_rules import refuse_fields
@@ -139,12 +139,13 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady 
         tools=tools,
         template_arguments=template_arguments(body, model),
         namespace=namespace,
+        continues=_continues(body.messages, model),
     )
     prompt = conversation.render()
     params = read_params(body, incoming.fields, model)
     request = build_request(
         incoming,
-        replace(params, grammar=_grammar(params.grammar, tools, model)),
+        replace(params, grammar=_grammar(params.grammar, conversation, model)),
         prompt,
         prompt_param="messages",
         namespace=namespace,
@@ -154,10 +155,17 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady 
     return OllamaChatExchange(body, model, request, prompt, conversation, began)
 
 
-def _grammar(
-    wanted: AnswerGrammar | None, tools: Sequence[Mapping[str, Any]], model: ServedModel
-) -> AnswerGrammar | None:
-    return answer_or_calls(model, tools, wanted) if wanted is not None and tools else wanted
+def _grammar(wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
+    if wanted is None:
+        return None
+    bound = answer_or_calls(model, conversation.tools, wanted) if conversation.tools else wanted
+    return replace(bound, begun=conversation.begun)
+
+
+def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
+    """Whether the answer goes on with the last message, as Ollama has it; one that cannot be is answered."""
+    last = messages[-1]
+    return last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model)
 
 
 def _messages(messages: Sequence[OllamaMessage], config: ServerConfig) -> list[Message]:
@@ -229,7 +237,8 @@ class OllamaChatExchange(Exchange):
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back: without the ids of its calls, which they have no field for."""
         calls = [{"function": call["function"]} for call in self._calls]
-        return [_template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))]
+        said = _template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))
+        return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _keep(self, event: OutputEvent) -> SaidMessage | None:
         """Takes a piece of the answer; returns what the client is told of it now."""

@@ -9,11 +9,10 @@ from starlette.responses import Response
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.output.token_logprob import TokenLogprob
-from models.output.tool_formats.harmony import HarmonyFormat
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
-from server.api.conversation import Conversation, check_template_arguments
+from server.api.conversation import Conversation, check_continuable, check_template_arguments
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
 from server.api.field_rules import refuse_fields
@@ -87,9 +86,8 @@ def read_conversation(
 ) -> Conversation:
     """Returns what the prompt is rendered from; raises ApiError for what no conversation may hold."""
     continues = body.continues()
-    if continues and isinstance(model.tool_syntax, HarmonyFormat):
-        message = f"messages: the answers of the model {model.id!r}, which writes in channels, cannot be continued"
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "messages")
+    if continues:
+        check_continuable(model)
     return Conversation(
         model.renderer,
         tools=_offered_tools(body, incoming, model),

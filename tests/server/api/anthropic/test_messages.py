@@ -458,7 +458,7 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], start: str, names:
     syntax = replace(JSON_TOOLS, writes_json=True)
     model = fake_model(grammars=Speller(), tool_syntax=syntax)
     conversation = read_conversation(body, model, ServerConfig(), "")
-    wanted = read_params(body, conversation.tools, model).grammar
+    wanted = read_params(body, conversation, model).grammar
     assert wanted is not None and wanted.param == "tool_choice"
     assert wanted.grammar.text.splitlines()[0] == start
     assert [f'\\"name\\": \\"{name}\\"' in wanted.grammar.text for name in ("f", "g")] == [
@@ -531,7 +531,20 @@ def answered(block: dict[str, Any]) -> dict[str, Any]:
         ({"max_tokens": ...}, "max_tokens: Field required"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [HI, {"role": "assistant", "content": "The"}]}, "an answer is never begun"),
+        ({"messages": [HI, {"role": "assistant", "content": "The "}]}, "its text ends with white space"),
+        ({"messages": [HI, {"role": "assistant", "content": ""}]}, "it holds no text"),
+        (
+            {"messages": [HI, answered({"type": "tool_use", "id": "a", "name": "f", "input": {}})]},
+            "tool_result is to",
+        ),
+        (
+            {
+                "messages": [HI, {"role": "assistant", "content": "The"}],
+                "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+                "tool_choice": {"type": "any"},
+            },
+            "tool_choice has the answer begin with a call",
+        ),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "no images"),
