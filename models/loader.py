@@ -13,6 +13,7 @@ from mlx.nn.layers.base import Module
 from transformers import PreTrainedTokenizerBase
 
 from models import weights
+from models.adapters.switch import AdapterSet
 from models.errors import ModelBroken, ModelNotFound
 from models.mlx_lm_import import (
     MODEL_REMAPPING,
@@ -71,6 +72,8 @@ class LoadedModel:
     """Differs where stored states must not be mixed: for different models, precisions and versions of libraries."""
     precision: Precision = Precision.STORED
     """How the weights are held, which may not be how the files hold them."""
+    adapters: AdapterSet | None = None
+    """What was put on the model."""
 
 
 def load(
@@ -139,6 +142,8 @@ def release(loaded: LoadedModel) -> None:
     """Lets go of a model's weights, whoever still refers to the model: it cannot be called any more."""
     for module in cast(list[Module], loaded.model.modules()):  # type: ignore[no-untyped-call]
         module.clear()
+    if loaded.adapters is not None:
+        loaded.adapters.close()
 
 
 def _state_fingerprint(fingerprint: str, precision: Precision) -> str:

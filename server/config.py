@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from models.adapters.adapter import parse_adapter
 from server.pool.keep_alive import parse_keep_alive
 from server.pool.names import parse_alias
 
@@ -62,6 +63,12 @@ class ServerConfig:
         "Another name for a model, or a pattern of names, such as 'gpt-*=qwen3:8b'; may be given several times.",
         flag="--alias",
         unit="pattern=model",
+    )
+    adapters: tuple[str, ...] = _setting(
+        (),
+        "A LoRA adapter of the first MODEL, served under a name of its own beside it; may be given several times.",
+        flag="--adapter",
+        unit="name=folder",
     )
     max_models: int | None = _setting(
         None,
@@ -247,10 +254,20 @@ class ServerConfig:
                 parse_alias(alias)
         except ValueError as error:
             raise ConfigError(f"aliases is wrong: {error}") from error
+        self._check_adapters()
         try:
             parse_keep_alive(self.keep_alive or 0)
         except ValueError as error:
             raise ConfigError(f"keep_alive is wrong: {error}") from error
+
+    def _check_adapters(self) -> None:
+        try:
+            names = [parse_adapter(adapter).name for adapter in self.adapters]
+        except ValueError as error:
+            raise ConfigError(f"adapters is wrong: {error}") from error
+        for name in names:
+            if names.count(name) > 1 or name in self.models:
+                raise ConfigError(f"adapters is wrong: {name!r} stands for something else already")
 
     def _check_origins(self) -> None:
         for origin in self.cors:

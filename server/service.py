@@ -5,8 +5,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from models import weights
+from models.adapters.adapter import parse_adapter
 from models.alternatives import suggest_smaller
 from models.embedding_format import EmbeddingFormat, read_embedding_format
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
@@ -79,11 +80,13 @@ class Service:
     """The model's own limit; `model.context_tokens` may be lower."""
     release: Callable[[], object] = lambda: None
     """Lets go of the weights, once the engine has ended."""
+    variants: Mapping[str, ServedModel] = field(default_factory=dict)
+    """The model with each of its adapters, by the adapter's name."""
 
     @property
     def opened(self) -> OpenedModel:
         """The model as the pool takes it; its engine must have been started."""
-        return OpenedModel(self.model, self.engine, self.memory.weights_bytes, self.release)
+        return OpenedModel(self.model, self.engine, self.memory.weights_bytes, self.release, self.variants)
 
 
 def open_service(
@@ -103,7 +106,8 @@ def open_service(
     is_cpu = not _is_on_gpu()
     float32_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
     loaded = load(path, model_id(name), max_float32_bytes=float32_bytes, tell=tell)
-    plan = _plan(config, machine, _weights_bytes(loaded.model), others_bytes)
+    loaded = _with_adapters(loaded, config, tell)
+    plan = _plan(config, machine, _weights_bytes(loaded), others_bytes)
     _bound_pool(choose_pool_bytes(plan.budget_bytes))
     facts = _facts(loaded, stored_bytes, plan.weights_bytes, is_on_gpu=not is_cpu)
     served = _served_model(loaded, facts, config)
@@ -117,6 +121,7 @@ def open_service(
         seconds_per_token=seconds_per_token(loaded.model, _active_share(loaded.config)) if is_cpu else None,
         model_context_tokens=loaded.context_tokens,
         release=partial(_release, loaded),
+        variants=_variants(served, loaded),
     )
 
 
@@ -158,18 +163,21 @@ class ServiceOpener:
 
     def describe(self, source: ModelSource) -> ListedModel:
         """Returns what the files of a model tell without being loaded; of damaged ones, nothing but the name."""
+        parent_id = None if source.adapter is None else source.id
         try:
             config, limit = read_config(source.path)
             created = int((source.path / "config.json").stat().st_mtime)
             facts = ModelFacts(stored_bytes=weights.total_bytes(source.path), **architecture_facts(config))
         except (ModelError, OSError):
-            return ListedModel(source.id, 0, None, ModelFacts())
-        return ListedModel(source.id, created, min(self.config.context_tokens or limit, limit), facts)
+            return ListedModel(source.name, 0, None, ModelFacts(), parent_id=parent_id)
+        context_tokens = min(self.config.context_tokens or limit, limit)
+        return ListedModel(source.name, created, context_tokens, facts, parent_id=parent_id)
 
     def _open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
         float32_bytes = None if _is_on_gpu() else self._float32_bytes(around.weights)
         loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, tell=tell)
         try:
+            loaded = _with_adapters(loaded, self.config, tell)
             return self._started(source, loaded, around, tell)
         except BaseException:
             _release(loaded)
@@ -178,7 +186,7 @@ class ServiceOpener:
     def _started(
         self, source: ModelSource, loaded: LoadedModel, around: Around, tell: Callable[[str], object]
     ) -> OpenedModel:
-        weights_bytes = _weights_bytes(loaded.model)
+        weights_bytes = _weights_bytes(loaded)
         together = [*around.weights, weights_bytes]
         if not self.memory.fits(together):
             raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
@@ -188,7 +196,7 @@ class ServiceOpener:
         engine = Engine.for_model(loaded, _engine_config(self.config, share_bytes, served), around.dormant)
         tell("trying it out")
         engine.start()
-        return OpenedModel(served, engine, weights_bytes, partial(_release, loaded))
+        return OpenedModel(served, engine, weights_bytes, partial(_release, loaded), _variants(served, loaded))
 
     def _float32_bytes(self, others: Sequence[int]) -> int:
         """Returns how much float32 weights may take: the same at each loading, unless other models leave less.
@@ -363,5 +371,26 @@ def _release(loaded: LoadedModel) -> None:
     mx.clear_cache()
 
 
-def _weights_bytes(model: Any) -> int:
-    return sum(array.nbytes for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
+def _weights_bytes(loaded: LoadedModel) -> int:
+    """Returns what the weights take in memory, those of adapters included."""
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(cast(Any, loaded.model).parameters()))
+    own_bytes = sum(array.nbytes for _, array in parameters)
+    return own_bytes + (loaded.adapters.num_bytes if loaded.adapters is not None else 0)
+
+
+def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[str], object]) -> LoadedModel:
+    """Returns the model with the adapters that are configured, which are on the first one; raises ModelError."""
+    if not config.adapters or loaded.name != model_id(config.models[0]):
+        return loaded
+    # Brings along all of mlx-lm's training.
+    from models.adapters.attach import attach
+
+    tell("reading adapters")
+    is_converted = loaded.precision is not Precision.STORED
+    adapters = attach(loaded.model, list(map(parse_adapter, config.adapters)), as_float32=is_converted)
+    return replace(loaded, adapters=adapters)
+
+
+def _variants(served: ServedModel, loaded: LoadedModel) -> dict[str, ServedModel]:
+    adapters = () if loaded.adapters is None else loaded.adapters.adapters
+    return {adapter.name: served.variant(adapter) for adapter in adapters}

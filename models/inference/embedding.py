@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.types import LayerCache
+from models.adapters.adapter import NO_ADAPTER
+from models.adapters.switch import AdapterSet, selecting
 from models.embedding_format import Pooling
 from models.errors import EmbeddingUnsupported
 from models.mlx_lm_import import make_prompt_cache
@@ -26,23 +28,31 @@ _TRUNKS = ("model", "backbone", "transformer", "language_model")
 class Embedder:
     """Makes vectors with one model."""
 
-    def __init__(self, model: Any) -> None:
-        """Evaluates nothing."""
+    def __init__(self, model: Any, adapters: AdapterSet | None = None) -> None:
+        """Evaluates nothing; `adapters` are on the model."""
         self._model = model
+        self._adapters = adapters
         self._trunk: Callable[..., mx.array] | None = None
 
-    def embed(self, texts: Sequence[NDArray[np.int32]], pooling: Pooling) -> list[Vector]:
+    def embed(self, texts: Sequence[NDArray[np.int32]], pooling: Pooling, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Returns the vectors of texts of a token or more each, evaluated together; raises EmbeddingUnsupported."""
         trunk = self._find_trunk()
         padded = np.zeros((len(texts), max(len(text) for text in texts)), np.int32)
         for row, text in enumerate(texts):
             padded[row, : len(text)] = text
-        hidden = trunk(mx.array(padded))
+        with selecting(self._adapters, adapter):
+            hidden = trunk(mx.array(padded))
         return [_finished(_pooled(hidden[row, : len(text)], pooling)) for row, text in enumerate(texts)]
 
-    def begin(self, pooling: Pooling) -> "LongText":
+    def begin(self, pooling: Pooling, adapter: int = NO_ADAPTER) -> "LongText":
         """Returns a text to be evaluated piece by piece; raises EmbeddingUnsupported."""
-        return LongText(self._find_trunk(), list(make_prompt_cache(self._model)), pooling)
+        trunk, adapters = self._find_trunk(), self._adapters
+
+        def evaluate(tokens: mx.array, cache: list[LayerCache]) -> mx.array:
+            with selecting(adapters, adapter):
+                return trunk(tokens, cache=cache)
+
+        return LongText(evaluate, list(make_prompt_cache(self._model)), pooling)
 
     def _find_trunk(self) -> Callable[..., mx.array]:
         """Returns the part of the model that ends before the logits; raises EmbeddingUnsupported for none."""
@@ -76,7 +86,7 @@ class LongText:
 
     def feed(self, tokens: NDArray[np.int32]) -> None:
         """Evaluates the next tokens."""
-        hidden = self._trunk(mx.array(tokens)[None], cache=self._caches)[0]
+        hidden = self._trunk(mx.array(tokens)[None], self._caches)[0]
         before, weight = self._pooled, self._num_tokens / (self._num_tokens + len(tokens))
         now = _pooled(hidden, self._pooling)
         if before is None or self._pooling is Pooling.LAST:

@@ -19,6 +19,8 @@ Invariants:
   date. `detach` writes it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
+Rows with different adapters are evaluated together where that was shown to be right, else in groups, in turn.
+
 When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost: span layers
 may or may not hold the new token, layer by layer. The caller discards those rows' caches and rebuilds them; other
 rows are unharmed. This module knows no requests, no text, and no stored state.
@@ -36,6 +38,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.types import LayerCache
+from models.adapters import mixing
+from models.adapters.adapter import NO_ADAPTER
+from models.adapters.switch import AdapterSet, selecting
 from models.inference import probe
 from models.inference.logprobs import StepLogprobs
 from models.inference.ragged import RaggedBatch, own_point_state, ragged_attention
@@ -60,6 +65,8 @@ class DecodeRow:
     sampling: RowSampling
     next_token: int | None = None
     """The token that the next step feeds the row; None for the one that the step before sampled for it."""
+    adapter: int = NO_ADAPTER
+    """The index of the adapter that it is evaluated with."""
 
 
 @dataclass(eq=False)
@@ -92,9 +99,17 @@ class Runner:
     """Whether `start` returns while most of the step is still to be computed. MLX's CPU backend computes all but the
     last few operations first; tokens that are not read before `start` would be read a whole step late."""
 
-    def __init__(self, model: Any, *, vocab_size: int, max_probe_seconds: float = probe.MAX_SECONDS) -> None:
-        """`vocab_size` is the width of the model's logits. Probes the model with some short calls."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        vocab_size: int,
+        adapters: AdapterSet | None = None,
+        max_probe_seconds: float = probe.MAX_SECONDS,
+    ) -> None:
+        """`vocab_size` is the width of the model's logits; `adapters` are on it. Probes it with some short calls."""
         self._model = model
+        self._adapters = adapters
         self._vocab_size = vocab_size
         self._sampler = BatchSampler(vocab_size)
         self._joined: RaggedBatch | None = None
@@ -102,18 +117,20 @@ class Runner:
         self._prefilled_tokens = 0
         self._num_steps = 0
         self.is_ragged = probe.is_ragged(model, vocab_size, max_seconds=max_probe_seconds)
+        self._mixes = adapters is not None and self.is_ragged and mixing.can_mix(model, adapters, vocab_size)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def make_caches(self) -> list[LayerCache]:
         """Returns fresh, empty layer caches for one sequence, in the layout that the model wants."""
         return list(make_prompt_cache(self._model))
 
-    def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32]) -> None:
+    def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], adapter: int = NO_ADAPTER) -> None:
         """Evaluates `[num_tokens]` tokens of one sequence; blocks until all state in `caches` is evaluated.
 
         The logits are never computed, because nothing evaluates that lazy array.
         """
-        self._model(mx.array(tokens)[None], cache=caches)
+        with selecting(self._adapters, adapter):
+            self._model(mx.array(tokens)[None], cache=caches)
         mx.eval([cache.state for cache in caches])
         self._prefilled_tokens += len(tokens)
         if self._prefilled_tokens >= CLEAR_CACHE_PREFILL_TOKENS:
@@ -128,6 +145,7 @@ class Runner:
         *,
         prompt: TokenIds = (),
         generated: TokenIds = (),
+        adapter: int = NO_ADAPTER,
     ) -> DecodeRow:
         """Returns a row over `caches` that decodes from `next_token` on.
 
@@ -135,7 +153,7 @@ class Runner:
         sampled before, of a sequence that is replayed.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
-        return DecodeRow(caches, state, next_token)
+        return DecodeRow(caches, state, next_token, adapter)
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
         """Has the next step feed `row` with `token`, not with what the step before samples for it.
@@ -207,16 +225,34 @@ class Runner:
 
     def _evaluate(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
         """Returns the logits `[num_rows, vocab_size]` of one token for each row."""
+        groups = self._groups(rows)
+        if len(groups) == 1:
+            return self._evaluate_group(rows, tokens)
+        parts = [self._evaluate_group([rows[i] for i in group], tokens[mx.array(group)]) for group in groups]
+        order = np.argsort(np.concatenate(groups))
+        return mx.concatenate(parts)[mx.array(order)]
+
+    def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
+        """Returns the places of the rows that may be evaluated together: of all, or of those with one adapter."""
+        if self._mixes:
+            return [list(range(len(rows)))]
+        places: dict[int, list[int]] = {}
+        for place, row in enumerate(rows):
+            places.setdefault(row.adapter, []).append(place)
+        return list(places.values())
+
+    def _evaluate_group(self, rows: Sequence[DecodeRow], tokens: mx.array) -> mx.array:
         if len(rows) > 1 and self.is_ragged:
             layers = self._join(rows)
             with ragged_attention():
-                return self._last_logits(tokens[:, None], layers)
+                return self._last_logits(tokens[:, None], layers, [row.adapter for row in rows])
         self._dissolve()
-        logits = [self._last_logits(tokens[i : i + 1, None], row.caches) for i, row in enumerate(rows)]
+        logits = [self._last_logits(tokens[i : i + 1, None], row.caches, [row.adapter]) for i, row in enumerate(rows)]
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
-    def _last_logits(self, tokens: mx.array, caches: list[LayerCache]) -> mx.array:
-        logits: mx.array = self._model(tokens, cache=caches)
+    def _last_logits(self, tokens: mx.array, caches: list[LayerCache], adapters: Sequence[int]) -> mx.array:
+        with selecting(self._adapters, *adapters):
+            logits: mx.array = self._model(tokens, cache=caches)
         return logits[:, -1]
 
     def _join(self, rows: Sequence[DecodeRow]) -> list[LayerCache]:

@@ -294,7 +294,7 @@ class ShapeRunner:
         self._shape = shape
         self.num_prefilled = 0
 
-    def prefill(self, caches: list[LayerCache], tokens: TokenArray) -> None:
+    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0) -> None:
         """Evaluates tokens of one sequence."""
         self.num_prefilled += len(tokens)
         self._shape.evaluate(caches, len(tokens))
@@ -307,6 +307,7 @@ class ShapeRunner:
         *,
         prompt: TokenArray,
         generated: Sequence[int],
+        adapter: int = 0,
     ) -> Row:
         """Returns a row over caches."""
         return Row(caches, next_token)

@@ -4,12 +4,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
 
+from models.adapters.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.embedding_format import EmbeddingFormat, Pooling
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import CompiledGrammar, Grammar
@@ -121,7 +122,9 @@ class EnginePort(Protocol):
         """Has a command run on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
         ...
 
-    async def embed(self, texts: Sequence[TokenArray], pooling: Pooling) -> Sequence[Vector]:
+    async def embed(
+        self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int = NO_ADAPTER
+    ) -> Sequence[Vector]:
         """Returns the vectors of texts; raises QueueFull, EngineStopped, PromptTooLarge or EmbeddingUnsupported."""
         ...
 
@@ -156,6 +159,33 @@ class ServedModel:
     """The model's own defaults, for what a request leaves out."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     """What it is, for people."""
+    adapter: Adapter | None = None
+    """What it is evaluated with, if it is a variant of another model."""
+    parent_id: str | None = None
+    """That other model."""
+
+    def variant(self, adapter: Adapter) -> "ServedModel":
+        """Returns the model with an adapter, under the adapter's name."""
+        return replace(self, id=adapter.name, adapter=adapter, parent_id=self.id)
+
+    @property
+    def base_id(self) -> str:
+        """The id of the loaded model that it is, or is a variant of."""
+        return self.id if self.parent_id is None else self.parent_id
+
+    @property
+    def adapter_index(self) -> int:
+        """Its adapter as the engine knows it."""
+        return NO_ADAPTER if self.adapter is None else self.adapter.index
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The name of its adapter; None for a model itself."""
+        return None if self.adapter is None else self.adapter.name
+
+    def state_namespace(self, namespace: str) -> str:
+        """Returns the name under which the model's states of a client's namespace are kept."""
+        return state_namespace(namespace, self.adapter)
 
     @cached_property
     def token_search(self) -> TokenSearch:
@@ -206,11 +236,13 @@ class ListedModel:
     facts: ModelFacts
     served: ServedModel | None = None
     """The model, if it is loaded."""
+    parent_id: str | None = None
+    """The model of which it is a variant, by an adapter."""
 
     @classmethod
     def of(cls, served: ServedModel) -> "ListedModel":
         """Returns the entry of a loaded model."""
-        return cls(served.id, served.created, served.context_tokens, served.facts, served)
+        return cls(served.id, served.created, served.context_tokens, served.facts, served, served.parent_id)
 
 
 @dataclass(frozen=True)
@@ -247,6 +279,11 @@ class PoolPort(Protocol):
     @property
     def models(self) -> Mapping[str, ServedModel]:
         """The loaded models by id."""
+        ...
+
+    @property
+    def served(self) -> Sequence[ServedModel]:
+        """The loaded models, each with its variants behind it."""
         ...
 
     @property
@@ -361,7 +398,7 @@ class ApiContext:
 
     def running_engine(self, model: ServedModel) -> EnginePort:
         """Returns the engine of a model; raises ApiError (503) where it takes no requests."""
-        engine = self.engines.get(model.id)
+        engine = self.engines.get(model.base_id)
         if self.is_draining or engine is None or not engine.is_running:
             raise stopped()
         return engine

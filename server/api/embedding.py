@@ -44,7 +44,7 @@ class EmbeddingWork:
         """Returns the answer; raises ApiError and what the engine raises."""
         embedding = self.model.embedding
         assert embedding is not None, "texts were read for a model that makes no vectors"
-        vectors = await engine.embed(self.texts, embedding.pooling) if self.texts else []
+        vectors = await engine.embed(self.texts, embedding.pooling, self.model.adapter_index) if self.texts else []
         body = await asyncio.to_thread(self.write, vectors)
         return Response(body, media_type="application/json")
 

@@ -470,7 +470,7 @@ def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, 
         context.in_background(_evaluate_ahead(exchange, conversation, engine, answer.token_ids))
     if answer.is_complete and exchange.parser.made_calls:
         label = request.session_id or request.request_id
-        engine.execute_later(HoldTurn(request.namespace, label, request.tokens, answer.token_ids))
+        engine.execute_later(HoldTurn(request.state_namespace, label, request.tokens, answer.token_ids))
 
 
 async def _evaluate_ahead(

@@ -86,6 +86,7 @@ def build_request(
         keeps_stop=params.keeps_stop,
         session_id=dialect_of(incoming.http).session_id(incoming.fields, incoming.http.headers),
         namespace=namespace,
+        adapter=model.adapter,
         cache_prompt=params.cache_prompt,
         is_volatile=params.is_volatile,
         priority=params.priority,

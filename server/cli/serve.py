@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -151,8 +152,12 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
 
     Raises ModelError for a model of the command line that is not there.
     """
-    sources = [ModelSource(service.model.id, resolve(config.models[0]))]
+    first = ModelSource(service.model.id, resolve(config.models[0]))
+    sources = [first, *(replace(first, adapter=name) for name in service.variants)]
     sources += [ModelSource(model_id(name), resolve(name)) for name in config.models[1:]]
+    taken = {source.id for source in sources} & set(service.variants)
+    if taken:
+        raise StartError(f"{min(taken)} is the name of a model and of an adapter; give the adapter another one")
     memory = pool_memory(config, read_machine(mx.device_info()), around.others)
     settings = PoolSettings(
         memory,

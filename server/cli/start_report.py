@@ -34,6 +34,8 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     model = service.model
     yield "model", f"{model.id}, {count_text(service.num_parameters)} parameters"
     yield "weights", weights_text(service)
+    if service.variants:
+        yield "adapters", ", ".join(service.variants)
     if service.seconds_per_token is not None and sys.platform == "linux":
         yield "blas", around.fast_blas or f"MLX's own, slow with long prompts; {ADVICE}"
     yield "cache", _cache_text(service, config)

@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from models.adapters.adapter import NO_ADAPTER
 from models.embedding_format import Pooling
 from models.errors import ModelError
 from server.engine.errors import EngineError, PromptTooLarge, StepFailed
@@ -48,10 +49,10 @@ class LongTextPort(Protocol):
 class EmbedderPort(Protocol):
     """What makes vectors; `models.inference.embedding.Embedder` is the real one."""
 
-    def embed(self, texts: Sequence[TokenArray], pooling: Pooling, /) -> list[Vector]:
+    def embed(self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int, /) -> list[Vector]:
         """Returns the vectors of texts evaluated together."""
 
-    def begin(self, pooling: Pooling, /) -> LongTextPort:
+    def begin(self, pooling: Pooling, adapter: int, /) -> LongTextPort:
         """Returns a text to be evaluated piece by piece."""
 
 
@@ -71,6 +72,8 @@ class EmbeddingJob:
 
     texts: Sequence[TokenArray]
     pooling: Pooling
+    adapter: int = NO_ADAPTER
+    """What they are evaluated with, by its index."""
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
     found: dict[int, Vector] = field(default_factory=dict)
     """Those that are known, by the place of their text."""
@@ -79,6 +82,10 @@ class EmbeddingJob:
     def is_over(self) -> bool:
         """Whether nobody waits for it any more."""
         return self.vectors.done()
+
+    def is_like(self, other: "EmbeddingJob") -> bool:
+        """Whether texts of both may be evaluated together."""
+        return (self.pooling, self.adapter) == (other.pooling, other.adapter)
 
     def take(self, place: int, vector: Vector) -> None:
         """Notes a vector; the last one answers the request."""
@@ -169,7 +176,8 @@ class Embeddings:
     def _embed_together(self) -> None:
         texts = self._next_texts()
         try:
-            vectors = self._embedder.embed([text.tokens for text in texts], texts[0].job.pooling)
+            tokens, job = [text.tokens for text in texts], texts[0].job
+            vectors = self._embedder.embed(tokens, job.pooling, job.adapter)
         except Exception as error:  # of an architecture, or of the device: the other requests go on
             for text in texts:
                 text.job.settle(_told(error))
@@ -185,7 +193,7 @@ class Embeddings:
         longest = 0
         for text in itertools.islice(self._texts, MAX_TOGETHER):
             padded = max(longest, len(text.tokens))
-            if padded * (len(chosen) + 1) <= self._chunk_tokens and text.job.pooling is self._texts[0].job.pooling:
+            if padded * (len(chosen) + 1) <= self._chunk_tokens and text.job.is_like(self._texts[0].job):
                 chosen.append(text)
                 longest = padded
         return chosen
@@ -211,7 +219,7 @@ class Embeddings:
                 return None
             raise PromptTooLarge(f"a text of {len(text.tokens)} tokens needs more memory than there is for all state")
         try:
-            run = self._embedder.begin(text.job.pooling)
+            run = self._embedder.begin(text.job.pooling, text.job.adapter)
         except BaseException:
             self._aside.give_back()
             raise

@@ -22,6 +22,7 @@ from cache.disk import model_folders
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.sizes import CHUNK_TOKENS
+from models.adapters.adapter import NO_ADAPTER
 from models.embedding_format import Pooling
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner
@@ -109,7 +110,7 @@ class Engine:
         resumed = dormant if dormant is not None and dormant.fingerprint == loaded.state_fingerprint else None
 
         def make_worker() -> Worker:
-            runner = Runner(loaded.model, vocab_size=loaded.vocab_size)
+            runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
             prefix_cache = _make_prefix_cache(runner, config, loaded, resumed)
             _calibrate(runner, prefix_cache)
             return Worker(
@@ -121,7 +122,7 @@ class Engine:
                 expected_tokens=config.expected_tokens,
                 clock=time.monotonic,
                 detokenize=lambda tokens: str(loaded.tokenizer.decode(tokens.tolist())),
-                embedder=Embedder(loaded.model),
+                embedder=Embedder(loaded.model, loaded.adapters),
                 sessions=None if resumed is None else resumed.sessions,
             )
 
@@ -185,7 +186,7 @@ class Engine:
             self._mailbox = Mailbox(loop)
         return self._mailbox
 
-    async def embed(self, texts: Sequence[TokenArray], pooling: Pooling) -> list[Vector]:
+    async def embed(self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Returns the vectors of texts, each of a token or more that fit the context; a cancel ends the work.
 
         Raises EngineStopped while not running, QueueFull when too many wait, PromptTooLarge, and
@@ -193,7 +194,7 @@ class Engine:
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
-        job = EmbeddingJob(texts, pooling)
+        job = EmbeddingJob(texts, pooling, adapter)
         self._inbox.put_embedding(job)
         return await asyncio.wrap_future(job.vectors)
 

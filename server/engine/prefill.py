@@ -102,7 +102,7 @@ class Prefill:
         """Evaluates a prompt up to `stop` and posts its progress; returns how many tokens that were."""
         chunk = sequence.tokens[lease.offset : stop]
         try:
-            self._runner.prefill(lease.caches, chunk)
+            self._runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
             lease.advance(chunk)
         except Exception as error:  # whatever the model raises is this request's failure, not the engine's
             self._table.fail_step(sequence, error)
@@ -140,7 +140,7 @@ class Prefill:
         request = sequence.request
         return self._prefix_cache.begin(
             sequence.tokens,
-            namespace=request.namespace,
+            namespace=request.state_namespace,
             session_id=request.session_id,
             restore_points=request.restore_points,
             expected_tokens=min(request.max_tokens - len(sequence.output.tokens), self._expected_tokens),
@@ -178,6 +178,7 @@ class Prefill:
                 last,
                 prompt=sequence.request.tokens,
                 generated=sequence.output.tokens,
+                adapter=sequence.request.adapter_index,
             )
         except Exception as error:  # an error of the device fails this request only, as in `_evaluate`
             self._table.fail_step(sequence, error)

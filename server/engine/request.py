@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.restore_points import RestorePoint
+from models.adapters.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.call_watch import CallMarkers
 from models.output.grammar import OutputGrammar
@@ -44,7 +45,9 @@ class GenerationRequest:
     session_id: str | None = None
     """A hint for slot affinity and order, never a key to other tokens."""
     namespace: str = ""
-    """State is shared only between requests of one namespace."""
+    """The client's own: state is shared only between requests of one namespace and one adapter."""
+    adapter: Adapter | None = None
+    """What the model is evaluated with."""
     cache_prompt: bool = True
     """False: neither reuse nor keep state."""
     is_volatile: bool = False
@@ -63,6 +66,16 @@ class GenerationRequest:
     """What stands around a tool call, where the output ends with the first; None where it does not."""
     grammar: OutputGrammar | None = None
     """What the answer is bound to, its thought left aside; None where any answer is right."""
+
+    @property
+    def state_namespace(self) -> str:
+        """The name under which its states are kept, in memory and on disk."""
+        return state_namespace(self.namespace, self.adapter)
+
+    @property
+    def adapter_index(self) -> int:
+        """Its adapter as the runner knows it."""
+        return NO_ADAPTER if self.adapter is None else self.adapter.index
 
     @property
     def is_prime(self) -> bool:

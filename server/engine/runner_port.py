@@ -26,8 +26,8 @@ class RunnerPort(Protocol):
     overlaps: bool
     """Whether `start` returns while most of the step is still ahead."""
 
-    def prefill(self, caches: list[LayerCache], tokens: TokenArray) -> None:
-        """Evaluates tokens of one sequence after what its caches hold."""
+    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
+        """Evaluates tokens of one sequence after what its caches hold, with an adapter by its index."""
 
     def make_row(
         self,
@@ -37,6 +37,7 @@ class RunnerPort(Protocol):
         *,
         prompt: TokenArray,
         generated: Sequence[int],
+        adapter: int,
     ) -> Any:
         """Returns a row that decodes from `next_token` on; `generated` was put out after `prompt` so far."""
 

@@ -94,7 +94,7 @@ def ticket_for(request: GenerationRequest, arrival: int, tokens: TokenArray) -> 
         arrival=arrival,
         tokens=tokens,
         priority=request.priority,
-        namespace=request.namespace,
+        namespace=request.state_namespace,
         session_id=request.session_id,
         num_prompt=len(request.tokens),
         shares=request.cache_prompt,

@@ -76,7 +76,7 @@ class Sequence:
         self.request = replace(request, sampling=_with_ends(sampling, ends))
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
-        self.lookup = Lookup(self.tokens, namespace=request.namespace)
+        self.lookup = Lookup(self.tokens, namespace=request.state_namespace)
         """Where the cache matched its tokens to last, so that matching them again compares only what is new."""
         self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
@@ -113,7 +113,7 @@ class Sequence:
         tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.output.tokens, np.int32)])
         num_passed = self.ticket.num_passed
         self.ticket = ticket_for(self.request, self.ticket.arrival, tokens)
-        self.lookup = Lookup(tokens, namespace=self.request.namespace)
+        self.lookup = Lookup(tokens, namespace=self.request.state_namespace)
         self.ticket.num_passed, self.ticket.is_preempted = num_passed, not is_suspect
         self.lease = None
         self.decode = DecodeState(num_launched=len(self.output.tokens), is_suspect=is_suspect)

@@ -10,7 +10,7 @@ from server.engine.session_history import SessionHistory
 
 
 class EngineSessions:
-    """Sessions by namespace and id. Worker thread only."""
+    """Sessions by the namespace of their states and their id. Worker thread only."""
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
@@ -22,7 +22,7 @@ class EngineSessions:
         if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
             return
         tokens = np.concatenate([request.tokens, np.array(sequence.output.tokens, np.int32)])
-        self._history.record(request.namespace, request.session_id, tokens[: lease.offset])
+        self._history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
 
     def last_turn(self, namespace: str, session_id: str) -> TokenArray | None:
         """Returns the tokens of a session's last turn; None for one that is not known."""

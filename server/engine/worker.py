@@ -123,7 +123,7 @@ class Worker:
 
     def close_answered(self, namespace: str) -> None:
         """Ends the sequences whose clients have got all of their answer; they stayed for one more token only."""
-        self._table.close_finished([one for one in self._table if one.request.namespace == namespace])
+        self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
         """Ends every request with an error, keeping their progress where possible."""

@@ -32,7 +32,7 @@ class FixedCatalog:
     """Models that are known beforehand, by their ids."""
 
     def __init__(self, sources: Sequence[ModelSource]) -> None:
-        self._sources = {source.id: source for source in sources}
+        self._sources = {source.name: source for source in sources}
 
     def find(self, name: str) -> ModelSource | None:
         """Returns the model of that id."""
@@ -47,7 +47,7 @@ class InstalledCatalog:
     """The models of the command line, and what is installed."""
 
     def __init__(self, named: Sequence[ModelSource], *, has_others: bool = True) -> None:
-        """`named` are those of the command line. Without `has_others` there are no more than these."""
+        """`named` are those of the command line, with their adapters. Without `has_others` there are no more."""
         self._named = named
         self._has_others = has_others
         self._listed: Sequence[ModelSource] = ()
@@ -77,6 +77,9 @@ class InstalledCatalog:
         """Returns the model that the command line has named so, or under another name of the same repository."""
         repository = parse_repository(name)
         for source in self._named:
-            if source.id == name or (repository is not None and parse_repository(source.id) == repository):
+            if source.name == name:
+                return source
+        for source in self._named:
+            if source.adapter is None and repository is not None and parse_repository(source.id) == repository:
                 return source
         return None

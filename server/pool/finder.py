@@ -26,7 +26,7 @@ class ModelFinder:
             source = self._looked_up(spelling)
             if source is not None:
                 return source
-        raise ModelUnknown(name, served_instead(name, [source.id for source in self._catalog.all()]))
+        raise ModelUnknown(name, served_instead(name, [source.name for source in self._catalog.all()]))
 
     def _looked_up(self, name: str) -> ModelSource | None:
         try:
@@ -38,7 +38,7 @@ class ModelFinder:
         default = self._catalog.find(self._default_id) if self._default_id is not None else None
         if default is not None:
             return default
-        sources = self._catalog.all()
+        sources = [source for source in self._catalog.all() if source.adapter is None]
         if len(sources) == 1:
             return sources[0]
         raise ModelNameNeeded(f"model: name one of {', '.join(source.id for source in sources)}")

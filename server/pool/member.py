@@ -1,7 +1,7 @@
 """A loaded model in the pool, and who holds it. Event loop only."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,12 @@ class OpenedModel:
     weights_bytes: int = 0
     release: Callable[[], object] = lambda: None
     """Lets go of the weights, once the engine has ended. For any thread."""
+    variants: Mapping[str, ServedModel] = field(default_factory=dict)
+    """The model with each of its adapters, by the adapter's name."""
+
+    def served(self, adapter: str | None) -> ServedModel | None:
+        """Returns the model, or one of its variants; None for one that it has not."""
+        return self.model if adapter is None else self.variants.get(adapter)
 
     def unload(self) -> DormantState | None:
         """Ends the engine and lets go of the weights; returns the state that no disk has. Blocks; for any thread."""

@@ -91,6 +91,12 @@ class ModelPool:
         return {member.source.id: member.opened.model for member in self._members}
 
     @property
+    def served(self) -> Sequence[ServedModel]:
+        """The loaded models, each with its variants behind it."""
+        opened = [member.opened for member in self._members]
+        return [model for one in opened for model in (one.model, *one.variants.values())]
+
+    @property
     def engines(self) -> Mapping[str, EnginePort]:
         """Their engines, under the same ids."""
         return {member.source.id: member.opened.engine for member in self._members}
@@ -123,11 +129,12 @@ class ModelPool:
 
     def _described(self, source: ModelSource) -> ListedModel:
         member = self._members.find_ready(source.id)
-        if member is not None:
-            return ListedModel.of(member.opened.model)
-        return (
-            ListedModel(source.id, 0, None, ModelFacts()) if self._opener is None else self._opener.describe(source)
-        )
+        served = None if member is None else member.opened.served(source.adapter)
+        if served is not None:
+            return ListedModel.of(served)
+        if self._opener is None:
+            return ListedModel(source.name, 0, None, ModelFacts())
+        return self._opener.describe(source)
 
     def source_of(self, name: str | None) -> ModelSource:
         """Returns which model a name stands for. For any thread; raises ModelNameNeeded and ModelUnknown."""
@@ -142,15 +149,18 @@ class ModelPool:
         member = self._members.find_ready(source.id)
         if member is None:
             raise ModelNotLoaded(source)
-        return member.opened.model
+        served = member.opened.served(source.adapter)
+        assert served is not None, "a model is loaded with all adapters that its names stand for"
+        return served
 
     # -------------------------------------------------------------------------------------------- using a model
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
         """Returns a hold on a model that `find` returned; None if it has been unloaded since, or is about to be."""
-        member = self._members.find_ready(model.id)
-        is_same = member is not None and member.opened.model is model
-        return self._members.hold(member) if member is not None and is_same else None
+        member = self._members.find_ready(model.base_id)
+        if member is None or member.opened.served(model.adapter_name) is not model:
+            return None
+        return self._members.hold(member)
 
     async def load(self, source: ModelSource) -> ModelHold:
         """Returns a hold on a model once it is loaded. Several who wait for it have it loaded once.

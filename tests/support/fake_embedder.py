@@ -38,12 +38,12 @@ class FakeEmbedder:
     fault: Callable[[Sequence[TokenArray]], Exception | None] = lambda texts: None
     """Returns what is raised instead of vectors."""
 
-    def embed(self, texts: Sequence[TokenArray], pooling: Pooling) -> list[Vector]:
+    def embed(self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int = 0) -> list[Vector]:
         self.log.append(tuple(len(text) for text in texts))
         error = self.fault(texts)
         if error is not None:
             raise error
         return [vector_of(text) for text in texts]
 
-    def begin(self, pooling: Pooling) -> FakeLongText:
+    def begin(self, pooling: Pooling, adapter: int = 0) -> FakeLongText:
         return FakeLongText(self.log)

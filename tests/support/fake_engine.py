@@ -106,7 +106,7 @@ class FakeEngine:
             raise EngineStopped("stopped")
         self.commands.append(command)
 
-    async def embed(self, texts: Sequence[Any], pooling: Pooling) -> list[Any]:
+    async def embed(self, texts: Sequence[Any], pooling: Pooling, adapter: int = 0) -> list[Any]:
         if not self.is_running:
             raise EngineStopped("stopped")
         if self.embedding_error is not None:

@@ -106,7 +106,7 @@ class FakeRunner:
         """Returns fresh caches."""
         return fake_model.make_caches(self.layout)
 
-    def prefill(self, caches: list[LayerCache], tokens: TokenArray) -> None:
+    def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0) -> None:
         """Evaluates a chunk."""
         self.log.append(("prefill", len(tokens)))
         before = tokens_in(caches)
@@ -124,6 +124,7 @@ class FakeRunner:
         *,
         prompt: TokenArray,
         generated: Sequence[int],
+        adapter: int = 0,
     ) -> FakeRow:
         """Returns a row; of how tokens are to be sampled, only what keeps ends away has an effect."""
         self.samplings.append(sampling)

@@ -5,7 +5,7 @@ Every path reads and changes the state of one namespace: that of the request's k
 Where several models are served, `?model=` names one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cache.disk.write_budget import DiskWrites
 from cache.errors import PinLimit
 from cache.view import DiskNodeView, EdgeView, NamespaceView, NodeView, StateBytes
+from models.adapters.adapter import client_namespace
 from server.api.auth import is_owner, visible_namespace
 from server.api.context import EnginePort, ServedModel, context_of
 from server.api.errors import ApiError, Code
@@ -81,9 +82,11 @@ class DiskWritesBody(TypedDict):
 
 
 class NamespaceBody(TypedDict):
-    """What one namespace holds."""
+    """What one namespace holds of a model, or of one of its adapters."""
 
     namespace: str
+    adapter: str | None
+    """The name of the adapter; its digest where no adapter has it any more."""
     num_nodes: int
     num_tokens: int
     num_disk_nodes: int
@@ -133,10 +136,11 @@ async def get_cache(request: Request) -> Response:
     """Describes what is held for the request's namespace; `?limit=` bounds the edges that are listed."""
     model, engine = _model_and_engine(request)
     namespace = _namespace(request)
-    described = await engine.execute(DescribeCache(namespace, _limit(request)))
+    described = await engine.execute(DescribeCache(model.state_namespace(namespace), _limit(request)))
     is_of_all = is_owner(request, context_of(request).config) and "cache_salt" not in request.query_params
     every: list[NamespaceView] | None = await engine.execute(ListNamespaces()) if is_of_all else None
-    return JsonBody(_state_body(model, namespace, described, every))
+    names = {one.adapter.digest: one.id for one in context_of(request).pool.served if one.adapter is not None}
+    return JsonBody(_state_body(model, namespace, described, _namespace_bodies(every, names)))
 
 
 async def clear_cache(request: Request) -> Response:
@@ -146,7 +150,7 @@ async def clear_cache(request: Request) -> Response:
         model, engine = _model_and_engine(request)
     except ModelNotLoaded as error:
         return _clear_dormant(request, error.source, namespace)
-    freed: Freed = await engine.execute(ClearCache(namespace))
+    freed: Freed = await engine.execute(ClearCache(model.state_namespace(namespace)))
     context_of(request).conversations.note_cleared(namespace)
     return _cleared(model.id, freed)
 
@@ -155,6 +159,9 @@ def _clear_dormant(request: Request, source: ModelSource, namespace: str) -> Res
     """Forgets what memory keeps for a model that is not loaded; a disk is read and changed by its engine only."""
     context = context_of(request)
     if context.config.cache_disk_bytes is not None:
+        raise ModelNotLoaded(source)
+    if source.adapter is not None:
+        # Which states are the adapter's is known once it is read.
         raise ModelNotLoaded(source)
     num_tokens, num_bytes = context.pool.forget_dormant(source, namespace)
     context.conversations.note_cleared(namespace)
@@ -174,10 +181,10 @@ def _cleared(model_id: str, freed: Freed) -> Response:
 
 async def pin_session(request: Request) -> Response:
     """Keeps a session's state from being evicted; raises ApiError (404, 409)."""
-    _, engine = _model_and_engine(request)
+    model, engine = _model_and_engine(request)
     session_id = request.path_params["session_id"]
     try:
-        num_tokens: int = await engine.execute(PinSession(_namespace(request), session_id))
+        num_tokens: int = await engine.execute(PinSession(model.state_namespace(_namespace(request)), session_id))
     except PinLimit as error:
         raise ApiError(Code.PIN_LIMIT, str(error)) from error
     if not num_tokens:
@@ -188,9 +195,9 @@ async def pin_session(request: Request) -> Response:
 
 async def unpin_session(request: Request) -> Response:
     """Ends a session's pin; raises ApiError (404) where there is none."""
-    _, engine = _model_and_engine(request)
+    model, engine = _model_and_engine(request)
     session_id = request.path_params["session_id"]
-    if not await engine.execute(UnpinSession(_namespace(request), session_id)):
+    if not await engine.execute(UnpinSession(model.state_namespace(_namespace(request)), session_id)):
         raise ApiError(Code.SESSION_NOT_FOUND, f"no session {session_id[:256]!r} is pinned", "session_id")
     return _pinned(session_id, 0)
 
@@ -198,7 +205,7 @@ async def unpin_session(request: Request) -> Response:
 def _model_and_engine(request: Request) -> tuple[ServedModel, EnginePort]:
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
-    return model, context.engines[model.id]
+    return model, context.engines[model.base_id]
 
 
 def _namespace(request: Request) -> str:
@@ -213,7 +220,7 @@ def _limit(request: Request) -> int:
 
 
 def _state_body(
-    model: ServedModel, namespace: str, described: Described, every: Sequence[NamespaceView] | None
+    model: ServedModel, namespace: str, described: Described, every: list[NamespaceBody] | None
 ) -> CacheStateBody:
     view = described.view
     order, disk_order = _ranks(view.nodes), _ranks(view.disk_nodes)
@@ -221,7 +228,7 @@ def _state_body(
         "object": "cache",
         "model": model.id,
         "namespace": namespace,
-        "namespaces": None if every is None else [_namespace_body(one) for one in every],
+        "namespaces": every,
         "budget_bytes": view.budget_bytes,
         "bytes": _bytes_body(view.state),
         "disk_writes": _writes_body(view.disk_writes),
@@ -242,9 +249,17 @@ def _state_body(
     }
 
 
-def _namespace_body(view: NamespaceView) -> NamespaceBody:
+def _namespace_bodies(every: Sequence[NamespaceView] | None, names: Mapping[str, str]) -> list[NamespaceBody] | None:
+    """Returns what each namespace holds; `names` are those of adapters by their digest."""
+    return None if every is None else [_namespace_body(one, names) for one in every]
+
+
+def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceBody:
+    namespace, digest = client_namespace(view.namespace)
     return {
-        "namespace": view.namespace,
+        "namespace": namespace,
+        # Of one whose files have changed since, or that is served no more, there is only the digest.
+        "adapter": names.get(digest, digest) if digest is not None else None,
         "num_nodes": view.num_nodes,
         "num_tokens": view.num_tokens,
         "num_disk_nodes": view.num_disk_nodes,

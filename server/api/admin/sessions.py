@@ -5,6 +5,7 @@ is given as `?cache_salt=`. A session of another namespace is answered like one 
 server (see `server.api.auth.is_owner`) sees all, and names another namespace with `?namespace=`.
 """
 
+import contextlib
 from typing import TypedDict
 
 from starlette.requests import Request
@@ -136,12 +137,13 @@ async def delete_session(request: Request) -> Response:
     namespace = visible_namespace(request, context.config)
     if context.sessions.find(namespace, session_id) is None:
         raise _not_found(session_id)
-    for engine in context.engines.values():
-        try:
-            await engine.execute(ForgetSession(namespace, session_id))
-        except EngineStopped:
-            # An engine that has stopped holds nothing.
+    for model in context.pool.served:
+        engine = context.engines.get(model.base_id)
+        if engine is None:
             continue
+        # An engine that has stopped holds nothing.
+        with contextlib.suppress(EngineStopped):
+            await engine.execute(ForgetSession(model.state_namespace(namespace), session_id))
     context.sessions.forget(namespace, session_id)
     context.conversations.forget(namespace, session_id)
     context.refusals.forget(namespace, session_id)

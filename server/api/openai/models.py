@@ -18,8 +18,9 @@ class ModelBody(TypedDict):
     created: int
     owned_by: str
     root: str
-    """The same id, which other servers have beside the names of its adapters."""
-    parent: None
+    """The model whose weights it has: itself, unless it is one with an adapter."""
+    parent: str | None
+    """That model, for one with an adapter."""
     loaded: bool
     """Whether it is in memory; if not, the first request that names it has it loaded."""
     context_length: int | None
@@ -57,8 +58,8 @@ def _body(model: ListedModel) -> ModelBody:
         "object": "model",
         "created": model.created,
         "owned_by": "mlx-serve",
-        "root": model.id,
-        "parent": None,
+        "root": model.parent_id or model.id,
+        "parent": model.parent_id,
         "loaded": model.served is not None,
         "context_length": model.context_tokens,
         "tool_calls": None if model.served is None else model.served.tool_calls,

@@ -449,9 +449,9 @@ class ShortRunner(FakeRunner):
         super().__init__()
         self.failing = list(failing)
 
-    def prefill(self, caches: Any, tokens: Any) -> None:
+    def prefill(self, *arguments: Any) -> None:
         self._fail("prefill")
-        super().prefill(caches, tokens)
+        super().prefill(*arguments)
 
     def prepare(self, rows: Any, previous: Any, **how: Any) -> Any:
         self._fail("decode")

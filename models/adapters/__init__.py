@@ -1,0 +1,1 @@
+"""LoRA adapters: variants of a model that share its weights."""

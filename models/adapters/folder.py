@@ -1,0 +1,150 @@
+"""Reads the folder of an adapter: mlx-lm's form, and PEFT's, which most adapters on Hugging Face have.
+
+mlx-lm's form is `adapter_config.json` with `lora_parameters` and `adapters.safetensors`; PEFT's is
+`adapter_config.json` with `peft_type` and `adapter_model.safetensors`. Only safetensors are read, never code.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from models.errors import ModelBroken, ModelNotFound
+
+CONFIG = "adapter_config.json"
+MLX_WEIGHTS = "adapters.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
+_PEFT_FACTORS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """An adapter's files, as far as they could be checked without its model."""
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    is_peft: bool
+
+    @property
+    def weights(self) -> Path:
+        """The file with its tensors."""
+        return self.path / (PEFT_WEIGHTS if self.is_peft else MLX_WEIGHTS)
+
+    def digest(self) -> str:
+        """Returns 32 hexadecimal digits of what is in the files. Reads all of them."""
+        found = hashlib.sha256()
+        for path in (self.path / CONFIG, self.weights):
+            found.update(hashlib.sha256(_content(self.name, path)).digest())
+        return found.hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one linear layer: `scale * (x @ a) @ b`."""
+
+    a: mx.array
+    """`[input_dims, rank]`."""
+    b: mx.array
+    """`[rank, output_dims]`."""
+    scale: float
+
+
+def read_folder(name: str, folder: str) -> AdapterFolder:
+    """Returns an adapter's folder; raises ModelNotFound, and ModelBroken for a kind that cannot be served."""
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise ModelNotFound(f"adapter {name}: there is no folder {path}")
+    if not (path / CONFIG).is_file():
+        raise ModelNotFound(f"adapter {name}: {path} has no {CONFIG}, so it is not an adapter")
+    try:
+        config = json.loads(_content(name, path / CONFIG))
+    except ValueError as error:
+        raise ModelBroken(f"adapter {name}: {path / CONFIG} is damaged: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelBroken(f"adapter {name}: {path / CONFIG} holds no JSON object")
+    found = AdapterFolder(name, path, config, is_peft="peft_type" in config)
+    if not found.weights.is_file():
+        raise ModelNotFound(f"adapter {name}: {path} has no {found.weights.name}")
+    (_check_peft if found.is_peft else _check_mlx)(name, config)
+    return found
+
+
+def low_ranks(adapter: AdapterFolder) -> dict[str, LowRank]:
+    """Returns what an adapter in PEFT's form adds, by the path of the layer in the model; raises ModelBroken."""
+    factors: dict[str, dict[str, mx.array]] = {}
+    for key, tensor in read_tensors(adapter).items():
+        suffix = next((suffix for suffix in _PEFT_FACTORS if key.endswith(suffix)), None)
+        if suffix is None or tensor.ndim != 2:
+            raise ModelBroken(f"adapter {adapter.name}: {key} in {adapter.weights} is no part of a LoRA adapter")
+        path = key.removesuffix(suffix).removeprefix(_PEFT_PREFIX)
+        factors.setdefault(path, {})[_PEFT_FACTORS[suffix]] = tensor
+    return {path: _low_rank(adapter, path, pair) for path, pair in factors.items()}
+
+
+def read_tensors(adapter: AdapterFolder) -> dict[str, mx.array]:
+    """Returns the tensors of an adapter; raises ModelBroken."""
+    try:
+        found = mx.load(str(adapter.weights))
+    except Exception as error:  # of the file's reader, for whatever is wrong with it
+        raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not found:
+        raise ModelBroken(f"adapter {adapter.name}: {adapter.weights} holds no tensors")
+    return found
+
+
+def _low_rank(adapter: AdapterFolder, path: str, pair: Mapping[str, mx.array]) -> LowRank:
+    if set(pair) != {"a", "b"}:
+        raise ModelBroken(f"adapter {adapter.name}: {path} has one factor of two in {adapter.weights}")
+    a, b = pair["a"].T, pair["b"].T
+    if a.shape[1] != b.shape[0]:
+        raise ModelBroken(f"adapter {adapter.name}: the ranks of {path} are {a.shape[1]} and {b.shape[0]}")
+    rank = a.shape[1]
+    alpha = float(adapter.config.get("lora_alpha", rank))
+    return LowRank(a, b, alpha / (math.sqrt(rank) if adapter.config.get("use_rslora") else rank))
+
+
+def _check_mlx(name: str, config: Mapping[str, Any]) -> None:
+    kind = config.get("fine_tune_type", "lora")
+    if kind == "full":
+        raise ModelBroken(f"adapter {name}: it is a full fine-tune, a model of its own; make one with mlx_lm.fuse")
+    parameters = config.get("lora_parameters")
+    if (
+        kind not in ("lora", "dora")
+        or not isinstance(parameters, dict)
+        or not isinstance(config.get("num_layers"), int)
+    ):
+        raise ModelBroken(f"adapter {name}: {CONFIG} names no lora_parameters and num_layers, as mlx-lm writes them")
+    missing = [key for key in ("rank", "scale") if not isinstance(parameters.get(key), int | float)]
+    if missing:
+        raise ModelBroken(f"adapter {name}: {CONFIG} has no {missing[0]} in lora_parameters")
+
+
+def _check_peft(name: str, config: Mapping[str, Any]) -> None:
+    if config["peft_type"] != "LORA":
+        raise ModelBroken(f"adapter {name}: PEFT's {config['peft_type']!r} is not supported, only 'LORA' is")
+    refused = {
+        "use_dora": "DoRA in PEFT's form",
+        "rank_pattern": "a rank of its own for some layers",
+        "alpha_pattern": "an alpha of its own for some layers",
+        "modules_to_save": "weights that replace the model's",
+        "lora_bias": "a bias",
+    }
+    for key, what in refused.items():
+        if config.get(key):
+            raise ModelBroken(f"adapter {name}: {key} in {CONFIG} asks for {what}, which is not supported")
+    if config.get("bias", "none") != "none":
+        raise ModelBroken(f"adapter {name}: bias in {CONFIG} asks for a bias, which is not supported")
+
+
+def _content(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelBroken(f"adapter {name}: {path} cannot be read: {error.strerror}") from error

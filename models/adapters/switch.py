@@ -1,0 +1,177 @@
+"""Layers that have variants, and which variant each row of a model call gets.
+
+Each layer that an adapter changes is wrapped: it holds the model's own layer and, for each adapter, mlx-lm's layer
+around it, as mlx-lm would have put it there. A call in which all rows have the same adapter goes through that layer,
+a call without any through the model's own: both compute what they compute without this module, bit for bit.
+
+Rows of different adapters go through one call where all variants are plain LoRA of linear layers and the layer's
+input has a row for each row of the call. No list of architectures could say where that holds, so
+`models.adapters.mixing` tries it; where it does not hold, rows of different adapters take turns.
+
+Worker thread only, once a model is loaded.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from models.adapters.adapter import NO_ADAPTER, Adapter
+
+
+class CannotMix(Exception):
+    """A layer was called in a way in which rows of different adapters cannot be told apart."""
+
+
+class _Mixture:
+    """Rows of different adapters in one call."""
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        self.rows = rows
+        self._places: dict[tuple[tuple[int, float], ...], tuple[mx.array, mx.array]] = {}
+
+    def places(self, held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
+        """Returns for each row its place among the adapters that a layer holds, and its scale; 0 for no adapter.
+
+        `held` are their indices with their scales. Shapes `[num_rows]`, uint32, and `[num_rows, 1, 1]`, float32.
+        """
+        found = self._places.get(held)
+        if found is None:
+            place = {index: number for number, (index, _) in enumerate(held)}
+            scale = dict(held)
+            places = mx.array([place.get(row, 0) for row in self.rows], dtype=mx.uint32)
+            found = places, mx.array([scale.get(row, 0.0) for row in self.rows])[:, None, None]
+            self._places[held] = found
+        return found
+
+
+class AdapterSet:
+    """The adapters of one model, and which of them the next call is for."""
+
+    def __init__(self, adapters: Sequence[Adapter], num_bytes: int) -> None:
+        """`num_bytes` is what their weights take in memory."""
+        self.adapters = tuple(adapters)
+        self.num_bytes = num_bytes
+        self.layers: list[AdaptedLayer] = []
+        self.selected: int | _Mixture = NO_ADAPTER
+        self._mixture: _Mixture | None = None
+
+    @property
+    def can_mix(self) -> bool:
+        """Whether its layers could evaluate rows of different adapters together."""
+        return all(layer.can_mix for layer in self.layers)
+
+    @contextmanager
+    def selecting(self, rows: Sequence[int]) -> Iterator[None]:
+        """Has model calls in the block evaluate each row with its adapter, by index; the arrays may be lazy."""
+        self.selected = rows[0] if len(set(rows)) == 1 else self._mixed(tuple(rows))
+        try:
+            yield
+        finally:
+            self.selected = NO_ADAPTER
+
+    def close(self) -> None:
+        """Lets go of the adapters' weights."""
+        for layer in self.layers:
+            layer.forget()
+        self._mixture = None
+
+    def _mixed(self, rows: tuple[int, ...]) -> _Mixture:
+        # The same rows decode together for many steps.
+        if self._mixture is None or self._mixture.rows != rows:
+            self._mixture = _Mixture(rows)
+        return self._mixture
+
+
+def selecting(adapters: AdapterSet | None, *rows: int) -> AbstractContextManager[None]:
+    """Has model calls in the block evaluate each row with its adapter, where the model has any."""
+    return nullcontext() if adapters is None else adapters.selecting(rows)
+
+
+class AdaptedLayer(Module):
+    """A layer of the model, and what it is with each adapter."""
+
+    def __init__(self, layer: Module, variants: "Variants", adapters: AdapterSet) -> None:
+        """`variants` are layers around `layer`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.layer = layer
+        # Among the module's own items they would count as weights of the model, once for each adapter.
+        self._variants = variants
+        self._adapters = adapters
+        adapters.layers.append(self)
+
+    @property
+    def can_mix(self) -> bool:
+        """Whether rows of different adapters may be evaluated together."""
+        return self._variants.are_plain
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Evaluates the layer, each row with the adapter that is selected for it."""
+        selected = self._adapters.selected
+        if isinstance(selected, _Mixture):
+            return self._mixed(x, selected)
+        return self._of(selected)(x, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Evaluates an embedding as the layer that makes logits."""
+        if isinstance(self._adapters.selected, _Mixture):
+            raise CannotMix("an embedding")
+        return self._of(self._adapters.selected).as_linear(x)  # type: ignore[no-any-return]
+
+    def forget(self) -> None:
+        """Lets go of the variants."""
+        self._variants = Variants({}, are_plain=False)
+
+    def _of(self, index: int) -> Any:
+        return self._variants.by_index.get(index, self.layer)
+
+    def _mixed(self, x: mx.array, mixture: _Mixture) -> mx.array:
+        if x.ndim != 3 or x.shape[0] != len(mixture.rows):
+            raise CannotMix(f"an input of shape {x.shape} for {len(mixture.rows)} rows")
+        places, scales = mixture.places(self._variants.scales)
+        a, b = self._variants.stacked
+        added = scales * mx.gather_mm(mx.gather_mm(x, a, rhs_indices=places), b, rhs_indices=places)
+        # What another adapter makes of a row is dropped, not multiplied by zero: it may be infinite.
+        added = mx.where(scales == 0, 0, added)
+        return self.layer(x) + added.astype(x.dtype)  # type: ignore[no-any-return]
+
+
+class Variants:
+    """A layer's variants by the index of their adapter, and for plain ones their factors together."""
+
+    def __init__(self, by_index: Mapping[int, Module], *, are_plain: bool) -> None:
+        """They `are_plain` if each adds nothing but `scale * (x @ lora_a) @ lora_b`."""
+        self.by_index: dict[int, Any] = dict(by_index)
+        self.are_plain = are_plain
+
+    @property
+    def num_bytes(self) -> int:
+        """What they take in memory; plain ones are held together, too."""
+        alone = sum(array.nbytes for layer in self.by_index.values() for array in own_arrays(layer).values())
+        return 2 * alone if self.are_plain else alone
+
+    @cached_property
+    def scales(self) -> tuple[tuple[int, float], ...]:
+        """The index of each adapter with its scale."""
+        return tuple((index, float(layer.scale)) for index, layer in self.by_index.items())
+
+    @cached_property
+    def stacked(self) -> tuple[mx.array, mx.array]:
+        """Their factors, `[num_adapters, input_dims, rank]` and `[num_adapters, rank, output_dims]`.
+
+        Smaller ranks are filled up with zeros, which add nothing.
+        """
+        pairs = [(layer.lora_a, layer.lora_b) for layer in self.by_index.values()]
+        rank = max(a.shape[1] for a, _ in pairs)
+        first = mx.stack([mx.pad(a, [(0, 0), (0, rank - a.shape[1])]) for a, _ in pairs])
+        second = mx.stack([mx.pad(b, [(0, rank - b.shape[0]), (0, 0)]) for _, b in pairs])
+        mx.eval(first, second)
+        return first, second
+
+
+def own_arrays(layer: Module) -> dict[str, mx.array]:
+    """Returns the weights of an adapter's layer without those of the model's layer in it."""
+    return {name: value for name, value in layer.items() if isinstance(value, mx.array)}

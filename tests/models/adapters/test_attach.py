@@ -1,0 +1,177 @@
+"""A model with adapters computes what mlx-lm computes with one of them, and without any what it always did."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tuner.utils import load_adapters
+
+from models.adapters.adapter import NO_ADAPTER, AdapterPlace
+from models.adapters.attach import attach
+from models.adapters.mixing import can_mix
+from models.adapters.switch import AdapterSet
+from models.errors import ModelBroken, ModelError, ModelNotFound
+from tests.support import adapters as tiny_adapters
+from tests.support import tiny_models
+
+PROMPT = mx.array([[5, 17, 33, 8, 41, 2]])
+LINEAR = ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
+
+
+def logits(model: Any, adapters: AdapterSet | None = None, index: int = NO_ADAPTER) -> Any:
+    if adapters is None:
+        return np.array(model(PROMPT))
+    with adapters.selecting([index]):
+        return np.array(model(PROMPT))
+
+
+def attached(name: str, *folders: Path) -> tuple[Any, AdapterSet]:
+    model: Any = tiny_adapters.fresh(name)
+    places = [AdapterPlace(f"a{number}", str(folder)) for number, folder in enumerate(folders, 1)]
+    return model, attach(model, places)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gpt_oss", "lfm2"])
+def test_each_adapter_gives_what_mlx_lm_gives_with_it(name: str, tmp_path: Path) -> None:
+    folders = [tiny_adapters.write_mlx(name, tmp_path / str(seed), seed=seed, rank=2 + seed) for seed in (1, 2)]
+    bare = logits(tiny_adapters.fresh(name))
+    model, adapters = attached(name, *folders)
+    np.testing.assert_array_equal(logits(model, adapters), bare)
+    for index, folder in enumerate(folders, 1):
+        expected = load_adapters(tiny_adapters.fresh(name), str(folder))
+        expected.eval()
+        found = logits(model, adapters, index)
+        np.testing.assert_array_equal(found, logits(expected))
+        assert np.abs(found - bare).max() > 0.1
+
+
+def test_embeddings_and_dora_are_mlx_lms_too(tmp_path: Path) -> None:
+    embedding = tiny_adapters.write_mlx("gemma3", tmp_path / "e", seed=1, keys=["model.embed_tokens"])
+    dora = tiny_adapters.write_mlx("gemma3", tmp_path / "d", seed=2, keys=["self_attn.q_proj"], kind="dora")
+    model, adapters = attached("gemma3", embedding, dora)
+    for index, folder in enumerate((embedding, dora), 1):
+        expected = load_adapters(tiny_adapters.fresh("gemma3"), str(folder))
+        expected.eval()
+        np.testing.assert_array_equal(logits(model, adapters, index), logits(expected))
+    assert not can_mix(model, adapters, tiny_models.VOCAB)
+
+
+def test_a_quantized_model_takes_adapters(tmp_path: Path) -> None:
+    folder = tiny_adapters.write_mlx("llama_4bit", tmp_path / "a", seed=1, keys=LINEAR)
+    model, adapters = attached("llama_4bit", folder)
+    bare = logits(tiny_adapters.fresh("llama_4bit"))
+    np.testing.assert_array_equal(logits(model, adapters), bare)
+    assert np.abs(logits(model, adapters, 1) - bare).max() > 0.1
+    assert can_mix(model, adapters, tiny_models.VOCAB)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3"])
+def test_rows_of_different_adapters_are_evaluated_together(name: str, tmp_path: Path) -> None:
+    folders = [
+        tiny_adapters.write_mlx(name, tmp_path / "1", seed=1, rank=2),
+        tiny_adapters.write_mlx(name, tmp_path / "2", seed=2, rank=5, keys=["mlp.up_proj"], scale=7),
+    ]
+    model, adapters = attached(name, *folders)
+    assert can_mix(model, adapters, tiny_models.VOCAB)
+
+
+def test_rows_that_are_mixed_up_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tiny_adapters.write_mlx("llama", tmp_path / str(seed), seed=seed, keys=LINEAR) for seed in (1, 2)]
+    model, adapters = attached("llama", *folders)
+    mixed = AdapterSet._mixed
+    monkeypatch.setattr(AdapterSet, "_mixed", lambda self, rows: mixed(self, (*rows[1:], rows[0])))
+    assert not can_mix(model, adapters, tiny_models.VOCAB)
+
+
+def test_experts_take_turns(tmp_path: Path) -> None:
+    model, adapters = attached("gpt_oss", tiny_adapters.write_mlx("gpt_oss", tmp_path / "a", seed=1))
+    assert not can_mix(model, adapters, tiny_models.VOCAB)
+
+
+def test_pefts_form_is_the_same_as_mlx_lms(tmp_path: Path) -> None:
+    paths = {f"model.layers.{layer}.self_attn.q_proj": (64, 64) for layer in range(2)}
+    peft = tiny_adapters.write_peft(tmp_path / "peft", paths, seed=3)
+    tensors: Any = mx.load(str(peft / "adapter_model.safetensors"))
+    model, adapters = attached("llama", peft)
+    with_peft = logits(model, adapters, 1)
+    own = tiny_adapters.fresh("llama")
+    for path in paths:
+        layer: Any = own
+        for part in path.split("."):
+            layer = layer[int(part)] if part.isdigit() else layer[part]
+        a, b = (tensors[f"base_model.model.{path}.lora_{factor}.weight"] for factor in "AB")
+        layer.weight = layer.weight + 2.0 * (b @ a)
+    np.testing.assert_allclose(with_peft, logits(own), atol=2e-4)
+    assert can_mix(model, adapters, tiny_models.VOCAB)
+
+
+def test_the_weights_are_held_once_and_counted(tmp_path: Path) -> None:
+    folders = [tiny_adapters.write_mlx("llama", tmp_path / str(seed), seed=seed, keys=LINEAR) for seed in (1, 2)]
+    tensors: list[Any] = [mx.load(str(folder / "adapters.safetensors")) for folder in folders]
+    stored = sum(array.nbytes for held in tensors for array in held.values())
+    model, adapters = attached("llama", *folders)
+    assert adapters.num_bytes == 2 * stored
+    own = {name: array.shape for name, array in flat(tiny_adapters.fresh("llama")).items()}
+    assert {name.replace(".layer.", "."): array.shape for name, array in flat(model).items()} == own
+
+
+def flat(model: Any) -> dict[str, mx.array]:
+    from mlx.utils import tree_flatten
+
+    return dict(tree_flatten(model.parameters()))
+
+
+def test_the_digest_is_that_of_what_the_files_hold(tmp_path: Path) -> None:
+    first, same, other = (
+        tiny_adapters.write_mlx("llama", tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
+    config = json.loads((other / "adapter_config.json").read_text())
+    scaled = tiny_adapters.write_mlx("llama", tmp_path / "d", seed=1, scale=3.0)
+    digests = [attached("llama", folder)[1].adapters[0].digest for folder in (first, same, other, scaled)]
+    assert digests[0] == digests[1] and len(set(digests)) == 3 and config
+
+
+def broken(folder: Path, **changes: Any) -> Path:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def test_what_is_no_adapter_of_the_model_is_refused_in_words(tmp_path: Path) -> None:
+    def lora(name: str, **options: Any) -> Path:
+        return tiny_adapters.write_mlx("llama", tmp_path / name, seed=1, keys=LINEAR, **options)
+
+    def peft(name: str, path: str = "model.layers.0.self_attn.q_proj", dims: int = 64, **config: Any) -> Path:
+        return tiny_adapters.write_peft(tmp_path / name, {path: (dims, 64)}, seed=1, **config)
+
+    empty, damaged, cut = tmp_path / "empty", lora("damaged"), lora("cut")
+    empty.mkdir()
+    (damaged / "adapter_config.json").write_text("{")
+    (cut / "adapters.safetensors").write_bytes((cut / "adapters.safetensors").read_bytes()[:1000])
+    bare = lora("bare")
+    (bare / "adapters.safetensors").unlink()
+    cases: list[tuple[Path, str]] = [
+        (tmp_path / "nowhere", "there is no folder"),
+        (empty, "has no adapter_config.json"),
+        (damaged, "is damaged"),
+        (bare, "has no adapters.safetensors"),
+        (cut, "not one of this model"),
+        (broken(lora("full"), fine_tune_type="full"), "a model of its own"),
+        (broken(lora("odd"), lora_parameters={}), "no rank in lora_parameters"),
+        (broken(lora("older"), lora_parameters=None), "names no lora_parameters"),
+        (tiny_adapters.write_mlx("qwen3_5", tmp_path / "other", seed=1), "not one of this model"),
+        (peft("ia3", peft_type="IA3"), "'IA3' is not supported"),
+        (peft("dora", use_dora=True), "use_dora"),
+        (peft("saved", modules_to_save=["lm_head"]), "modules_to_save"),
+        (peft("bias", bias="all"), "bias"),
+        (peft("path", path="model.layers.9.self_attn.q_proj"), "is none of this model's linear layers"),
+        (peft("norm", path="model.norm"), "is a RMSNorm of this model's"),
+        (peft("dims", dims=32), "has factors of shapes"),
+    ]
+    for folder, words in cases:
+        with pytest.raises(ModelError, match=words) as caught:
+            attached("llama", folder)
+        assert isinstance(caught.value, ModelBroken | ModelNotFound) and "adapter a1" in str(caught.value)
