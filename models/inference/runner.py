@@ -95,6 +95,8 @@ class Runner:
 
     is_ragged: bool
     """False: this model's rows are evaluated one after another in each step, behind the same interface."""
+    mixes: bool
+    """Whether rows with different adapters are evaluated in one call."""
     overlaps: bool
     """Whether `start` returns while most of the step is still to be computed. MLX's CPU backend computes all but the
     last few operations first; tokens that are not read before `start` would be read a whole step late."""
@@ -117,7 +119,7 @@ class Runner:
         self._prefilled_tokens = 0
         self._num_steps = 0
         self.is_ragged = probe.is_ragged(model, vocab_size, max_seconds=max_probe_seconds)
-        self._mixes = adapters is not None and self.is_ragged and mixing.can_mix(model, adapters, vocab_size)
+        self.mixes = adapters is not None and self.is_ragged and mixing.can_mix(model, adapters, vocab_size)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def make_caches(self) -> list[LayerCache]:
@@ -234,7 +236,7 @@ class Runner:
 
     def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
         """Returns the places of the rows that may be evaluated together: of all, or of those with one adapter."""
-        if self._mixes:
+        if self.mixes:
             return [list(range(len(rows)))]
         places: dict[int, list[int]] = {}
         for place, row in enumerate(rows):

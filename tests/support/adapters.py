@@ -33,8 +33,17 @@ def write_mlx(
     size: float = 0.2,
 ) -> Path:
     """Writes an adapter as mlx-lm's training does, of the layers `keys` or of all; returns `folder`."""
-    model: Any = fresh(model_name)
     parameters = {"rank": rank, "scale": scale, "dropout": 0.5, **({} if keys is None else {"keys": list(keys)})}
+    return _trained(fresh(model_name), folder, parameters, seed=seed, kind=kind, size=size)
+
+
+def random_adapter(model: Any, folder: Path, *, seed: int, rank: int) -> Path:
+    """Writes an adapter of all layers of `model`, which is changed; returns `folder`."""
+    parameters = {"rank": rank, "scale": 2.0, "dropout": 0.0}
+    return _trained(model, folder, parameters, seed=seed, kind="lora", size=0.05)
+
+
+def _trained(model: Any, folder: Path, parameters: dict[str, Any], *, seed: int, kind: str, size: float) -> Path:
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), parameters, use_dora=kind == "dora")
     rng = np.random.default_rng(seed)
