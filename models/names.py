@@ -5,36 +5,22 @@ or a Hugging Face repository that is in the local cache, as `org/name[@revision]
 `models.hub` brings repositories there.
 """
 
+import contextlib
 import difflib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
 from models.errors import ModelBroken, ModelNotFound, reason
+from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, like
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
 BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid")}
 """The models that come with the project, and where they lie."""
-
-SHORT_NAMES = {
-    "gemma3:1b": "mlx-community/gemma-3-1b-it-4bit",
-    "gemma3:4b": "mlx-community/gemma-3-4b-it-4bit",
-    "gpt-oss:20b": "mlx-community/gpt-oss-20b-MXFP4-Q8",
-    "llama3.1:8b": "mlx-community/Meta-Llama-3.1-8B-Instruct-4bit",
-    "llama3.2:1b": "mlx-community/Llama-3.2-1B-Instruct-4bit",
-    "llama3.2:3b": "mlx-community/Llama-3.2-3B-Instruct-4bit",
-    "mistral:7b": "mlx-community/Mistral-7B-Instruct-v0.3-4bit",
-    "qwen3:0.6b": "mlx-community/Qwen3-0.6B-4bit",
-    "qwen3:1.7b": "mlx-community/Qwen3-1.7B-4bit",
-    "qwen3:4b": "mlx-community/Qwen3-4B-4bit",
-    "qwen3:8b": "mlx-community/Qwen3-8B-4bit",
-    "qwen3:14b": "mlx-community/Qwen3-14B-4bit",
-    "qwen3:30b": "mlx-community/Qwen3-30B-A3B-4bit",
-}
-"""Names as people know them from Ollama, and the MLX weights they stand for."""
 
 FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
 """Files of a repository that MLX needs. Never `*.py`: a repository's code is not run."""
@@ -90,7 +76,8 @@ def shorten(name: str) -> str:
 def parse_repository(name: str) -> RepositoryName | None:
     """Returns the repository that `name` stands for, short names and addresses included; None if it can be none."""
     head, at, revision = shorten(name).partition("@")
-    full = SHORT_NAMES.get(head.lower(), head)
+    short = find_short_name(head)
+    full = head if short is None else short.repository
     if len(full) > 96 or not _REPOSITORY.fullmatch(full + at + revision):
         return None
     return RepositoryName(full, revision or "main")
@@ -111,10 +98,30 @@ def resolve(name: str) -> Path:
         raise ModelNotFound(f"{name} is a file; name the folder that holds config.json and model*.safetensors")
     if name.startswith(("/", "./", "../", "~")):
         raise ModelNotFound(f"There is no folder {name}.")
+    family = find_family(name)
+    if family:
+        return _installed_of(family, name)[1]
     repository = parse_repository(name)
     if repository is None:
         raise ModelNotFound(f"There is no model {name!r}: {suggest(name)}")
     return _cached(name, repository)
+
+
+def settle(name: str) -> str:
+    """Returns the name of the model that a family stands for here, its largest; any other name as it is.
+
+    Raises ModelNotFound where no model of the family is here, and ModelBroken.
+    """
+    family = find_family(name) if not Path(name).expanduser().is_dir() else ()
+    return _installed_of(family, name)[0] if family else name
+
+
+def _installed_of(family: Sequence[ShortName], name: str) -> tuple[str, Path]:
+    """Returns the name and the folder of the largest model of a family that is here."""
+    for one in sorted(family, key=lambda one: one.num_bytes, reverse=True):
+        with contextlib.suppress(ModelNotFound):
+            return one.name, _cached(one.name, RepositoryName(one.repository))
+    raise ModelNotFound(f"No model of the family {name} is on this machine yet; download one: mlx-serve pull {name}")
 
 
 def find_installed(name: str) -> tuple[str, Path] | None:
@@ -124,11 +131,10 @@ def find_installed(name: str) -> tuple[str, Path] | None:
     """
     if name == DEMO:
         return DEMO, _complete(DEMO_FOLDER, "the model 'demo'", "reinstall mlx-serve")
-    repository = parse_repository(name)
-    if repository is None:
-        return None
+    family = find_family(name)
     try:
-        return str(repository), _cached(name, repository)
+        repository = parse_repository(settle(name) if family else name)
+        return None if repository is None else (str(repository), _cached(name, repository))
     except ModelNotFound:
         return None
 
@@ -188,23 +194,14 @@ def _complete(folder: Path, what: str, advice: str) -> Path:
 
 def suggest(name: str) -> str:
     """Returns what to type instead of a name that stands for nothing."""
-    sizes = _sizes_of(name)
+    sizes = like(name)
     if sizes:
         return f"choose a size: {', '.join(sizes)}"
-    close = difflib.get_close_matches(name.lower(), [*BUILT_IN, *SHORT_NAMES], n=1)
+    close = difflib.get_close_matches(name.lower(), [*BUILT_IN, *SHORT_NAMES, *FAMILIES], n=1)
     if close:
         return f"did you mean {close[0]}?"
-    return "give 'demo', a folder, a repository org/name, or one of " + ", ".join(SHORT_NAMES)
-
-
-def _sizes_of(name: str) -> list[str]:
-    """Returns the short names of a family, or of all that begin so: `qwen3`, `Qwen-3:7b` and `llama` are families."""
-    family = _family(name)
-    return [short for short in SHORT_NAMES if family and _family(short).startswith(family)]
-
-
-def _family(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name.partition(":")[0]).lower()
+    families = ", ".join(FAMILIES)
+    return f"give 'demo', a folder, a repository org/name, or a short name such as qwen3:8b; families: {families}"
 
 
 def _cached_models() -> list[InstalledModel]:
@@ -245,7 +242,7 @@ def _describe(name: str, folder: Path) -> InstalledModel:
         size_bytes=sum(file.stat().st_size for file in folder.iterdir() if file.is_file()),
         architecture=str(config.get("model_type", "unknown")),
         quantization=f"{bits} bit" if bits else "",
-        short_name=next((short for short, full in SHORT_NAMES.items() if full == name), ""),
+        short_name=next((one.name for one in SHORT_NAMES.values() if one.repository == name), ""),
     )
 
 

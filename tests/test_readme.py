@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from models.names import SHORT_NAMES
+from models.short_names import SHORT_NAMES
 from server.app import create_app
 from server.cli.main import app, execute
 from server.config import ServerConfig

@@ -60,7 +60,7 @@ class InstalledCatalog:
         if known is not None or not self._has_others:
             return known
         found = find_installed(name)
-        return None if found is None else ModelSource(*found)
+        return None if found is None else self._known(found[0]) or ModelSource(*found)
 
     def all(self) -> Sequence[ModelSource]:
         """Returns those of the command line, then the others; the list may be a few seconds old."""

@@ -9,6 +9,7 @@ from huggingface_hub import constants
 from models import names
 from models.errors import ModelBroken, ModelNotFound
 from models.names import RepositoryName, installed, missing_files, parse_repository, resolve, shorten
+from models.short_names import SHORT_NAMES
 
 COMMIT = "a" * 40
 OTHER_COMMIT = "b" * 40
@@ -124,7 +125,7 @@ def test_a_misspelt_short_name_gets_a_suggestion(hub_cache: Path) -> None:
         resolve("qwne3:0.6b")
     with pytest.raises(ModelNotFound, match="did you mean demo"):
         resolve("demoo")
-    with pytest.raises(ModelNotFound, match=r"llama3\.2:1b, llama3\.2:3b"):
+    with pytest.raises(ModelNotFound, match=r"No model of the family llama3\.2 is on this machine yet"):
         resolve("llama3.2")
 
 
@@ -145,8 +146,8 @@ def test_parse_repository() -> None:
 
 
 def test_every_short_name_stands_for_a_repository() -> None:
-    for name, repository in names.SHORT_NAMES.items():
-        assert parse_repository(repository) == RepositoryName(repository)
+    for name, short in SHORT_NAMES.items():
+        assert parse_repository(name) == RepositoryName(short.repository)
         assert name == name.lower()
 
 
@@ -213,12 +214,21 @@ def test_an_address_of_anything_else_is_no_repository(address: str) -> None:
 
 @pytest.mark.parametrize("typed", ["qwen3", "Qwen-3", "qwen3:7b", "qwen"])
 def test_a_family_suggests_its_sizes(typed: str) -> None:
-    sizes = [short for short in names.SHORT_NAMES if short.startswith("qwen3:")]
-    assert names.suggest(typed) == f"choose a size: {', '.join(sizes)}"
+    said = names.suggest(typed)
+    assert said.startswith("choose a size: ") and "qwen3:0.6b, qwen3:1.7b, qwen3:4b" in said
 
 
 def test_a_name_that_is_nearly_right_is_suggested() -> None:
     assert names.suggest("dmeo") == "did you mean demo?"
+
+
+def test_a_family_is_the_largest_of_its_models_that_is_here(hub_cache: Path) -> None:
+    for size in ("1.7B", "4B"):
+        folder = write_download(hub_cache, f"mlx-community/Qwen3-{size}-4bit")
+        assert resolve("qwen3") == resolve("Qwen3:latest") == folder
+    assert names.settle("qwen3") == "qwen3:4b"
+    assert names.find_installed("qwen3") == ("mlx-community/Qwen3-4B-4bit", folder)
+    assert names.settle("org/name") == "org/name" and names.find_installed("gemma3") is None
 
 
 def test_an_address_is_resolved_from_the_cache(hub_cache: Path) -> None:

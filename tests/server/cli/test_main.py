@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from models import names
+from models.short_names import FAMILIES, SHORT_NAMES
 from server.cli.config import load_config
 from server.cli.main import execute
 from server.cli.repl.commands import HELP
@@ -92,7 +93,12 @@ def test_the_gateway_is_told_what_was_given(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_docs_have_every_short_name() -> None:
-    assert dict(re.findall(r"^\| `([^`]+)` \| `(mlx-community/[^`]+)` \|$", DOCS, re.MULTILINE)) == names.SHORT_NAMES
+    rows = re.findall(r"^\| `([^`]+)` \| `(mlx-community/[^`]+)` \| (.*) \|$", DOCS, re.MULTILINE)
+    assert {name: repository for name, repository, _ in rows} == {
+        one.name: one.repository for ones in FAMILIES.values() for one in ones
+    }
+    told = {f"{name}-{kind}" for name, _, kinds in rows for kind in re.findall(r"`(.+?)`", kinds)}
+    assert told == {name for name, one in SHORT_NAMES.items() if not one.is_usual}
 
 
 def test_the_docs_have_every_command_of_the_chat() -> None:

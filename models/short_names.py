@@ -1,0 +1,93 @@
+"""Short names of models: families, sizes and quantizations, as they are known from Ollama. Pure.
+
+`qwen3:8b` is a family and a size, in the usual quantization; `qwen3:8b-8bit` names another one. What they stand for
+is in `short_names.toml`.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ORGANIZATION = "mlx-community"
+_PARAMETERS = "parameters"
+_OVERHEAD = 1.06
+"""What is held more exactly than the rest: embeddings, norms, routers, parts for pictures."""
+
+
+@dataclass(frozen=True)
+class ShortName:
+    """A name, and the repository that it stands for."""
+
+    name: str
+    family: str
+    repository: str
+    num_bytes: int
+    """About what the weights take, estimated."""
+    is_usual: bool
+    """Whether it is the quantization that the size alone stands for."""
+
+
+def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, ShortName]:
+    found: dict[str, ShortName] = {}
+    for family, sizes in families.items():
+        for size, entry in sizes.items():
+            kinds = [kind for kind in entry if kind != _PARAMETERS]
+            for kind in kinds:
+                num_bytes = int(entry[_PARAMETERS] * 1e9 * _bits(kind) / 8 * _OVERHEAD)
+                usual = kind == kinds[0]
+                repository = f"{ORGANIZATION}/{entry[kind]}"
+                for name in [f"{family}:{size}", f"{family}:{size}-{kind}"] if usual else [f"{family}:{size}-{kind}"]:
+                    found[name] = ShortName(name, family, repository, num_bytes, usual and name.endswith(size))
+    return found
+
+
+def _bits(kind: str) -> float:
+    """Returns the bits of a weight, with those of the scales that it shares; `kind` is a quantization."""
+    if kind == "bf16":
+        return 16.0
+    if kind == "mxfp4":
+        return 4.25
+    match = re.fullmatch(r"(\d)bit", kind)
+    assert match is not None, f"{kind} is no quantization"
+    return int(match[1]) + 0.5
+
+
+SHORT_NAMES = _read(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")))
+"""Every name, the usual ones of a family by size."""
+FAMILIES: Mapping[str, Sequence[ShortName]] = {
+    family: sorted(
+        (one for one in SHORT_NAMES.values() if one.family == family and one.is_usual), key=lambda one: one.num_bytes
+    )
+    for family in dict.fromkeys(one.family for one in SHORT_NAMES.values())
+}
+"""The usual names of each family, the smallest model first."""
+
+
+def find_short_name(text: str) -> ShortName | None:
+    """Returns the name that somebody wrote, in whatever case; None for none."""
+    return SHORT_NAMES.get(text.lower())
+
+
+def find_family(text: str) -> Sequence[ShortName]:
+    """Returns the usual names of the family that is meant by `qwen3` or `qwen3:latest`, if it is one."""
+    return FAMILIES.get(text.lower().removesuffix(":latest"), ())
+
+
+def like(text: str) -> list[str]:
+    """Returns the usual names of all families that begin as `text` does, such as `Qwen-3:7b` and `llama`."""
+    wanted = _plain(text.partition(":")[0])
+    families = [family for family in FAMILIES if wanted and _plain(family).startswith(wanted)]
+    return [one.name for family in families for one in FAMILIES[family]]
+
+
+def largest(names: Sequence[ShortName], limit_bytes: int) -> ShortName | None:
+    """Returns the largest model whose weights take at most `limit_bytes`; None if none does."""
+    fitting = [one for one in names if one.num_bytes <= limit_bytes]
+    return max(fitting, key=lambda one: one.num_bytes, default=None)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s_-]", "", text).lower()
