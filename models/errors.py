@@ -14,6 +14,7 @@ ModelError
     ├── RepositoryNotFound    no such repository or revision, or it is private
     ├── RepositoryGated       its owner asks for consent first
     ├── RepositoryUnsuitable  it holds no weights that MLX can load
+    ├── MemoryTooSmall        the machine has no memory for its weights
     └── DiskTooFull           the disk cannot hold the download
 """
 
@@ -87,6 +88,10 @@ class RepositoryGated(PullFailed):
 
 class RepositoryUnsuitable(PullFailed):
     """The repository holds no weights that MLX can load."""
+
+
+class MemoryTooSmall(PullFailed):
+    """The machine has no memory for the weights."""
 
 
 class DiskTooFull(PullFailed):

@@ -8,6 +8,7 @@ are fetched here first, each into `blobs/<sha256>.part`, which the next attempt 
 import errno
 import fcntl
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import httpx2
 from huggingface_hub import HfApi, get_session, get_token, hf_hub_url, snapshot_download
@@ -29,9 +30,11 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
 
+from models.alternatives import suggest_smaller
 from models.errors import (
     DiskTooFull,
     HubUnreachable,
+    MemoryTooSmall,
     ModelNotFound,
     PullFailed,
     RepositoryGated,
@@ -48,14 +51,16 @@ from models.names import (
     resolve,
     suggest,
 )
-
-Report: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes that are here and the bytes there will be."""
+from models.pull_events import PlannedFile, PullChecking, PullPlanned, PullProgress, TellPull
+from models.sizes import size_text
 
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
 """Attempts in a row that bring nothing of a file, after which its download is given up for now."""
 _PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+"""How long a hub that is busy is waited for, if it says no less."""
+_BUSY = (429, 500, 502, 503, 504)
 _TIMEOUT_SECONDS = 10.0
 """Longest silence of the hub, as in `huggingface_hub`."""
 
@@ -66,6 +71,11 @@ class _File:
     size_bytes: int
     sha256: str | None
     """Known for large files only; those are the ones worth resuming."""
+
+    @property
+    def planned(self) -> PlannedFile:
+        """Returns what others are told of it."""
+        return PlannedFile(self.name, self.size_bytes, self.sha256 or "")
 
 
 @dataclass(frozen=True)
@@ -98,9 +108,10 @@ class _Download:
         return self.blobs.parent / "snapshots" / self.commit / file.name
 
 
-def pull(name: str, report: Report = lambda done, total: None) -> Path:
+def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: int | None = None) -> Path:
     """Returns the folder of the model called `name`, downloaded as far as it was not here yet.
 
+    `max_weights_bytes` is what this machine has memory for; larger weights are not fetched.
     Raises ModelNotFound if `name` can be no repository, and PullFailed; what was fetched until then is kept.
     """
     if name in BUILT_IN:
@@ -111,17 +122,22 @@ def pull(name: str, report: Report = lambda done, total: None) -> Path:
     with _explained(repository):
         download = _plan(repository)
         _require_weights(download)
-        _require_space(download)
-        _fetch_large_files(download, report)
-        return Path(
-            snapshot_download(
-                repository.repository,
-                revision=repository.revision,
-                allow_patterns=FILE_PATTERNS,
-                ignore_patterns=IGNORED_PATTERNS,
-                tqdm_class=_SilentBar,
-            )
+        _require_memory(download, name, max_weights_bytes)
+        _require_space(download, name)
+        tell(PullPlanned(str(repository), tuple(file.planned for file in download.files)))
+        progress = _Progress(download, tell)
+        for file in download.files:
+            if file.sha256 is not None and not download.is_here(file):
+                _fetch(download, file, progress)
+        folder = snapshot_download(
+            repository.repository,
+            revision=repository.revision,
+            allow_patterns=FILE_PATTERNS,
+            ignore_patterns=IGNORED_PATTERNS,
+            tqdm_class=_SilentBar,
         )
+        progress.end()
+        return Path(folder)
 
 
 def _plan(repository: RepositoryName) -> _Download:
@@ -151,42 +167,76 @@ def _require_weights(download: _Download) -> None:
         )
 
 
-def _require_space(download: _Download) -> None:
+def _require_memory(download: _Download, name: str, limit_bytes: int | None) -> None:
+    weights_bytes = sum(file.size_bytes for file in download.files if file.name.endswith(".safetensors"))
+    if limit_bytes is None or weights_bytes <= limit_bytes:
+        return
+    needed, limit = size_text(weights_bytes), size_text(max(limit_bytes, 0))
+    raise MemoryTooSmall(
+        f"{download.repository} takes {needed} of memory, and this machine has {limit} for weights"
+        f"{_alternative(name, limit_bytes)}"
+    )
+
+
+def _alternative(name: str, limit_bytes: int) -> str:
+    smaller = suggest_smaller(name, limit_bytes)
+    return "" if smaller is None else f"; {smaller} would fit"
+
+
+def _require_space(download: _Download, name: str) -> None:
     needed_bytes = sum(file.size_bytes - download.bytes_here(file) for file in download.files)
     place = cache_folder()
     while not place.exists():
         place = place.parent
     free_bytes = shutil.disk_usage(place).free
     if needed_bytes > free_bytes:
+        needed, free = size_text(needed_bytes), size_text(free_bytes)
         raise DiskTooFull(
-            f"{download.repository} needs {needed_bytes / 1e9:.1f} GB more, "
-            f"and {place} has {free_bytes / 1e9:.1f} GB left"
+            f"{download.repository} needs {needed} more, and {place} has {free} left{_alternative(name, free_bytes)}"
         )
 
 
-def _fetch_large_files(download: _Download, report: Report) -> None:
-    total_bytes = sum(file.size_bytes for file in download.files)
-    done_bytes = sum(map(download.bytes_here, download.files))
-    report(done_bytes, total_bytes)
+class _Progress:
+    """How far a download is, as it is told."""
 
-    def add(num_bytes: int) -> None:
-        nonlocal done_bytes
-        done_bytes += num_bytes
-        report(done_bytes, total_bytes)
+    def __init__(self, download: _Download, tell: TellPull) -> None:
+        self._tell = tell
+        self._total_bytes = sum(file.size_bytes for file in download.files)
+        self._done_bytes = sum(map(download.bytes_here, download.files))
+        self._file: _File | None = None
+        self._file_bytes = 0
+        self.add(0)
 
-    for file in download.files:
-        if file.sha256 is not None and not download.is_here(file):
-            _fetch(download, file, add)
-    report(total_bytes, total_bytes)
+    def begin(self, file: _File, num_bytes: int) -> None:
+        """A file is fetched now, of which so much is here."""
+        self._file, self._file_bytes = file, num_bytes
+        self.add(0)
+
+    def add(self, num_bytes: int) -> None:
+        """So much more is here; less, where a file is fetched anew."""
+        self._done_bytes += num_bytes
+        self._file_bytes += num_bytes
+        file = None if self._file is None else self._file.planned
+        self._tell(PullProgress(file, self._file_bytes, self._done_bytes, self._total_bytes))
+
+    def check(self, file: _File) -> None:
+        """A file is all here."""
+        self._tell(PullChecking(file.planned))
+
+    def end(self) -> None:
+        """All files are here."""
+        self._tell(PullProgress(None, 0, self._total_bytes, self._total_bytes))
 
 
-def _fetch(download: _Download, file: _File, add: Callable[[int], None]) -> None:
+def _fetch(download: _Download, file: _File, progress: _Progress) -> None:
     """Fetches what is missing of one file, and moves it to its place if its contents are right."""
     part = download.part(file)
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as target, _alone(target, download.repository):
-        _receive_rest(download, file, target, add)
+        progress.begin(file, target.tell())
+        _receive_rest(download, file, target, progress.add)
         target.flush()
+        progress.check(file)
         if _sha256(part) != file.sha256:
             part.unlink()
             raise PullFailed(f"{file.name} of {download.repository} arrived damaged and was removed; pull it again")
@@ -200,13 +250,24 @@ def _receive_rest(download: _Download, file: _File, target: BinaryIO, add: Calla
         before_bytes = target.tell()
         try:
             _receive(download, file, target, add)
-        except httpx2.TransportError:
+        except (httpx2.TransportError, HfHubHTTPError) as error:
             num_futile = 0 if target.tell() > before_bytes else num_futile + 1
-            if num_futile == _MAX_FUTILE_ATTEMPTS:
+            pause_seconds = _pause_after(error)
+            if num_futile == _MAX_FUTILE_ATTEMPTS or pause_seconds is None:
                 raise
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(pause_seconds)
         else:
             return
+
+
+def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
+    """Returns after how many seconds another attempt makes sense; None where none does."""
+    if not isinstance(error, HfHubHTTPError):
+        return _PAUSE_SECONDS
+    if error.response.status_code not in _BUSY:
+        return None
+    asked = error.response.headers.get("retry-after", "")
+    return min(float(asked), _LONGEST_PAUSE_SECONDS) if asked.isdecimal() else _PAUSE_SECONDS
 
 
 def _receive(download: _Download, file: _File, target: BinaryIO, add: Callable[[int], None]) -> None:
@@ -276,12 +337,22 @@ def _explained(repository: RepositoryName) -> Iterator[None]:
             f"There is no repository {repository.repository}, or it is private; if it is yours, set HF_TOKEN"
         ) from error
     except HfHubHTTPError as error:
-        raise HubUnreachable(
-            f"{endpoint} answered with status {error.response.status_code}; try again later"
-        ) from error
+        raise _answered(endpoint, error) from error
     except (httpx2.HTTPError, ConnectionError, LocalEntryNotFoundError) as error:
-        raise HubUnreachable(f"{endpoint} cannot be reached; is there a network?") from error
+        proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
+        way = f" through the proxy of HTTPS_PROXY, {proxy.rpartition('@')[2]}" if proxy else ""
+        raise HubUnreachable(f"{endpoint} cannot be reached{way}; is there a network?") from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise DiskTooFull(f"The disk is full; make room and pull {repository} again") from error
         raise PullFailed(f"{repository} could not be stored: {error}") from error
+
+
+def _answered(endpoint: str, error: HfHubHTTPError) -> HubUnreachable:
+    """Returns what an answer that is an error means to a person."""
+    status = error.response.status_code
+    if status in (401, 403):
+        return HubUnreachable(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")
+    if status == 429:
+        return HubUnreachable(f"{endpoint} is asked too often from here; try again later, or set HF_TOKEN")
+    return HubUnreachable(f"{endpoint} answered with status {status}; try again later")

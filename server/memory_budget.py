@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server.sizes import size_text
+from models.sizes import size_text
 
 USABLE_SHARE = 0.75
 """The share of the machine's memory for weights and state; the rest is for the system, other programs and a step's
 buffers."""
 RECOMMENDED_SHARE = 0.9
 """The share of what the device recommends that is used: above that, Metal pages and everything becomes slow."""
+WEIGHTS_SHARE = 0.8
+"""The share of what is usable that weights may take where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
 """The least budget, even where the weights leave nothing: less would hold no conversation at all."""
 POOL_SHARE = 1 / 16
@@ -65,6 +67,11 @@ def largest_weights_bytes(machine: Machine) -> int:
     """Returns the most that weights may take: beyond it the machine would page, or end the process."""
     whole = machine.memory_bytes if machine.recommended_bytes is None else machine.recommended_bytes
     return int(min(whole, machine.memory_bytes) * RECOMMENDED_SHARE) - SMALLEST_BUDGET_BYTES
+
+
+def comfortable_weights_bytes(machine: Machine) -> int:
+    """Returns the most that weights should take, so that there is memory for conversations too."""
+    return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
 def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int = 0) -> int:

@@ -29,6 +29,7 @@ from models.output.reasoning_format import ReasoningFormat
 from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
+from models.sizes import size_text
 from server.api.context import ListedModel, ServedModel
 from server.api.model_facts import ModelFacts, architecture_facts
 from server.claims import Claim
@@ -51,7 +52,6 @@ from server.pool.loading import Around
 from server.pool.member import OpenedModel
 from server.pool.memory import PoolMemory
 from server.pool.source import ModelSource
-from server.sizes import size_text
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from cache.disk.model_folders import ModelFolder, find_all, remove
 from cache.errors import DiskInUse, FolderUnusable
+from models.sizes import size_text
 from server.errors import StartError
-from server.sizes import size_text
 
 
 def show(cache_dir: str, *, as_json: bool) -> None:

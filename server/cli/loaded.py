@@ -10,9 +10,9 @@ from typing import Any
 import httpx2
 import typer
 
+from models.sizes import size_text
 from server.cli.models import plain_table
 from server.errors import StartError
-from server.sizes import size_text
 
 TIMEOUT_SECONDS = 30.0
 """To unload a model its conversations may have to be written to a disk first."""

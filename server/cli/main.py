@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -22,7 +22,7 @@ import typer
 from cache.errors import FolderError
 from models.errors import ModelError
 from models.fast_blas import load_fast_blas
-from models.names import resolve
+from models.names import resolve, settle
 from server.cli.config import load_config, show_settings, template
 from server.cli.examples import epilog
 from server.cli.interrupts import held_back, interruptible
@@ -90,6 +90,7 @@ def _root(
 def _serve(**given: Any) -> None:
     """Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama."""
     config = load_config(given, os.environ)
+    config = replace(config, models=tuple(map(settle, config.models)))
     for name in config.models[1:]:
         resolve(name)
     with _loading(config.models[0]) as fast_blas:
@@ -164,7 +165,11 @@ def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, op
         from server.cli.repl.joined import JoinedModels
 
         return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
-    with _loading(config.models[0]):
+    from server.cli.pull import offer
+
+    name = offer(config.models[0]) or settle(config.models[0])
+    config = replace(config, models=(name, *config.models[1:]))
+    with _loading(name):
         from server.cli.repl.local import LocalModels
     with LocalModels(config) as models:
         return chat(models, opening)
@@ -241,14 +246,19 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="org/name[@revision]", help="Or its address on the hub, or a short name such as qwen3:0.6b."
+            metavar="org/name[@revision]",
+            help="Or its address on the hub, or a short name such as qwen3:0.6b, or a family such as qwen3.",
         ),
     ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for each step, for programs.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Download even what this machine has no memory for.")
+    ] = False,
 ) -> None:
     """Download a model into the Hugging Face cache, or resume doing so."""
-    from server.cli.models import pull_with_progress
+    from server.cli.pull import pull_for_person
 
-    pull_with_progress(model)
+    pull_for_person(model, as_json=as_json, is_forced=force)
 
 
 @app.command()

@@ -1,20 +1,14 @@
-"""`mlx-serve list` and `mlx-serve pull` as a person sees them."""
+"""`mlx-serve list` as a person sees it."""
 
 import json
-import logging
-import os
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from models.names import InstalledModel, installed, shorten
-from server.sizes import size_text
+from models.names import InstalledModel, installed
+from models.sizes import size_text
 
 HEADINGS = ("NAME", "SIZE", "ARCHITECTURE", "WEIGHTS", "FOLDER")
 
@@ -66,45 +60,3 @@ def plain_table(rows: Sequence[tuple[str, ...]]) -> str:
         for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
-
-
-def pull_with_progress(name: str) -> None:
-    """Downloads a model with a progress bar; raises ModelError. Ctrl-C ends the process and says how to go on."""
-    from models.hub import pull
-
-    name = shorten(name)
-    # Retries show in the bar standing still; the sentence comes from the error if they are in vain.
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    console = Console(markup=False, highlight=False)
-    before = signal.signal(signal.SIGINT, _stop_pull(name))
-    try:
-        with _progress(console) as progress:
-            task = progress.add_task(name, total=None)
-            folder = pull(name, lambda done, total: progress.update(task, completed=done, total=total))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    console.print(f"{name} is here: {folder}", soft_wrap=True)
-    console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-def _stop_pull(name: str) -> Callable[[int, FrameType | None], None]:
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        # Downloads run in threads that would otherwise be waited for; what they wrote is kept for the next time.
-        note = f"\nmlx-serve: stopped; go on where it stopped with: mlx-serve pull {name}\n"
-        os.write(sys.stderr.fileno(), note.encode())
-        os._exit(1)
-
-    return stop

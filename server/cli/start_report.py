@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from models.fast_blas import ADVICE
 from models.precision import Precision
+from models.sizes import size_text
 from server.claims import Claim
 from server.config import ServerConfig
 from server.service import Service
-from server.sizes import size_text
 
 SLOW_SECONDS = 0.5
 """A token that takes longer is worth a warning before anyone waits for an answer."""

@@ -7,8 +7,8 @@ each loaded model has the same budget for the state of its conversations. Sizes 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from models.sizes import size_text
 from server.pool.errors import ModelTooLarge
-from server.sizes import size_text
 
 SMALLEST_SHARE_BYTES = 64 << 20
 """Less memory for state would hold no conversation worth the name: rather one model makes way for the other."""

@@ -1,6 +1,8 @@
 """Downloads with the real client, from a tiny hub on loopback; each in a process of its own, as a person runs it."""
 
+import contextlib
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -240,7 +242,7 @@ def test_gated(hub: FakeHub, person: Person) -> None:
 
 
 def test_a_full_disk_is_noticed_before_anything_is_fetched(hub: FakeHub, person: Person) -> None:
-    says_one_sentence(person.types("pull", "org/model", before=LITTLE_DISK), "needs 0.0 GB", "0.0 GB left")
+    says_one_sentence(person.types("pull", "org/model", before=LITTLE_DISK), "needs 24.0 MB more", "has 20.0 MB left")
     assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
 
 
@@ -275,3 +277,112 @@ def test_a_cache_that_cannot_be_written(person: Person) -> None:
 
 def test_no_repository_name(person: Person) -> None:
     says_one_sentence(person.types("pull", "some model"), "no repository", "org/name")
+
+
+LITTLE_MEMORY = "import server.cli.pull as p; p.this_machine = lambda: p.Machine({}); "
+QWEN = "mlx-community/Qwen3-{}-4bit"
+
+
+def test_a_family_is_the_largest_of_its_models_that_fits(hub: FakeHub, person: Person) -> None:
+    for size in ("0.6B", "1.7B", "4B"):
+        hub.repositories[QWEN.format(size)] = dict(MODEL)
+    result = person.types("pull", "qwen3", before=LITTLE_MEMORY.format(2 * 10**9))
+    assert result.status == 0, result
+    assert result.output.startswith("qwen3:1.7b (about 1.0 GB) is the largest of its family that fits here.\n")
+    assert "Try it: mlx-serve run qwen3:1.7b" in result.output
+    refused = person.types("pull", "qwen3:latest", before=LITTLE_MEMORY.format(10**8))
+    says_one_sentence(refused, "The smallest of qwen3:latest, qwen3:0.6b, takes about 357.8 MB")
+
+
+def test_what_the_machine_has_no_memory_for_is_only_fetched_by_force(hub: FakeHub, person: Person) -> None:
+    little = LITTLE_MEMORY.format(3 * 10**8)
+    words = "takes 24.0 MB of memory, and this machine has 1.6 MB for weights"
+    says_one_sentence(person.types("pull", "org/model", before=little), words)
+    assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
+    assert person.types("pull", "--force", "org/model", before=little).status == 0
+
+
+def test_programs_are_told_each_step(hub: FakeHub, person: Person) -> None:
+    hub.repositories["org/model"]["model-2.safetensors"] = WEIGHTS[::-1]
+    result = person.types("pull", "--json", "org/model")
+    steps = [json.loads(line) for line in result.output.splitlines()]
+    assert (
+        steps[0]["status"] == "planned"
+        and {"name": "model-2.safetensors", "bytes": len(WEIGHTS)} in steps[0]["files"]
+    )
+    downloads = [step for step in steps if step["status"] == "downloading"]
+    assert downloads[-1]["completed"] == downloads[-1]["total"] > 2 * len(WEIGHTS)
+    assert [step["file"] for step in steps if step["status"] == "checking"] == [
+        "model.safetensors",
+        "model-2.safetensors",
+    ]
+    assert steps[-1]["status"] == "success" and Path(steps[-1]["path"]).is_dir()
+
+
+def test_without_a_terminal_there_are_a_few_lines(hub: FakeHub, person: Person) -> None:
+    lines = person.types("pull", "org/model").output.splitlines()
+    told = [line for line in lines if line.startswith("org/model: ")]
+    assert 5 <= len(told) <= 11 and told[-1].endswith(" of 24.0 MB"), lines
+
+
+def test_a_busy_hub_is_asked_again(hub: FakeHub, person: Person) -> None:
+    hub.busy_answers = 3
+    assert person.types("pull", "org/model").status == 0
+    hub.status = 503
+    says_one_sentence(person.types("pull", "org/other"), "answered with status 503; try again later")
+
+
+@pytest.mark.parametrize(("status", "words"), [(429, "asked too often"), (403, "does not take the token")])
+def test_a_hub_that_refuses(status: int, words: str, hub: FakeHub, person: Person) -> None:
+    hub.status = status
+    says_one_sentence(person.types("pull", "org/model"), words)
+
+
+def test_a_proxy_that_is_not_there_is_named(person: Person) -> None:
+    person.environment |= {"HF_ENDPOINT": "https://hub.test", "HTTPS_PROXY": "http://me:secret@127.0.0.1:9"}
+    result = person.types("pull", "org/model")
+    says_one_sentence(result, "through the proxy of HTTPS_PROXY, 127.0.0.1:9")
+    assert "secret" not in result.errors
+
+
+class Keyboard:
+    """A terminal at which somebody types `mlx-serve run …`."""
+
+    def __init__(self, person: Person, *arguments: str) -> None:
+        self._screen, inside = os.openpty()
+        command = [sys.executable, "-c", PULL, *arguments]
+        self.process = subprocess.Popen(command, env=person.environment, stdin=inside, stdout=inside, stderr=inside)
+        os.close(inside)
+        self.shown = ""
+
+    def sees(self, words: str) -> None:
+        """Reads until the words are shown."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while words not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            self.shown += os.read(self._screen, 4096).decode(errors="replace")
+
+    def types(self, text: str) -> None:
+        os.write(self._screen, text.encode())
+
+    def ends(self) -> int:
+        """Reads to the end; returns the exit status."""
+        with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
+            while piece := os.read(self._screen, 4096):
+                self.shown += piece.decode(errors="replace")
+        return self.process.wait(DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize("answer", ["y", "", "n"])
+def test_a_chat_with_a_model_that_is_not_here_offers_to_pull_it(answer: str, hub: FakeHub, person: Person) -> None:
+    hub.repositories[QWEN.format("0.6B")] = dict(MODEL)
+    keyboard = Keyboard(person, "run", "qwen3:0.6b", "Hello?", "--local")
+    keyboard.sees("qwen3:0.6b is not on this machine. Pull it (about 357.8 MB; fits this machine)? [Y/n]")
+    keyboard.types(f"{answer}\n")
+    assert keyboard.ends() == 1
+    if answer == "n":
+        assert "download it: mlx-serve pull qwen3:0.6b" in keyboard.shown
+        assert not [path for _, path, _ in hub.requests if "/resolve/" in path]
+    else:
+        # It is no model that could answer; that it was loaded is told by what is wrong with it.
+        assert "qwen3:0.6b is here: " in keyboard.shown and "model.safetensors is damaged" in keyboard.shown

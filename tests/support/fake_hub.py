@@ -27,6 +27,10 @@ class FakeHub:
         """Send nothing more after this many bytes of weights, until `resume` is set."""
         self.resume = threading.Event()
         self.honours_ranges = True
+        self.busy_answers = 0
+        """So many requests for weights are answered with status 503 first."""
+        self.status: int | None = None
+        """Answer everything with this status."""
         self.weights_are_at: str | None = None
         """Redirect requests for weights to this address."""
         self.tokens: list[str | None] = []
@@ -76,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         self.hub.requests.append((self.command, path, self.headers.get("Range")))
         self.hub.tokens.append(self.headers.get("Authorization"))
+        if self.hub.status is not None:
+            return self._refuse(self.hub.status, "")
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             self._answer_api("/".join(parts[2:4]), parts[4:])
@@ -83,6 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_file("/".join(parts[:2]), "/".join(parts[4:]))
         else:
             self._refuse(404, "EntryNotFound")
+        return None
 
     def _answer_api(self, repository: str, rest: list[str]) -> None:
         files = self.hub.repositories.get(repository)
@@ -99,6 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
         if repository in self.hub.gated:
             return self._refuse(403, "GatedRepo")
         data = self.hub.repositories[repository][name]
+        if self.hub.busy_answers and self.command == "GET" and name.endswith(".safetensors"):
+            self.hub.busy_answers -= 1
+            return self._refuse(503, "")
         if self.hub.weights_are_at and self.command == "GET" and name.endswith(".safetensors"):
             return self._redirect(self.hub.weights_are_at + self.path)
         asked = self.headers.get("Range") if self.hub.honours_ranges else None
@@ -134,7 +144,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, code: str) -> None:
         self.send_response(status)
-        self.send_header("X-Error-Code", code)
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.send_header("Retry-After", "0")
         self.send_header("Content-Length", "0")
         self.end_headers()
 

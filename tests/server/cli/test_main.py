@@ -276,9 +276,3 @@ def test_the_list_as_json(long_path: Path, capsys: pytest.CaptureFixture[str]) -
     }
     page = DOCS.partition("## `mlx-serve list`")[2].partition("##")[0]
     assert set(model) <= set(re.findall(r"`(\w+)`", page))
-
-
-def test_a_bare_family_is_answered_with_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, errors = run(capsys, "pull", "qwen3")
-    assert status == 1
-    assert "choose a size: qwen3:0.6b, qwen3:1.7b" in one_line(errors)
