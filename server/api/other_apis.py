@@ -52,7 +52,7 @@ OTHER_APIS = (
     OtherApi("LM Studio's own API", ("api/v0", "api/v1")),
     OtherApi(
         "the part of Ollama's API that changes which models are there",
-        ("api/pull", "api/push", "api/create", "api/copy", "api/delete", "api/blobs"),
+        ("api/push", "api/create", "api/copy", "api/delete", "api/blobs"),
     ),
     OtherApi("Ollama's accounts and web search", ("api/me", "api/signout", "api/web_search", "api/web_fetch")),
     OtherApi("Google's Gemini API", ("v1beta",)),

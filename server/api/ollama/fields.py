@@ -26,6 +26,12 @@ IN_EMBED: Rules = {**_OF_VECTORS, **honoured("input truncate dimensions")}
 IN_EMBEDDING: Rules = {**_OF_VECTORS, **honoured("prompt")}
 """Fields of `POST /api/embeddings`."""
 
+IN_PULL: Rules = {
+    **honoured("model name stream"),
+    **no_effect("the hub is asked as HF_ENDPOINT and HF_TOKEN say", "insecure username password"),
+}
+"""Fields of `POST /api/pull`."""
+
 IN_CHAT: Rules = {**IN_BOTH, **honoured("messages tools")}
 """Fields of `POST /api/chat`."""
 

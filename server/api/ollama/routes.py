@@ -26,6 +26,7 @@ from server.api.ollama.models import (
     tags,
     version,
 )
+from server.api.ollama.pull import PullBody, PullStatus, pull_model
 from server.api.openapi import Operation, Operations
 
 NDJSON = OllamaDialect.stream_media_type
@@ -37,6 +38,7 @@ _ROUTES = (
     Route("/api/embeddings", embed_prompt, methods=["POST"]),
     Route("/api/tags", tags, methods=["GET"]),
     Route("/api/show", show, methods=["POST"]),
+    Route("/api/pull", pull_model, methods=["POST"]),
     Route("/api/ps", ps, methods=["GET"]),
     Route("/api/version", version, methods=["GET"]),
     Route("/", root, methods=["GET"]),
@@ -48,6 +50,7 @@ _OPERATIONS: Operations = {
     embed_prompt: Operation(EmbeddingPromptBody, EmbeddingAnswer),
     tags: Operation(answer=TagsBody),
     show: Operation(ShowBody, ShownBody),
+    pull_model: Operation(PullBody, PullStatus, PullStatus, NDJSON),
     ps: Operation(answer=RunningList),
     version: Operation(answer=VersionBody),
     root: Operation(answer=str, answer_type="text/plain"),
