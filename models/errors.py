@@ -9,6 +9,9 @@ ModelError
 ├── InvalidGrammar       a schema, pattern or grammar is wrong, or more than can be followed
 ├── EmbeddingUnsupported the model makes no vectors of texts
 ├── GrammarFailed        an output cannot be bound to its grammar any further
+├── StoreError           a name of our own for a model cannot be read, made or changed
+│   └── StoreDamaged          the manifest was damaged, and is set aside
+├── ModelfileError       a Modelfile cannot be read; the message names the line
 └── PullFailed           a download did not come about; what was fetched before is kept
     ├── HubUnreachable        no network, or the hub does not answer
     ├── RepositoryNotFound    no such repository or revision, or it is private
@@ -68,6 +71,18 @@ class EmbeddingUnsupported(ModelError):
 
 class GrammarFailed(ModelError):
     """An output cannot be bound any further: following its grammar has become too much work."""
+
+
+class StoreError(ModelError):
+    """A name of our own for a model cannot be read, made or changed."""
+
+
+class StoreDamaged(StoreError):
+    """The manifest was damaged; it is set aside, and there are no stored models."""
+
+
+class ModelfileError(ModelError):
+    """A Modelfile cannot be read, or asks for what is not done here; the message names the line."""
 
 
 class PullFailed(ModelError):

@@ -1,0 +1,234 @@
+"""The manifest: one JSON file with all stored models.
+
+Invariants:
+
+* whoever reads it sees one state or the next, never a part: a change is written beside it, synced, and renamed;
+* changes of several processes come one after another, under a lock file, and none is lost;
+* a damaged file is never written over: it is set aside under another name, and the error says which;
+* a file of a newer version is left as it is.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from models.errors import InvalidParameter, StoreDamaged, StoreError, reason
+from models.store.stored_model import StoredModel, find_full_name
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+VERSION = 1
+FILE_NAME = "models.json"
+
+
+def data_folder(environment: Mapping[str, str]) -> Path:
+    """Returns where this user's manifest lies; the folder need not exist."""
+    folder = environment.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(folder).expanduser() / "mlx-serve"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read, and of which file."""
+
+    stamp: tuple[int, int, int]
+    models: Mapping[str, StoredModel]
+
+
+class Manifest:
+    """The stored models of one folder, by full name. For any thread and several processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last: _Read | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def path(self) -> Path:
+        """The file, which need not exist."""
+        return self._folder / FILE_NAME
+
+    def models(self) -> Mapping[str, StoredModel]:
+        """Returns all stored models by full name; do not change them.
+
+        Raises StoreDamaged, and the next call finds the file set aside; StoreError where it cannot be read.
+        """
+        try:
+            return self._current()
+        except _Damaged:
+            with self._alone():
+                # Somebody may have mended it meanwhile.
+                return self._current_or_set_aside()
+
+    def find(self, name: str) -> StoredModel | None:
+        """Returns the model of that name, with or without its tag; raises as `models` does."""
+        full = find_full_name(name)
+        return None if full is None else self.models().get(full)
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[dict[str, StoredModel]]:
+        """Gives the stored models to be changed, alone; they are written at the end, unless an error comes before.
+
+        Raises StoreError.
+        """
+        with self._alone():
+            models = dict(self._current_or_set_aside())
+            yield models
+            self._write(models)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+                descriptor = os.open(self._folder / f"{FILE_NAME}.lock", flags, 0o600)
+            except OSError as error:
+                raise _unusable(self._folder, error) from error
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(descriptor)
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
+    def _current(self) -> Mapping[str, StoredModel]:
+        """Returns what the file holds, read anew only where it changed; raises _Damaged and StoreError."""
+        stamp = self._stamp()
+        if stamp is None:
+            return {}
+        last = self._last
+        if last is None or last.stamp != stamp:
+            last = self._last = _Read(stamp, self._read())
+        return last.models
+
+    def _current_or_set_aside(self) -> Mapping[str, StoredModel]:
+        """Returns the same under the lock; raises StoreDamaged once a damaged file is set aside, and StoreError."""
+        try:
+            return self._current()
+        except _Damaged as error:
+            aside = self._set_aside()
+            raise StoreDamaged(
+                f"{self.path} is damaged ({error}) and was set aside as {aside.name}; mend it and move it back, "
+                "or create the names anew"
+            ) from error
+
+    def _read(self) -> Mapping[str, StoredModel]:
+        try:
+            return _parse(self.path.read_bytes())
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        except _Newer as error:
+            raise StoreError(f"{self.path} was written by a newer mlx-serve; use that, or move the file") from error
+        except (ValueError, RecursionError) as error:
+            raise _Damaged(reason(error)) from error
+
+    def _set_aside(self) -> Path:
+        """Renames the file so that no other is overwritten, and returns its new place."""
+        number = 1
+        while (aside := self.path.with_name(f"{FILE_NAME}.damaged-{number}")).exists():
+            number += 1
+        try:
+            self.path.rename(aside)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        return aside
+
+    def _write(self, models: Mapping[str, StoredModel]) -> None:
+        text = _serialized(models)
+        beside = self.path.with_name(f"{FILE_NAME}.new")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with os.fdopen(os.open(beside, flags, 0o600), "wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.path)
+            _sync_folder(self._folder)
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+
+
+class _Damaged(Exception):
+    """The file cannot be understood; the message says where."""
+
+
+class _Newer(Exception):
+    """The file has a version that is not known."""
+
+
+def _parse(text: bytes) -> Mapping[str, StoredModel]:
+    """Returns the models of a file; raises ValueError or RecursionError with a few words, and _Newer."""
+    from pydantic import ValidationError
+
+    found = json.loads(text)
+    version = found.get("version") if isinstance(found, dict) else None
+    if not isinstance(version, int) or version < VERSION:
+        raise ValueError("it says no version")
+    if version > VERSION:
+        raise _Newer
+    try:
+        models = _adapter().validate_python(found.get("models"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    for model in models:
+        _check(model)
+    return {model.name: model for model in models}
+
+
+def _check(model: StoredModel) -> None:
+    if find_full_name(model.name) != model.name:
+        raise ValueError(f"{model.name[:100]!r} is no name")
+    try:
+        model.defaults.check()
+    except InvalidParameter as error:
+        raise ValueError(f"{model.name}: {error}") from error
+
+
+def _serialized(models: Mapping[str, StoredModel]) -> bytes:
+    found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
+    return json.dumps({"version": VERSION, "models": found}, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _adapter() -> "TypeAdapter[list[StoredModel]]":
+    # Not at the top: commands that find no manifest start faster without it.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(list[StoredModel])
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unusable(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"{path} cannot be used: {reason(error)}")
+
+
+_manifests: dict[Path, Manifest] = {}
+
+
+def user_manifest(environment: Mapping[str, str] = os.environ) -> Manifest:
+    """Returns the manifest of this user, the same object each time."""
+    folder = data_folder(environment)
+    return _manifests.setdefault(folder, Manifest(folder))
