@@ -1,21 +1,25 @@
 """What a MODEL name stands for on this machine. Never touches the network.
 
-A name is `demo` or `demo-hybrid` (the models that come with the project), a folder, a short name like `qwen3:0.6b`,
-or a Hugging Face repository that is in the local cache, as `org/name[@revision]` or by its address on the hub.
-`models.hub` brings repositories there.
+A name is `demo` or `demo-hybrid` (the models that come with the project), one of our own (`models.store`), a folder,
+a short name like `qwen3:0.6b`, or a Hugging Face repository that is in the local cache, as `org/name[@revision]` or
+by its address on the hub. `models.hub` brings repositories there.
 """
 
 import contextlib
 import difflib
+import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote
 
-from models.errors import ModelBroken, ModelNotFound, reason
+from models.errors import ModelBroken, ModelError, ModelNotFound, reason
 from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, like
+from models.store.manifest import user_manifest
+from models.store.stored_model import StoredModel, WeightsPlace
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
@@ -63,6 +67,10 @@ class InstalledModel:
     quantization: str
     """Such as `4 bit`; empty for weights that are not quantized."""
     short_name: str = ""
+    stored: StoredModel | None = None
+    """What stands in the manifest, for a name of our own."""
+    identity: str = ""
+    """The id of its weights, for a name of our own."""
 
 
 def shorten(name: str) -> str:
@@ -87,6 +95,9 @@ def resolve(name: str) -> Path:
     """Returns the folder of the model called `name`; raises ModelNotFound or ModelBroken."""
     if name in BUILT_IN:
         return _complete(BUILT_IN[name], f"the model {name!r}", "reinstall mlx-serve")
+    stored = find_stored(name)
+    if stored is not None:
+        return folder_of(stored.weights)
     path = Path(name).expanduser()
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
@@ -112,7 +123,8 @@ def settle(name: str) -> str:
 
     Raises ModelNotFound where no model of the family is here, and ModelBroken.
     """
-    family = find_family(name) if not Path(name).expanduser().is_dir() else ()
+    is_other = find_stored(name) is not None or Path(name).expanduser().is_dir()
+    family = () if is_other else find_family(name)
     return _installed_of(family, name)[0] if family else name
 
 
@@ -124,24 +136,116 @@ def _installed_of(family: Sequence[ShortName], name: str) -> tuple[str, Path]:
     raise ModelNotFound(f"No model of the family {name} is on this machine yet; download one: mlx-serve pull {name}")
 
 
-def find_installed(name: str) -> tuple[str, Path] | None:
-    """Returns the full name and the folder of an installed model; None where there is none of that name.
+def find_stored(name: str) -> StoredModel | None:
+    """Returns what stands in the manifest under a name of our own; a built-in model's goes before it.
 
-    Never takes a name for a path, so that it may come from anyone. Raises ModelBroken for half a download.
+    Never takes a name for a path. Raises StoreError where the manifest cannot be read.
     """
-    if name == DEMO:
-        return DEMO, _complete(DEMO_FOLDER, "the model 'demo'", "reinstall mlx-serve")
+    return None if name in BUILT_IN else user_manifest().find(name)
+
+
+def find_installed(name: str) -> tuple[str, Path] | None:
+    """Returns the identity and the folder of an installed model; None where there is none of that name.
+
+    Never takes a name for a path, so that it may come from anyone. Raises ModelBroken for half a download. Names of
+    our own are found by `find_stored`.
+    """
+    if name in BUILT_IN:
+        return name, resolve(name)
     family = find_family(name)
     try:
-        repository = parse_repository(settle(name) if family else name)
-        return None if repository is None else (str(repository), _cached(name, repository))
+        repository = parse_repository(_installed_of(family, name)[0] if family else name)
+        if repository is None:
+            return None
+        folder = _cached(name, repository)
     except ModelNotFound:
         return None
+    return _repository_identity(repository.repository, folder), folder
+
+
+def folder_of(place: WeightsPlace) -> Path:
+    """Returns the folder of a stored model's weights; raises ModelNotFound or ModelBroken."""
+    if place.kind == "repository":
+        return _cached(str(place), RepositoryName(place.name, place.commit))
+    if place.kind == "built-in":
+        if place.name not in BUILT_IN:
+            raise ModelNotFound(f"There is no built-in model {place.name!r} in this version.")
+        return resolve(place.name)
+    folder = Path(place.name)
+    if not folder.is_dir():
+        raise ModelNotFound(f"There is no folder {folder} any more.")
+    return _complete(folder, f"the folder {folder}", "a model needs config.json and its weights, model*.safetensors")
+
+
+def identity_of(place: WeightsPlace) -> str:
+    """Returns the one id by which a stored model's weights are known, whatever they are called; never a path.
+
+    Raises as `folder_of` does.
+    """
+    folder = folder_of(place)
+    if place.kind == "repository":
+        return _repository_identity(place.name, folder)
+    if place.kind == "built-in":
+        return place.name
+    return f"{folder.name}-{hashlib.sha256(os.path.realpath(folder).encode()).hexdigest()[:8]}"
+
+
+def place_of(name: str) -> WeightsPlace:
+    """Returns where the weights of the model called `name` lie; raises as `resolve` does. It may be a path."""
+    if name in BUILT_IN:
+        return WeightsPlace("built-in", name)
+    stored = find_stored(name)
+    if stored is not None:
+        return stored.weights
+    folder = resolve(name)
+    if not Path(name).expanduser().is_dir():
+        return _repository_place(name, folder)
+    return WeightsPlace("folder", str(folder.resolve()))
+
+
+def installed_place(name: str) -> WeightsPlace | None:
+    """Returns the same for an installed model, never taking a name for a path; None where there is none.
+
+    Raises ModelBroken for half a download, and StoreError.
+    """
+    stored = find_stored(name)
+    if stored is not None:
+        return stored.weights
+    found = find_installed(name)
+    if found is None:
+        return None
+    return WeightsPlace("built-in", name) if name in BUILT_IN else _repository_place(name, found[1])
+
+
+def _repository_place(name: str, snapshot: Path) -> WeightsPlace:
+    family = find_family(name)
+    repository = parse_repository(_installed_of(family, name)[0] if family else name)
+    assert repository is not None, "what the cache has is the name of a repository"
+    return WeightsPlace("repository", repository.repository, snapshot.name)
+
+
+def _repository_identity(repository: str, snapshot: Path) -> str:
+    """Returns the name of a revision in the cache, the same by whatever branch, tag or commit it was asked for."""
+    refs = snapshot.parent.parent / "refs"
+    commit = snapshot.name
+    names = frozenset(str(ref.relative_to(refs)) for ref in refs.rglob("*") if _holds(ref, commit))
+    return str(RepositoryName(repository, _shortest(names, commit)))
+
+
+def _holds(ref: Path, commit: str) -> bool:
+    try:
+        return ref.is_file() and ref.read_text().strip() == commit
+    except (OSError, ValueError):
+        return False
 
 
 def installed() -> list[InstalledModel]:
-    """Returns the models on this machine: the built-in ones, then the complete ones of the local cache by name."""
+    """Returns the models of this machine: built-in ones, names of our own, then the complete ones of the local cache.
+
+    Raises StoreError where the manifest cannot be read.
+    """
     models = [_describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
+    models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
     return models + sorted(_cached_models(), key=lambda model: model.name.lower())
 
 
@@ -219,6 +323,15 @@ def _cached_models() -> list[InstalledModel]:
         for revision in repository.revisions
         if _is_usable(path := revision.snapshot_path)
     ]
+
+
+def _described(stored: StoredModel) -> InstalledModel | None:
+    """Returns a stored model whose weights are there, else None."""
+    try:
+        found = _describe(stored.short_name, folder_of(stored.weights))
+        return replace(found, stored=stored, identity=identity_of(stored.weights))
+    except ModelError:
+        return None
 
 
 def _is_usable(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, read_config, release
 from models.mlx_lm_import import get_total_parameters
-from models.names import BUILT_IN, resolve, shorten
+from models.names import BUILT_IN, find_stored, identity_of, resolve, shorten
 from models.output.reasoning_format import ReasoningFormat
 from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
@@ -47,6 +47,7 @@ from server.memory_budget import (
     read_machine,
     usable_bytes,
 )
+from server.pool.catalog import stored_source
 from server.pool.errors import ModelTooLarge
 from server.pool.loading import Around
 from server.pool.member import OpenedModel
@@ -82,6 +83,13 @@ class Service:
     """Lets go of the weights, once the engine has ended."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each of its adapters, by the adapter's name."""
+    named: ServedModel | None = None
+    """The model under the name of our own by which it was asked for, if it was."""
+
+    @property
+    def asked_for(self) -> ServedModel:
+        """The model under the name that the command line gives it."""
+        return self.named or self.model
 
     @property
     def opened(self) -> OpenedModel:
@@ -98,14 +106,15 @@ def open_service(
     StartError for a model or a budget that this machine cannot hold.
     """
     name = config.models[0]
-    path = resolve(name)
+    source = source_of(name)
+    path = source.path
     machine = read_machine(mx.device_info())
     stored_bytes = weights.total_bytes(path)
     _check_weights_fit(name, stored_bytes, largest_weights_bytes(machine))
     others_bytes = sum(claim.memory_bytes for claim in others)
     is_cpu = not _is_on_gpu()
     float32_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
-    loaded = load(path, model_id(name), max_float32_bytes=float32_bytes, tell=tell)
+    loaded = load(path, source.id, max_float32_bytes=float32_bytes, tell=tell)
     loaded = _with_adapters(loaded, config, tell)
     plan = _plan(config, machine, _weights_bytes(loaded), others_bytes)
     _bound_pool(choose_pool_bytes(plan.budget_bytes))
@@ -122,6 +131,7 @@ def open_service(
         model_context_tokens=loaded.context_tokens,
         release=partial(_release, loaded),
         variants=_variants(served, loaded),
+        named=None if source.label is None else served.labelled(source.label, source.defaults),
     )
 
 
@@ -163,14 +173,14 @@ class ServiceOpener:
 
     def describe(self, source: ModelSource) -> ListedModel:
         """Returns what the files of a model tell without being loaded; of damaged ones, nothing but the name."""
-        parent_id = None if source.adapter is None else source.id
+        parent_id = None if source.name == source.id else source.id
         try:
             config, limit = read_config(source.path)
             created = int((source.path / "config.json").stat().st_mtime)
             facts = ModelFacts(stored_bytes=weights.total_bytes(source.path), **architecture_facts(config))
         except (ModelError, OSError):
             return ListedModel(source.name, 0, None, ModelFacts(), parent_id=parent_id)
-        context_tokens = min(self.config.context_tokens or limit, limit)
+        context_tokens = min(self.config.context_tokens or limit, limit, source.defaults.context_tokens or limit)
         return ListedModel(source.name, created, context_tokens, facts, parent_id=parent_id)
 
     def _open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
@@ -258,15 +268,27 @@ def _bound_pool(num_bytes: int) -> None:
 
 
 def model_id(name: str) -> str:
-    """Returns the name by which clients ask for the model that was named `name` on the command line.
+    """Returns the id of the model that was named `name` on the command line; raises ModelError.
 
-    For a folder that is its own name, and a folder is what `models.names.resolve` takes for one.
+    For a folder that is its own name, and a folder is what `models.names.resolve` takes for one. For a name of our
+    own it is that of its weights.
     """
+    stored = find_stored(name)
+    if stored is not None:
+        return identity_of(stored.weights)
     path = Path(name).expanduser()
     if name in BUILT_IN or not path.is_dir():
         return shorten(name)
     # Not `resolve`: a link has a name of its own, and what it leads to may be called by a hash.
     return Path(os.path.abspath(path)).name or name  # noqa: PTH100
+
+
+def source_of(name: str) -> ModelSource:
+    """Returns the model that was named `name` on the command line, with its defaults; raises ModelError."""
+    stored = find_stored(name)
+    if stored is not None:
+        return stored_source(stored)
+    return ModelSource(model_id(name), resolve(name))
 
 
 def _facts(loaded: LoadedModel, stored_bytes: int, memory_bytes: int, *, is_on_gpu: bool) -> ModelFacts:

@@ -22,6 +22,7 @@ from models.output.token_search import TokenSearch
 from models.output.tool_formats.find import ToolSyntax, tool_parser
 from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
+from models.store.defaults import ModelDefaults
 from server.api.errors import ApiError, Code, stopped
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
@@ -163,6 +164,20 @@ class ServedModel:
     """What it is evaluated with, if it is a variant of another model."""
     parent_id: str | None = None
     """That other model."""
+    defaults: ModelDefaults = field(default_factory=ModelDefaults)
+    """What else a request gets where it says nothing; sampling and context are in the fields above."""
+
+    def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
+        """Returns the model under another name, with defaults of that name; it shares all state with this one."""
+        sampling = defaults.sampling_over(self.sampling)
+        return replace(
+            self,
+            id=name,
+            parent_id=self.id,
+            defaults=defaults,
+            context_tokens=min(self.context_tokens, defaults.context_tokens or self.context_tokens),
+            sampling=replace(sampling, top_k=sampling.top_k if sampling.top_k < self.vocab_size else 0),
+        )
 
     def variant(self, adapter: Adapter) -> "ServedModel":
         """Returns the model with an adapter, under the adapter's name."""

@@ -63,6 +63,22 @@ class Conversation:
         return self.renderer.render(messages, self.tools or None, self.template_arguments, self.namespace)
 
 
+def open_conversation(
+    model: ServedModel,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_arguments: Mapping[str, Any] | None = None,
+    namespace: str = "",
+    *,
+    continues: bool = False,
+) -> Conversation:
+    """Returns the conversation of a request, with what the model's name adds where the request says nothing."""
+    defaults = model.defaults
+    arguments = {**defaults.template_arguments, **(template_arguments or {})}
+    shown = defaults.conversation(messages)
+    return Conversation(model.renderer, shown, tools, arguments, namespace, continues)
+
+
 def can_continue(model: ServedModel) -> bool:
     """Whether answers of `model` can be gone on with: not those that are written in channels."""
     return not isinstance(model.tool_syntax, HarmonyFormat)

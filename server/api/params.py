@@ -81,7 +81,7 @@ def build_request(
         tokens=prompt.tokens,
         max_tokens=_fitting_max_tokens(len(prompt.tokens), params.max_tokens, prompt_param, model, config),
         sampling=params.sampling,
-        stop=params.stop,
+        stop=params.stop or model.defaults.stop,
         stop_token_ids=params.stop_token_ids,
         keeps_stop=params.keeps_stop,
         session_id=dialect_of(incoming.http).session_id(incoming.fields, incoming.http.headers),
@@ -112,6 +112,7 @@ def _fitting_max_tokens(
     """Returns how many tokens are generated at most; raises ApiError for a prompt that leaves space for none."""
     if num_prompt == 0:
         raise ApiError(Code.EMPTY_PROMPT, f"{prompt_param}: the prompt is empty", prompt_param)
+    requested = model.defaults.max_tokens if requested is None else requested
     num_left = model.context_tokens - num_prompt
     if num_left < 1:
         raise context_exceeded(num_prompt, model.context_tokens - 1, prompt_param)

@@ -48,8 +48,7 @@ from server.pool.keep_alive import parse_keep_alive
 from server.pool.names import parse_alias
 from server.pool.pool import ModelPool
 from server.pool.settings import PoolSettings
-from server.pool.source import ModelSource
-from server.service import Service, ServiceOpener, model_id, open_service, pool_memory
+from server.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -152,19 +151,19 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
 
     Raises ModelError for a model of the command line that is not there.
     """
-    first = ModelSource(service.model.id, resolve(config.models[0]))
-    sources = [first, *(replace(first, adapter=name) for name in service.variants)]
-    sources += [ModelSource(model_id(name), resolve(name)) for name in config.models[1:]]
-    taken = {source.id for source in sources} & set(service.variants)
+    first = source_of(config.models[0])
+    others = [source_of(name) for name in config.models[1:]]
+    taken = {name for source in (first, *others) for name in (source.id, source.name)} & set(service.variants)
     if taken:
         raise StartError(f"{min(taken)} is the name of a model and of an adapter; give the adapter another one")
+    sources = [first, *(replace(first.plain, adapter=name) for name in service.variants), *others]
     memory = pool_memory(config, read_machine(mx.device_info()), around.others)
     settings = PoolSettings(
         memory,
         max_models=config.max_models,
         keep_alive_seconds=None if config.keep_alive is None else parse_keep_alive(config.keep_alive),
         aliases=tuple(map(parse_alias, config.aliases)),
-        default_id=service.model.id,
+        default_id=first.name,
     )
     catalog = InstalledCatalog(sources, has_others=config.max_models != 1)
     pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
@@ -329,5 +328,5 @@ def show_banner(console: Console, service: Service, config: ServerConfig, around
     """Prints what is served, within which limits, where, and how to ask it."""
     for label, text in facts(service, config, around):
         console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
-    example = example_call(around.urls[0], service.model.id, config.needs_key)
+    example = example_call(around.urls[0], service.asked_for.id, config.needs_key)
     console.print(f"\nTry it:\n{example}\n\nCtrl-C stops the server.\n", markup=False)

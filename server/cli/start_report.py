@@ -31,7 +31,7 @@ class Surroundings:
 
 def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
     """Yields a label and a text for each fact; a label is empty where the line goes on with the one before."""
-    model = service.model
+    model = service.asked_for
     yield "model", f"{model.id}, {count_text(service.num_parameters)} parameters"
     yield "weights", weights_text(service)
     if service.variants:

@@ -1,16 +1,35 @@
 """Which models a server may be asked for, whether they are loaded or not.
 
 A name from a request is never taken for a path: folders are served only where the command line named them, under the
-name of the folder. Everything else is `demo` or a complete repository of the local Hugging Face cache.
+name of the folder. Everything else is built in, a name of our own, or a complete repository of the local Hugging Face
+cache. Whatever has the same folder has the same id.
 """
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
-from models.names import find_installed, installed, parse_repository
+from models.errors import ModelBroken, ModelError, StoreError
+from models.names import (
+    BUILT_IN,
+    InstalledModel,
+    find_installed,
+    find_stored,
+    folder_of,
+    identity_of,
+    installed,
+    parse_repository,
+)
+from models.store.manifest import user_manifest
+from models.store.stored_model import StoredModel
 from server.pool.source import ModelSource
+
+logger = logging.getLogger(__name__)
 
 LISTING_SECONDS = 5.0
 """How old a list of what is installed may be: making it looks at every file of the cache."""
@@ -48,10 +67,13 @@ class InstalledCatalog:
 
     def __init__(self, named: Sequence[ModelSource], *, has_others: bool = True) -> None:
         """`named` are those of the command line, with their adapters. Without `has_others` there are no more."""
-        self._named = named
+        self._named: list[ModelSource] = []
+        for source in named:
+            self._named.append(self._identified(source))
         self._has_others = has_others
         self._listed: Sequence[ModelSource] = ()
         self._listed_at: float | None = None
+        self._listed_stored: Sequence[StoredModel] = ()
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ModelSource | None:
@@ -59,19 +81,26 @@ class InstalledCatalog:
         known = self._known(name)
         if known is not None or not self._has_others:
             return known
+        stored = _stored(name)
+        if stored is not None:
+            return self._identified(stored_source(stored))
         found = find_installed(name)
-        return None if found is None else self._known(found[0]) or ModelSource(*found)
+        if found is None:
+            return self._by_id(name)
+        return self._known(found[0]) or self._identified(ModelSource(*found)).plain
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns those of the command line, then the others; the list may be a few seconds old."""
+        """Returns those of the command line, then the others; what was pulled just now may be missing."""
         if not self._has_others:
             return self._named
+        stored = _all_stored()
         with self._lock:
-            if self._listed_at is None or time.monotonic() - self._listed_at > LISTING_SECONDS:
-                self._listed = [ModelSource(one.name, one.path) for one in installed()]
-                self._listed_at = time.monotonic()
-            others = self._listed
-        return [*self._named, *(one for one in others if self._known(one.id) is None)]
+            is_old = self._listed_at is None or time.monotonic() - self._listed_at > LISTING_SECONDS
+            if is_old or stored != self._listed_stored:
+                self._listed = _installed_sources()
+                self._listed_at, self._listed_stored = time.monotonic(), stored
+            others = map(self._identified, self._listed)
+        return [*self._named, *(one for one in others if self._known(one.name) is None)]
 
     def _known(self, name: str) -> ModelSource | None:
         """Returns the model that the command line has named so, or under another name of the same repository."""
@@ -81,5 +110,66 @@ class InstalledCatalog:
                 return source
         for source in self._named:
             if source.adapter is None and repository is not None and parse_repository(source.id) == repository:
-                return source
+                return source if source.label is None else source.plain
+        return next((source.plain for source in self._named if source.id == name), None)
+
+    def _identified(self, source: ModelSource) -> ModelSource:
+        """Returns a source under the id of the first model of the command line that has the same folder."""
+        folder = os.path.realpath(source.path)
+        for named in self._named:
+            if named.adapter is None and named.id != source.id and os.path.realpath(named.path) == folder:
+                label = source.label or (None if source.adapter else source.id)
+                return replace(source, id=named.id, label=label)
+        return source
+
+    def _by_id(self, name: str) -> ModelSource | None:
+        """Returns the weights of stored models that have no other name than this id."""
+        for stored in _all_stored():
+            if stored.weights.kind == "folder" and name.startswith(f"{Path(stored.weights.name).name}-"):
+                source = self._identified(stored_source(stored))
+                if source.id == name:
+                    return source.plain
         return None
+
+
+def stored_source(stored: StoredModel) -> ModelSource:
+    """Returns the source of a name of our own; raises ModelBroken, which names no path, where it has no weights."""
+    try:
+        folder = folder_of(stored.weights)
+        model_id = identity_of(stored.weights)
+    except ModelError as error:
+        logger.warning("%s cannot be used: %s", stored.short_name, error)
+        message = f"the weights of {stored.short_name} are not there any more, or not complete; see the server's log"
+        raise ModelBroken(message) from error
+    return ModelSource(model_id, folder, label=stored.short_name, defaults=stored.defaults)
+
+
+def _stored(name: str) -> StoredModel | None:
+    try:
+        return find_stored(name)
+    except StoreError as error:
+        logger.error("names of your own are not served: %s", error)
+        return None
+
+
+def _all_stored() -> Sequence[StoredModel]:
+    try:
+        return list(user_manifest().models().values())
+    except StoreError as error:
+        logger.error("names of your own are not served: %s", error)
+        return ()
+
+
+def _installed_sources() -> Sequence[ModelSource]:
+    try:
+        found = installed()
+    except StoreError as error:
+        logger.error("names of your own are not served: %s", error)
+        return [ModelSource(name, path) for name, path in BUILT_IN.items()]
+    return [_source(one) for one in found]
+
+
+def _source(model: InstalledModel) -> ModelSource:
+    if model.stored is None:
+        return ModelSource(model.name, model.path)
+    return ModelSource(model.identity, model.path, label=model.name, defaults=model.stored.defaults)

@@ -13,7 +13,7 @@ class ModelFinder:
     """Resolves names, aliases included, to identities."""
 
     def __init__(self, catalog: Catalog, aliases: Sequence[Alias] = (), default_id: str | None = None) -> None:
-        """`default_id` is the model of requests that name none; without it, the only one there is."""
+        """`default_id` is the name of the model of requests that name none; without it, the only one there is."""
         self._catalog = catalog
         self._aliases = aliases
         self._default_id = default_id

@@ -1,6 +1,7 @@
-"""A loaded model in the pool, and who holds it. Event loop only."""
+"""A loaded model in the pool, and who holds it. Event loop only, but for what says otherwise."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -71,9 +72,30 @@ class Member:
     """Whether it takes no more requests, because another model waits for its memory."""
     num_holds: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _labelled: dict[str, ServedModel] = field(default_factory=dict)
+    """The model under the labels by which it was asked for, with their defaults."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.idle.set()
+
+    def served(self, source: ModelSource) -> ServedModel | None:
+        """Returns the model as a source of the same id names it; None for an adapter that it has not. For any thread.
+
+        The same source is answered with the same object until the label's defaults change.
+        """
+        served = self.opened.served(source.adapter)
+        if served is None or source.adapter is not None or source.label is None:
+            return served
+        with self._lock:
+            known = self._labelled.get(source.label)
+            if known is None or known.defaults != source.defaults:
+                known = self._labelled[source.label] = served.labelled(source.label, source.defaults)
+        return known
+
+    def has(self, model: ServedModel) -> bool:
+        """Whether `model` is one that `served` returned and still would."""
+        return model is self.opened.served(model.adapter_name) or self._labelled.get(model.id) is model
 
     @property
     def is_busy(self) -> bool:

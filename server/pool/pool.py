@@ -129,7 +129,7 @@ class ModelPool:
 
     def _described(self, source: ModelSource) -> ListedModel:
         member = self._members.find_ready(source.id)
-        served = None if member is None else member.opened.served(source.adapter)
+        served = None if member is None else member.served(source)
         if served is not None:
             return ListedModel.of(served)
         if self._opener is None:
@@ -149,7 +149,7 @@ class ModelPool:
         member = self._members.find_ready(source.id)
         if member is None:
             raise ModelNotLoaded(source)
-        served = member.opened.served(source.adapter)
+        served = member.served(source)
         assert served is not None, "a model is loaded with all adapters that its names stand for"
         return served
 
@@ -158,7 +158,7 @@ class ModelPool:
     def try_hold(self, model: ServedModel) -> ModelHold | None:
         """Returns a hold on a model that `find` returned; None if it has been unloaded since, or is about to be."""
         member = self._members.find_ready(model.base_id)
-        if member is None or member.opened.served(model.adapter_name) is not model:
+        if member is None or not member.has(model):
             return None
         return self._members.hold(member)
 

@@ -1,7 +1,9 @@
 """What a model is known by before it is loaded. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from models.store.defaults import ModelDefaults
 
 
 @dataclass(frozen=True)
@@ -14,8 +16,17 @@ class ModelSource:
     """The folder with its configuration and its weights."""
     adapter: str | None = None
     """The name of an adapter of it that is meant, which is loaded with it."""
+    label: str | None = None
+    """What clients call it where that is not its id: a name of our own, say."""
+    defaults: ModelDefaults = field(default_factory=ModelDefaults)
+    """What requests under the label get where they say nothing."""
 
     @property
     def name(self) -> str:
         """What clients call it."""
-        return self.id if self.adapter is None else self.adapter
+        return self.adapter or self.label or self.id
+
+    @property
+    def plain(self) -> "ModelSource":
+        """The model itself, under its id."""
+        return ModelSource(self.id, self.path)

@@ -16,7 +16,7 @@ from server.api.anthropic.body_types import (
 )
 from server.api.anthropic.signature import thought_of
 from server.api.context import ServedModel
-from server.api.conversation import Conversation, check_continuable
+from server.api.conversation import Conversation, check_continuable, open_conversation
 from server.api.errors import ApiError, Code
 from server.config import ServerConfig
 from server.prompt_hygiene import with_constant_headers
@@ -37,8 +37,8 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
     messages = [*system, *template_messages(body.messages)]
-    return Conversation(
-        model.renderer,
+    return open_conversation(
+        model,
         tools=_offered_tools(body, model),
         messages=with_constant_headers(messages) if config.prompt_hygiene else messages,
         template_arguments=body.thinking_wish().template_arguments(),

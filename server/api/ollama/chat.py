@@ -15,7 +15,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from models.unicode_text import well_formed_json
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
-from server.api.conversation import Conversation, can_continue
+from server.api.conversation import Conversation, can_continue, open_conversation
 from server.api.dialect import Exchange, ModelReady, OutputEvent, Payload
 from server.api.endpoint import generate
 from server.api.field_rules import refuse_fields
@@ -133,8 +133,8 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady 
     model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
     tools = offered_tools(incoming.fields.get("tools"), model)
-    conversation = Conversation(
-        model.renderer,
+    conversation = open_conversation(
+        model,
         messages=_messages(body.messages, context.config),
         tools=tools,
         template_arguments=template_arguments(body, model),

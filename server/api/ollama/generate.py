@@ -11,7 +11,7 @@ from models.output.pieces import Reasoning, Text
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
-from server.api.conversation import Conversation
+from server.api.conversation import Conversation, open_conversation
 from server.api.dialect import Exchange, ModelReady, OutputEvent, Payload
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
@@ -84,7 +84,9 @@ def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelRe
 def _conversation(body: OllamaGenerateBody, model: ServedModel, namespace: str) -> Conversation:
     said = (("system", body.system), ("user", body.prompt))
     messages: list[Message] = [{"role": role, "content": [{"text": text}]} for role, text in said if text]
-    return Conversation(model.renderer, messages, (), template_arguments(body, model), namespace)
+    made_of = (messages, (), template_arguments(body, model), namespace)
+    # What goes on from tokens has the model's system prompt among them.
+    return Conversation(model.renderer, *made_of) if body.context else open_conversation(model, *made_of)
 
 
 def _prompt(body: OllamaGenerateBody, model: ServedModel, conversation: Conversation | None) -> RenderedPrompt:

@@ -141,7 +141,7 @@ def describe(context: ApiContext, incoming: Incoming) -> Payload:
     try:
         return _shown(find_model(context, body.model or body.name))
     except ModelNotLoaded as error:
-        return _shown_unloaded(context.pool.describe(error.source.id))
+        return _shown_unloaded(context.pool.describe(error.source.name))
 
 
 def _tag(model: ListedModel) -> TagBody:

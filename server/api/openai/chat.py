@@ -12,7 +12,7 @@ from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
-from server.api.conversation import Conversation, check_continuable, check_template_arguments
+from server.api.conversation import Conversation, check_continuable, check_template_arguments, open_conversation
 from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
 from server.api.field_rules import refuse_fields
@@ -88,8 +88,8 @@ def read_conversation(
     continues = body.continues()
     if continues:
         check_continuable(model)
-    return Conversation(
-        model.renderer,
+    return open_conversation(
+        model,
         tools=_offered_tools(body, incoming, model),
         messages=_messages(body, config),
         template_arguments=_template_arguments(body),

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
-from server.api.conversation import Conversation
+from server.api.conversation import Conversation, open_conversation
 from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.endpoint import generate, inspect
 from server.api.errors import ApiError, Code, explain
@@ -110,8 +110,8 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
     """Returns what a prompt is made of; raises ApiError. Waits for the store."""
     items = read_request_items(body, context.kept(store_of), namespace, name)
     tools = _offered_tools(body, model)
-    conversation = Conversation(
-        model.renderer,
+    conversation = open_conversation(
+        model,
         messages=_messages(body, items, context.config),
         tools=tools.shown,
         template_arguments=body.thinking_wish().template_arguments(),

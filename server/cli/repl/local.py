@@ -38,7 +38,7 @@ def local_model(config: ServerConfig) -> "Iterator[LocalModel]":
         service = open_service(config)
         service.engine.start()
     try:
-        yield LocalModel(service.model, service.engine)
+        yield LocalModel(service.asked_for, service.engine)
     finally:
         service.engine.stop()
 
@@ -61,7 +61,9 @@ class LocalModel:
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first."""
         try:
-            prompt = self._model.renderer.render(turns, template_kwargs=_template_arguments(parameters))
+            defaults = self._model.defaults
+            arguments = {**defaults.template_arguments, **(_template_arguments(parameters) or {})}
+            prompt = self._model.renderer.render(defaults.conversation(turns), template_kwargs=arguments or None)
             generation = self._engine.submit(self._request(prompt, conversation, parameters))
         except (ModelError, EngineError, ValueError) as error:
             raise AnswerFailed(str(error)) from error
@@ -77,6 +79,7 @@ class LocalModel:
             raise
 
     def _request(self, prompt: RenderedPrompt, conversation: int, parameters: Mapping[str, Any]) -> GenerationRequest:
+        defaults = self._model.defaults
         max_tokens = self._model.context_tokens - len(prompt.tokens)
         if max_tokens < 1:
             raise ValueError(
@@ -86,7 +89,8 @@ class LocalModel:
         return GenerationRequest(
             request_id=f"run-{next(self._request_numbers)}",
             tokens=prompt.tokens,
-            max_tokens=min(max_tokens, parameters.get(MAX_TOKENS, max_tokens)),
+            max_tokens=min(max_tokens, parameters.get(MAX_TOKENS, defaults.max_tokens or max_tokens)),
+            stop=defaults.stop,
             sampling=replace(
                 self._model.sampling, **{name: parameters[name] for name in SAMPLING if name in parameters}
             ),

@@ -17,6 +17,7 @@ EXIT_STATUSES: Mapping[int, str] = {
 FILES: Mapping[str, str] = {
     "~/.config/mlx-serve/config.toml": f"Settings; under $XDG_CONFIG_HOME, or where {FILE_VARIABLE} says.",
     "~/.cache/mlx-serve": "Conversations that --cache-disk keeps.",
+    "~/.local/share/mlx-serve/models.json": "Names of your own for models; under $XDG_DATA_HOME where that is set.",
     "~/.local/state/mlx-serve/history": "What was typed in mlx-serve run; under $XDG_STATE_HOME where that is set.",
     "~/.cache/huggingface": "Models that were pulled; $HF_HOME names another folder.",
 }
