@@ -203,6 +203,32 @@ def place_of(name: str) -> WeightsPlace:
     return WeightsPlace("folder", str(folder.resolve()))
 
 
+def files_of(name: str) -> tuple[WeightsPlace, Path]:
+    """Returns where the weights of the model called `name` lie, and its folder, which may lack files.
+
+    Raises ModelNotFound where there is no folder. It may be a path.
+    """
+    stored = find_stored(name)
+    if stored is None and name not in BUILT_IN and not Path(name).expanduser().is_dir():
+        repository = parse_repository(name)
+        folder = None if repository is None else _snapshot(repository)
+        if repository is None or folder is None:
+            return place_of(name), resolve(name)
+        return WeightsPlace("repository", repository.repository, folder.name), folder
+    place = place_of(name) if stored is None else stored.weights
+    if place.kind != "repository":
+        return place, BUILT_IN[place.name] if place.kind == "built-in" else Path(place.name)
+    return place, _snapshot(RepositoryName(place.name, place.commit)) or folder_of(place)
+
+
+def _snapshot(repository: RepositoryName) -> Path | None:
+    """Returns the folder of a revision in the cache, complete or not."""
+    home = cache_folder() / f"models--{repository.repository.replace('/', '--')}"
+    ref = home / "refs" / repository.revision
+    folder = home / "snapshots" / (ref.read_text().strip() if ref.is_file() else repository.revision)
+    return folder if folder.is_dir() else None
+
+
 def installed_place(name: str) -> WeightsPlace | None:
     """Returns the same for an installed model, never taking a name for a path; None where there is none.
 
@@ -244,7 +270,7 @@ def installed() -> list[InstalledModel]:
 
     Raises StoreError where the manifest cannot be read.
     """
-    models = [_describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
+    models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
     return models + sorted(_cached_models(), key=lambda model: model.name.lower())
 
@@ -317,7 +343,7 @@ def _cached_models() -> list[InstalledModel]:
     except (CacheNotFound, ValueError, OSError):
         return []
     return [
-        _describe(str(RepositoryName(repository.repo_id, _shortest(revision.refs, revision.commit_hash))), path)
+        describe(str(RepositoryName(repository.repo_id, _shortest(revision.refs, revision.commit_hash))), path)
         for repository in repositories
         if repository.repo_type == "model"
         for revision in repository.revisions
@@ -328,7 +354,7 @@ def _cached_models() -> list[InstalledModel]:
 def _described(stored: StoredModel) -> InstalledModel | None:
     """Returns a stored model whose weights are there, else None."""
     try:
-        found = _describe(stored.short_name, folder_of(stored.weights))
+        found = describe(stored.short_name, folder_of(stored.weights))
         return replace(found, stored=stored, identity=identity_of(stored.weights))
     except ModelError:
         return None
@@ -346,7 +372,8 @@ def _shortest(refs: frozenset[str], commit: str) -> str:
     return "main" if "main" in refs else min(refs, default=commit)
 
 
-def _describe(name: str, folder: Path) -> InstalledModel:
+def describe(name: str, folder: Path) -> InstalledModel:
+    """Returns what the files of a model tell under that name."""
     config = _read_json(folder / "config.json")
     bits = config.get("quantization", config.get("quantization_config", {})).get("bits")
     return InstalledModel(

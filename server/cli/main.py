@@ -212,6 +212,84 @@ def list_models(
     show_installed(as_json=as_json)
 
 
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+_Force = Annotated[bool, typer.Option("--force", help="Without asking, and in place of what has the name.")]
+_OwnName = Annotated[str, typer.Argument(metavar="NAME", help="A name of your own, such as writer or writer:v2.")]
+_AnyModel = Annotated[str, typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a name of your own.")]
+
+
+@app.command()
+def show(
+    model: _AnyModel,
+    as_modelfile: Annotated[bool, typer.Option("--modelfile", help="Print a Modelfile that makes it.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Show what a model is: weights, context, parameters, files."""
+    from server.cli.stored import show as tell
+
+    # Else transformers advises to install PyTorch; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    tell(model, as_modelfile=as_modelfile, as_json=as_json)
+
+
+@app.command()
+def cp(source: _AnyModel, name: _OwnName, force: _Force = False, as_json: _Json = False) -> None:
+    """Give a model another name; its weights are shared."""
+    from server.cli.stored import copy
+
+    copy(source, name, replaces=force, as_json=as_json)
+
+
+@app.command()
+def tag(
+    name: _OwnName,
+    tag_name: Annotated[str, typer.Argument(metavar="TAG", help="What stands behind the colon, such as v2.")],
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Give a name of your own another tag, which stays as it is when the name changes."""
+    from server.cli.stored import tag as add
+
+    add(name, tag_name, replaces=force, as_json=as_json)
+
+
+@app.command()
+def rm(model: _AnyModel, force: _Force = False, as_json: _Json = False) -> None:
+    """Remove a name of your own, or the files of a repository that no name uses."""
+    from server.cli.stored import remove
+
+    remove(model, is_forced=force, as_json=as_json)
+
+
+@app.command()
+def verify(
+    model: _AnyModel,
+    remove_damaged: Annotated[
+        bool, typer.Option("--remove-damaged", help="Remove what is damaged from the cache, to be pulled again.")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Compare every file of a model with the hub's hash; the exit status is 1 if one is missing or damaged."""
+    from server.cli.stored import check_files
+
+    raise typer.Exit(check_files(model, removes_damaged=remove_damaged, as_json=as_json))
+
+
+@app.command()
+def create(
+    name: _OwnName,
+    file: Annotated[
+        str,
+        typer.Option("-f", "--file", metavar="FILE", help="A Modelfile, as Ollama has them; - is standard input."),
+    ] = "Modelfile",
+    as_json: _Json = False,
+) -> None:
+    """Make a model with a system prompt and parameters of your own from another, by a Modelfile."""
+    from server.cli.stored import create as make
+
+    make(name, file, as_json=as_json)
+
+
 _Key = Annotated[
     str | None,
     typer.Option(metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that asks for one."),

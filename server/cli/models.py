@@ -35,6 +35,7 @@ def _figures(model: InstalledModel) -> dict[str, str | int | None]:
         "architecture": model.architecture,
         "quantization": model.quantization or None,
         "path": str(model.path),
+        "from": None if model.stored is None else str(model.stored.weights),
     }
 
 

@@ -273,6 +273,7 @@ def test_the_list_as_json(long_path: Path, capsys: pytest.CaptureFixture[str]) -
         "architecture": "llama",
         "quantization": "4 bit",
         "path": str(long_path),
+        "from": None,
     }
     page = DOCS.partition("## `mlx-serve list`")[2].partition("##")[0]
     assert set(model) <= set(re.findall(r"`(\w+)`", page))

@@ -1,0 +1,268 @@
+"""`mlx-serve show`, `cp`, `tag`, `rm`, `create` and `verify`: the models of this machine, and names of one's own."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from models.errors import ModelfileError, ModelNotFound, StoreError, reason
+from models.names import (
+    BUILT_IN,
+    InstalledModel,
+    cache_folder,
+    describe,
+    files_of,
+    find_stored,
+    folder_of,
+    identity_of,
+    parse_repository,
+    place_of,
+)
+from models.sizes import size_text
+from models.store import library
+from models.store.library import Making
+from models.store.modelfile import modelfile_of, parse_modelfile
+from models.store.parameters import WITHOUT_EFFECT, parameters_of
+from models.store.stored_model import StoredModel, WeightsPlace
+from models.store.verify import FileFault, verify
+from server.errors import StartError
+
+STANDARD_INPUT = "-"
+
+
+def show(name: str, *, as_modelfile: bool, as_json: bool) -> None:
+    """Prints what a model is; raises ModelError."""
+    place, stored = place_of(name), find_stored(name)
+    if as_modelfile:
+        if stored is None:
+            raise StoreError(f"{name} is no name of your own, and has no Modelfile; make one with mlx-serve create")
+        typer.echo(modelfile_of(stored))
+        return
+    folder = folder_of(place)
+    model = describe(name if stored is None else stored.short_name, folder)
+    if as_json:
+        typer.echo(json.dumps(_record(model, place, stored), indent=2, ensure_ascii=False))
+    else:
+        for label, text in _facts(model, place, stored):
+            first, *others = text.splitlines() or [""]
+            typer.echo("\n".join([f"{label:<12} {first}".rstrip(), *(f"{'':<12} {line}" for line in others)]))
+
+
+def copy(source: str, name: str, *, replaces: bool, as_json: bool) -> None:
+    """Gives a model another name; raises ModelError."""
+    made = library.copy(source, place_of(source), name, replaces=replaces)
+    _tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
+
+
+def tag(name: str, tag_name: str, *, replaces: bool, as_json: bool) -> None:
+    """Gives a name of one's own another tag; raises ModelError."""
+    stored = find_stored(name)
+    if stored is None:
+        raise StoreError(f"{name} is no name of your own; give it one first: mlx-serve cp {name} NAME")
+    family = stored.name.partition(":")[0]
+    copy(stored.name, f"{family}:{tag_name.removeprefix(f'{family}:')}", replaces=replaces, as_json=as_json)
+
+
+def create(name: str, file: str, *, as_json: bool) -> None:
+    """Makes a model from a Modelfile; raises ModelError and StartError."""
+    text, folder = _read(file)
+    try:
+        told = parse_modelfile(text)
+        base = _base(told.base, folder)
+        making = Making(told.parameters, told.system, told.messages, told.license)
+        made = library.create(name, place_of(base), base, making)
+    except ModelfileError as error:
+        raise ModelfileError(f"{file}: {error}") from error
+    idle = sorted({key for key, _ in told.parameters if key.lower() in WITHOUT_EFFECT})
+    note = f" {', '.join(idle)} {'have' if len(idle) > 1 else 'has'} no effect here." if idle else ""
+    record = {"name": made.short_name, "from": str(made.weights), "without_effect": idle}
+    _tell(
+        record,
+        f"{made.short_name} is made from {made.weights}.{note}\nTry it: mlx-serve run {made.short_name}",
+        as_json,
+    )
+
+
+def remove(name: str, *, is_forced: bool, as_json: bool) -> None:
+    """Removes a name of one's own, or the files of a repository; asks first. Raises ModelError and StartError."""
+    if name in BUILT_IN:
+        raise StoreError(f"{name} comes with mlx-serve and cannot be removed")
+    stored = find_stored(name)
+    if stored is not None:
+        _remove_name(stored, is_forced=is_forced, as_json=as_json)
+    elif parse_repository(name) is None:
+        raise ModelNotFound(f"There is no model {name!r} to be removed; mlx-serve list shows those that are there.")
+    else:
+        _remove_weights(name, is_forced=is_forced, as_json=as_json)
+
+
+def check_files(name: str, *, removes_damaged: bool, as_json: bool) -> int:
+    """Prints what is wrong with the files of a model, and returns the exit status; raises ModelError.
+
+    Those of the cache that are damaged are removed if that is asked for, so that they are pulled anew.
+    """
+    place, folder = files_of(name)
+    found = verify(folder)
+    removed = [] if not removes_damaged or place.kind != "repository" else list(_remove_files(folder, found.faults))
+    if as_json:
+        faults = [{"file": one.name, "fault": one.fault} for one in found.faults]
+        record = {
+            "name": name,
+            "files": found.num_files,
+            "compared": found.num_compared,
+            "faults": faults,
+            "removed": removed,
+        }
+        typer.echo(json.dumps(record, indent=2))
+    elif found.faults:
+        typer.echo("\n".join(f"{one.name}: {one.fault}" for one in found.faults))
+        typer.echo(f"mlx-serve: {_advice(name, place, are_removed=bool(removed))}", err=True)
+    else:
+        rest = found.num_files - found.num_compared
+        unknown = f"; of {rest} no hash is known" if rest else ""
+        typer.echo(f"{name} is whole: {found.num_compared} files have the hub's hash{unknown}.")
+    return 1 if found.faults else 0
+
+
+def _remove_files(folder: Path, faults: Sequence[FileFault]) -> Iterator[str]:
+    """Removes the files of the cache that are not what the hub gave, and yields their names."""
+    for fault in faults:
+        file = folder / fault.name
+        if file.exists():
+            file.resolve().unlink()
+            yield fault.name
+
+
+def _advice(name: str, place: WeightsPlace, *, are_removed: bool) -> str:
+    if place.kind == "repository":
+        first = "" if are_removed else f"mlx-serve verify --remove-damaged {name}, then "
+        return f"mend it: {first}mlx-serve pull {place}"
+    return "reinstall mlx-serve" if place.kind == "built-in" else f"copy the files of {name} into the folder again"
+
+
+def _record(model: InstalledModel, place: WeightsPlace, stored: StoredModel | None) -> dict[str, Any]:
+    defaults = None if stored is None else stored.defaults
+    return {
+        "name": model.name,
+        "id": identity_of(place),
+        "source": {"kind": place.kind, "name": place.name, "commit": place.commit or None},
+        "path": str(model.path),
+        "size_bytes": model.size_bytes,
+        "architecture": model.architecture,
+        "quantization": model.quantization or None,
+        "context_tokens": _context(model, stored),
+        "parameters": [] if defaults is None else [list(pair) for pair in parameters_of(defaults)],
+        "system": None if defaults is None else defaults.system,
+        "messages": [] if defaults is None else [[one.role, one.content] for one in defaults.messages],
+        "license": None if stored is None else stored.license,
+        "files": _files(model.path),
+        "created": None if stored is None else stored.created.isoformat(),
+        "modified": None if stored is None else stored.modified.isoformat(),
+    }
+
+
+def _facts(model: InstalledModel, place: WeightsPlace, stored: StoredModel | None) -> Sequence[tuple[str, str]]:
+    context = _context(model, stored)
+    facts = [
+        ("name", model.name),
+        ("from", f"{place}" if place.kind != "built-in" else f"{place}, which comes with mlx-serve"),
+        ("folder", str(model.path)),
+        ("size", size_text(model.size_bytes)),
+        ("architecture", model.architecture),
+        ("weights", model.quantization or "not quantized"),
+        ("context", f"{context} tokens"),
+    ]
+    if stored is not None:
+        defaults = stored.defaults
+        facts.append(("parameters", "\n".join(f"{key} {value}" for key, value in parameters_of(defaults)) or "none"))
+        facts.append(("system", defaults.system or "none"))
+        facts += [(f"message {one.role}"[:12], one.content) for one in defaults.messages]
+        if stored.license:
+            facts.append(("license", stored.license))
+    return [*facts, ("template", _template(model.path)), ("files", "\n".join(_files(model.path)))]
+
+
+def _context(model: InstalledModel, stored: StoredModel | None) -> int:
+    # Brings MLX along.
+    from models.loader import read_config
+
+    own = read_config(model.path)[1]
+    limit = stored.defaults.context_tokens if stored is not None else None
+    return min(own, limit or own)
+
+
+def _template(folder: Path) -> str:
+    if (folder / "chat_template.jinja").is_file():
+        return "chat_template.jinja"
+    try:
+        has_one = b'"chat_template"' in (folder / "tokenizer_config.json").read_bytes()
+    except OSError:
+        has_one = False
+    return "in tokenizer_config.json" if has_one else "none"
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
+
+
+def _read(file: str) -> tuple[str, Path]:
+    """Returns a Modelfile and the folder that its paths begin at; raises StartError."""
+    try:
+        if file == STANDARD_INPUT:
+            return sys.stdin.read(), Path.cwd()
+        path = Path(file).expanduser()
+        return path.read_text(encoding="utf-8"), path.parent
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"{file} cannot be read: {reason(error)}") from error
+
+
+def _base(name: str, folder: Path) -> str:
+    """Returns what FROM names; a path begins at the Modelfile's folder."""
+    return str(folder / name) if name.startswith(("./", "../")) or name in (".", "..") else name
+
+
+def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None:
+    others = [name for name in library.names_with(stored.weights) if name != stored.short_name]
+    kept = f"The weights of {stored.weights} stay" + (f"; {', '.join(others)} use them, too." if others else ".")
+    _confirm(f"Remove the name {stored.short_name}? {kept}", is_forced=is_forced)
+    library.remove(stored.name)
+    if stored.weights.kind == "repository" and not others:
+        kept += f" To remove them: mlx-serve rm {stored.weights}"
+    record = {"name": stored.short_name, "removed": "name", "weights": str(stored.weights), "others": others}
+    _tell(record, f"{stored.short_name} is removed. {kept}", as_json)
+
+
+def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
+    from huggingface_hub import scan_cache_dir
+
+    place = place_of(name)
+    others = library.names_with(place)
+    if others:
+        raise StoreError(
+            f"{', '.join(others)} would have no weights; remove these names first: mlx-serve rm {others[0]}"
+        )
+    strategy = scan_cache_dir(cache_folder()).delete_revisions(place.commit)
+    _confirm(
+        f"Delete {place}, {strategy.expected_freed_size_str}, from Hugging Face's cache? Other programs share it.",
+        is_forced=is_forced,
+    )
+    strategy.execute()
+    record = {"name": name, "removed": "weights", "weights": str(place), "freed_bytes": strategy.expected_freed_size}
+    _tell(record, f"{place} is deleted, {strategy.expected_freed_size_str} are free.", as_json)
+
+
+def _confirm(question: str, *, is_forced: bool) -> None:
+    """Asks, unless it was said already; raises StartError where nobody can be asked, or the answer is no."""
+    if is_forced:
+        return
+    if not sys.stdin.isatty():
+        raise StartError("nothing is removed without being asked for at a terminal; --force removes it at once")
+    if not typer.confirm(question, err=True):
+        raise StartError("nothing was removed")
+
+
+def _tell(record: dict[str, Any], sentence: str, as_json: bool) -> None:
+    typer.echo(json.dumps(record, indent=2) if as_json else sentence)

@@ -1,0 +1,196 @@
+"""Names of one's own, and the files of models, from the command line."""
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from models.names import DEMO_FOLDER, find_stored, resolve
+from server.cli.main import execute
+from tests.models.test_names import COMMIT, hub_cache, write_model
+
+__all__ = ["hub_cache"]
+
+
+@pytest.fixture(autouse=True)
+def manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    return tmp_path / "data" / "mlx-serve" / "models.json"
+
+
+@pytest.fixture
+def modelfile(tmp_path: Path) -> Path:
+    file = tmp_path / "Modelfile"
+    file.write_text('FROM demo\nPARAMETER temperature 0.5\nPARAMETER num_gpu 1\nSYSTEM """Be\nbrief."""\n')
+    return file
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = execute(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_model_is_made_shown_copied_and_removed(capsys: pytest.CaptureFixture[str], modelfile: Path) -> None:
+    status, output, _ = run(capsys, "create", "Writer", "-f", str(modelfile))
+    assert status == 0
+    assert "num_gpu has no effect here" in output
+    assert resolve("writer") == DEMO_FOLDER
+    assert run(capsys, "cp", "writer", "editor")[0] == 0
+    assert run(capsys, "tag", "editor", "v1")[0] == 0
+    _, output, _ = run(capsys, "list")
+    assert [line.split()[0] for line in output.splitlines()[1:]] == [
+        "demo",
+        "demo-hybrid",
+        "editor",
+        "editor:v1",
+        "writer",
+    ]
+    shown = json.loads(run(capsys, "show", "editor:v1", "--json")[1])
+    assert (shown["system"], shown["parameters"]) == ("Be\nbrief.", [["temperature", "0.5"]])
+    _, output, _ = run(capsys, "rm", "editor", "--force")
+    assert "The weights of demo stay; editor:v1, writer use them, too." in output
+    assert find_stored("editor") is None
+    assert find_stored("editor:v1") is not None
+
+
+def test_what_show_prints_as_a_modelfile_makes_the_same(
+    capsys: pytest.CaptureFixture[str], modelfile: Path, tmp_path: Path
+) -> None:
+    run(capsys, "create", "writer", "-f", str(modelfile))
+    _, printed, _ = run(capsys, "show", "writer", "--modelfile")
+    (tmp_path / "again").write_text(printed)
+    assert run(capsys, "create", "again", "-f", str(tmp_path / "again"))[0] == 0
+    writer, again = find_stored("writer"), find_stored("again")
+    assert writer is not None
+    assert again is not None
+    assert writer.defaults == again.defaults
+
+
+def test_a_model_made_from_a_name_has_its_defaults(
+    capsys: pytest.CaptureFixture[str], modelfile: Path, tmp_path: Path
+) -> None:
+    run(capsys, "create", "writer", "-f", str(modelfile))
+    (tmp_path / "child").write_text("FROM writer\nPARAMETER top_k 3\n")
+    run(capsys, "create", "child", "-f", str(tmp_path / "child"))
+    child = find_stored("child")
+    assert child is not None
+    assert (child.defaults.system, child.defaults.sampling) == ("Be\nbrief.", {"temperature": 0.5, "top_k": 3})
+
+
+def test_a_folder_is_named_from_where_the_modelfile_lies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "place" / "tuned")
+    (tmp_path / "place" / "Modelfile").write_text("FROM ./tuned\n")
+    assert run(capsys, "create", "tuned", "-f", str(tmp_path / "place" / "Modelfile"))[0] == 0
+    assert resolve("tuned") == folder.resolve()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("cp", "demo", "../x"), "is no name for a model"),
+        (("cp", "demo", "demo"), "demo stands for a model that comes with mlx-serve"),
+        (("cp", "demo", "qwen3:8b"), "qwen3:8b is a short name of models to pull"),
+        (("cp", "demo", "qwen3"), "qwen3 is a short name of models to pull"),
+        (("cp", "nope-nope", "x"), "There is no model 'nope-nope'"),
+        (("cp", "demo", "taken"), "there is a name taken already"),
+        (("tag", "demo", "v1"), "mlx-serve cp demo NAME"),
+        (("rm", "demo", "--force"), "comes with mlx-serve"),
+        (("rm", "nope-nope"), "There is no model 'nope-nope' to be removed"),
+        (("rm", "taken"), "--force removes it at once"),
+        (("create", "x", "-f", "/gone/Modelfile"), "/gone/Modelfile cannot be read"),
+        (("show", "demo", "--modelfile"), "demo is no name of your own"),
+    ],
+)
+def test_what_cannot_be_done_is_told(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "cp", "demo", "taken")
+    status, _, complaint = run(capsys, *arguments)
+    assert status == 1
+    assert said in complaint
+    assert complaint.count("\n") == 1
+    assert find_stored("taken") is not None
+
+
+def test_a_mistake_in_a_modelfile_is_told_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "Modelfile").write_text("FROM demo\nPARAMETER temprature 1\n")
+    status, _, complaint = run(capsys, "create", "x", "-f", str(tmp_path / "Modelfile"))
+    assert status == 1
+    assert "did you mean temperature?" in complaint
+    assert find_stored("x") is None
+
+
+WEIGHTS = json.dumps({"a": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}).encode()
+FILES = {
+    "model.safetensors": struct.pack("<Q", len(WEIGHTS)) + WEIGHTS + bytes(100),
+    "config.json": b'{"model_type": "llama"}',
+}
+
+
+def pulled(cache: Path) -> Path:
+    """Writes a repository into the cache as huggingface_hub does."""
+    home = cache / "models--org--name"
+    snapshot = home / "snapshots" / COMMIT
+    for folder in (home / "blobs", home / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    for name, text in FILES.items():
+        is_large = name.endswith(".safetensors")
+        digest = hashlib.sha256(text) if is_large else hashlib.sha1(b"blob %d\0" % len(text) + text)
+        (home / "blobs" / digest.hexdigest()).write_bytes(text)
+        (snapshot / name).symlink_to(os.path.relpath(home / "blobs" / digest.hexdigest(), snapshot))
+    return snapshot
+
+
+def test_whole_files_are_said_to_be_whole(capsys: pytest.CaptureFixture[str], hub_cache: Path) -> None:
+    pulled(hub_cache)
+    run(capsys, "cp", "org/name", "mine")
+    for name in ("org/name", "mine"):
+        assert run(capsys, "verify", name) == (0, f"{name} is whole: 2 files have the hub's hash.\n", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fault"),
+    [
+        ("model.safetensors", FILES["model.safetensors"][:-1], "truncated: "),
+        ("model.safetensors", FILES["model.safetensors"][:20], "truncated: "),
+        ("model.safetensors", b"<html>" + bytes(90), "damaged: "),
+        ("model.safetensors", FILES["model.safetensors"][:-1] + b"x", "damaged: its hash is not the hub's"),
+        ("config.json", b'{"model_type": "llamb"}', "damaged: its hash is not the hub's"),
+        ("config.json", None, "missing"),
+        ("model.safetensors", None, "missing"),
+    ],
+)
+def test_each_fault_is_named_and_can_be_removed(
+    name: str, text: bytes | None, fault: str, capsys: pytest.CaptureFixture[str], hub_cache: Path
+) -> None:
+    blob = (pulled(hub_cache) / name).resolve()
+    blob.unlink() if text is None else blob.write_bytes(text)
+    status, output, complaint = run(capsys, "verify", "org/name")
+    assert status == 1
+    assert output.startswith(f"{name}: {fault}")
+    assert output.count("\n") == 1
+    assert f"mlx-serve pull org/name@{COMMIT}" in complaint
+    run(capsys, "verify", "org/name", "--remove-damaged")
+    assert not blob.exists()
+    assert json.loads(run(capsys, "verify", "org/name", "--json")[1])["faults"] == [
+        {"file": name, "fault": "missing"}
+    ]
+
+
+def test_weights_that_a_name_needs_are_not_deleted(capsys: pytest.CaptureFixture[str], hub_cache: Path) -> None:
+    snapshot = pulled(hub_cache)
+    run(capsys, "cp", "org/name", "mine")
+    status, _, complaint = run(capsys, "rm", "org/name", "--force")
+    assert (status, snapshot.is_dir()) == (1, True)
+    assert "mine would have no weights; remove these names first: mlx-serve rm mine" in complaint
+    run(capsys, "rm", "mine", "--force")
+    assert snapshot.is_dir()
+    status, output, _ = run(capsys, "rm", "org/name", "--force")
+    assert (status, snapshot.exists()) == (0, False)
+    assert "is deleted" in output
