@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from transformers import PreTrainedTokenizerBase
 
-from models import weights
+from models import trust, weights
 from models.adapters.switch import AdapterSet
 from models.errors import ModelBroken, ModelNotFound
 from models.mlx_lm_import import (
@@ -124,8 +124,11 @@ def load(
 def check(path: Path, name: str) -> None:
     """Raises what `load` raises for files that are missing, damaged or of an unknown kind; reads little of them."""
     _check_folder(path, name)
-    _check_model_type(_load_config(path, name), name)
+    config = _load_config(path, name)
+    trust.check_model_code(config, name)
+    _check_model_type(config, name)
     weights.find_weight_files(path)
+    trust.check_tokenizer_code(path, name)
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
@@ -203,7 +206,7 @@ def _load_config(path: Path, name: str) -> dict[str, Any]:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise weights.unreadable(path / "config.json", error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelBroken(f"{name}: {path / 'config.json'} is damaged: {error}") from error
     if not isinstance(config, dict):
         raise ModelBroken(f"{name}: {path / 'config.json'} holds no JSON object")
@@ -217,7 +220,8 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
         raise ModelBroken(f"{name}: config.json names no model_type, but {model_type!r}")
     module = MODEL_REMAPPING.get(model_type, model_type)
     if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
-        raise ModelBroken(f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}")
+        unknown = f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}"
+        raise ModelBroken(f"{unknown}{trust.hint_at_own_code(config)}")
 
 
 def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
@@ -245,6 +249,9 @@ def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerW
     try:
         return load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:  # tokenizer classes raise anything for a file that is missing or damaged
+        code = trust.tokenizer_code(path)
+        if code is not None:
+            raise ModelBroken(trust.refusal_of_tokenizer(name, code)) from error
         raise ModelBroken(f"{name}: its tokenizer cannot be loaded: {_first_lines(error)}") from error
 
 

@@ -20,6 +20,7 @@ from models.errors import ModelBroken, ModelError, ModelNotFound, reason
 from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, like
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
+from models.weights import other_formats
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
@@ -318,7 +319,8 @@ def _complete(folder: Path, what: str, advice: str) -> Path:
     except OSError as error:
         raise ModelBroken(f"{what[0].upper()}{what[1:]} is not readable: {reason(error)}") from error
     if missing:
-        raise ModelBroken(f"{what[0].upper()}{what[1:]} lacks {', '.join(missing[:3])}; {advice}")
+        hint = other_formats(folder) if any(name.endswith(".safetensors") for name in missing) else ""
+        raise ModelBroken(f"{what[0].upper()}{what[1:]} lacks {', '.join(missing[:3])}{hint or f'; {advice}'}")
     return folder
 
 

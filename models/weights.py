@@ -6,7 +6,10 @@ short would only fail in the middle of an evaluation: it is found here first. Kn
 """
 
 import hashlib
+import itertools
 import json
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,6 +17,20 @@ from typing import Any, BinaryIO
 from models.errors import ModelBroken, ModelNotFound, reason
 
 _MAX_HEADER_BYTES = 100_000_000
+_DTYPE_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+"""Of the types that MLX reads; it says itself which others it does not."""
+_OTHER_FORMATS = {
+    "a GGUF file is": ("*.gguf",),
+    "PyTorch weights are": ("*.bin", "*.pt", "*.pth", "*.ckpt"),
+    "a pickle is": ("*.pkl", "*.pickle"),
+    "NumPy arrays are": ("*.npz", "*.npy"),
+    "weights of another framework are": ("*.h5", "*.msgpack", "*.onnx"),
+}
 _SAMPLE_BYTES = 1024
 _TEXT_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "special_tokens_map.json", "vocab.json", "merges.txt")
@@ -29,7 +46,7 @@ def find_weight_files(folder: Path) -> list[Path]:
     if missing:
         raise ModelBroken(f"{folder}: {len(missing)} weight files are missing, the first is {missing[0]}")
     if not files:
-        raise ModelNotFound(f"{folder} holds no weights: no model*.safetensors{_hint(folder)}")
+        raise ModelNotFound(f"{folder} holds no weights: no model*.safetensors{other_formats(folder)}")
     for file in files:
         read_header(file)
     return files
@@ -53,11 +70,17 @@ def _files_of_index(folder: Path) -> set[str]:
         raise ModelBroken(f"{index} is damaged: {error}") from error
 
 
-def _hint(folder: Path) -> str:
-    if any(folder.glob("*.gguf")):
-        return "; a GGUF file is there, but only the safetensors format is read"
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
-        return "; PyTorch weights are there, which mlx_lm.convert can turn into safetensors"
+def other_formats(folder: Path) -> str:
+    """Returns what to say of weights that are there in formats that are not read; empty for none.
+
+    A pickle, as PyTorch writes it, runs what its author likes when it is read.
+    """
+    for what, patterns in _OTHER_FORMATS.items():
+        if any(any(folder.glob(pattern)) for pattern in patterns):
+            return (
+                f"; {what} there, but only the safetensors format is read: "
+                "choose a conversion to it, or make one with mlx_lm.convert"
+            )
     return ""
 
 
@@ -75,14 +98,35 @@ def read_header(file: Path) -> dict[str, Any]:
         raise ModelBroken(f"{file} is damaged: {error}") from error
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
-        for entry in tensors.values():
-            entry["data_offsets"] = [data_start + offset for offset in entry["data_offsets"]]
-        declared = max((entry["data_offsets"][1] for entry in tensors.values()), default=data_start)
-    except (TypeError, KeyError, IndexError) as error:
+        _check_places(tensors)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ModelBroken(f"{file} is damaged: its header does not say where its tensors are") from error
+    for entry in tensors.values():
+        entry["data_offsets"] = [data_start + offset for offset in entry["data_offsets"]]
+    declared = max((entry["data_offsets"][1] for entry in tensors.values()), default=data_start)
     if declared != (held := file.stat().st_size):
         raise ModelBroken(f"{file} is incomplete: it holds {held} bytes of {declared}")
+    _check_overlaps(tensors, file)
     return tensors
+
+
+def _check_places(tensors: dict[str, Any]) -> None:
+    """Raises an error of any kind unless each tensor has a range of as many bytes as its type and shape take."""
+    for entry in tensors.values():
+        start, stop = entry["data_offsets"]
+        sizes = [start, stop, *entry["shape"]]
+        bits = _DTYPE_BITS.get(entry["dtype"])
+        if any(type(size) is not int or size < 0 for size in sizes):
+            raise ValueError(sizes)
+        if bits is not None and (stop - start) * 8 != bits * math.prod(entry["shape"]):
+            raise ValueError(sizes)
+
+
+def _check_overlaps(tensors: dict[str, Any], file: Path) -> None:
+    ranges = sorted((entry["data_offsets"], name) for name, entry in tensors.items())
+    for ((_, stop), first), ((start, _), second) in itertools.pairwise(ranges):
+        if start < stop:
+            raise ModelBroken(f"{file} is damaged: its tensors {first} and {second} overlap")
 
 
 def unreadable(path: Path, error: OSError) -> ModelBroken:
@@ -94,10 +138,12 @@ def _parse_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
     num_bytes = int.from_bytes(stream.read(8), "little")
     if num_bytes > _MAX_HEADER_BYTES:
         raise ValueError(f"its header would be {num_bytes} bytes long")
-    text = stream.read(num_bytes)
-    if not text or len(text) < num_bytes:
+    if not 0 < num_bytes <= os.fstat(stream.fileno()).st_size - 8:
         raise ValueError("it ends within its header")
-    header = json.loads(text)
+    try:
+        header = json.loads(stream.read(num_bytes))
+    except RecursionError as error:
+        raise ValueError("its header is nested too deeply") from error
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     return header, 8 + num_bytes
