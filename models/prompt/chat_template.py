@@ -25,7 +25,7 @@ from models.errors import ModelError, PromptTooLong
 from models.prompt.abandonment import stop_if_abandoned
 from models.prompt.outline import NO_OUTLINE, Outline
 from models.prompt.pieces import Pieces, Tail, encode, token_ends
-from models.prompt.template_sandbox import allow_own_lists
+from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.template_shapes import Adaptation, adaptation_for
 from models.text_comparison import shared_length
 from models.unicode_text import well_formed
@@ -122,7 +122,6 @@ class ChatRenderer:
         self._added_ids = np.array(sorted(added), dtype=np.int32)
         self._pieces = _pieces_of(self._backend, added, str(getattr(tokenizer, "chat_template", None) or ""))
         self._adaptations: dict[bool, Adaptation] = {}
-        allow_own_lists(tokenizer)
 
     @property
     def reads_tools(self) -> bool:
@@ -348,12 +347,14 @@ def _apply(
     tools: Sequence[Mapping[str, Any]] | None,
     *,
     generation_prompt: bool,
+    max_steps: int | None = None,
     **arguments: Any,
 ) -> str:
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **arguments
-        )
+        with bounded_steps(max_steps or MAX_STEPS):
+            text = tokenizer.apply_chat_template(
+                list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **arguments
+            )
     except _TEMPLATE_FAULTS as error:
         raise ChatTemplateError(str(error) or type(error).__name__) from error
     return well_formed(str(text))
@@ -369,7 +370,7 @@ def _by_its_names(arguments: Mapping[str, Any], template: str) -> dict[str, Any]
 
 def _try_apply(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
     try:
-        return _apply(tokenizer, messages, tools, generation_prompt=True)
+        return _apply(tokenizer, messages, tools, generation_prompt=True, max_steps=MAX_SAMPLE_STEPS)
     except ChatTemplateError:
         return None
 

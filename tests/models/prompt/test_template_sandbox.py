@@ -1,0 +1,271 @@
+"""A chat template comes from a stranger: it reaches nothing of Python, comes to an end, and takes little memory."""
+
+import copy
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.names import DEMO_FOLDER
+from models.prompt import chat_template, template_sandbox
+from models.prompt.abandonment import Abandoned, abandoned_when
+from models.prompt.chat_template import ChatRenderer, ChatTemplateError
+from tests.support import tiny_models
+
+ASK = {"role": "user", "content": "hello"}
+
+
+def render(template: Any, *messages: dict[str, Any], **arguments: Any) -> str:
+    tokenizer = copy.copy(tiny_models.tokenizer())
+    tokenizer.chat_template = template
+    return ChatRenderer(tokenizer).render(messages or [ASK], template_kwargs=arguments).text
+
+
+ESCAPES = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ ''['__class__']['__mro__'] }}",
+    "{{ ''|attr('__class__')|attr('__mro__') }}",
+    "{{ ''|attr('__cl' ~ 'ass__')|attr('__mro__') }}",
+    "{{ [''] | map(attribute='__class__') | map(attribute='__mro__') | list | first | list }}",
+    "{{ [''] | map('attr', '__class__') | map('attr', '__mro__') | list | first | list }}",
+    "{{ [{'a': 1}] | groupby('__class__.__mro__') | list | first | first | list }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ '{a.__class__.__mro__}'.format_map({'a': ''}) }}",
+    "{{ ('{0.__class__.__mro__}' | string).format('') }}",
+    "{{ ''.format.__self__.__class__.__base__.__subclasses__() }}",
+    "{{ [''.format] | map('attr', '__globals__') | list | first | list }}",
+    "{% set f = '{0.__class__.__mro__}'.format %}{{ f('') }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ joiner.__init__.__globals__ | list }}",
+    "{{ namespace.__init__.__globals__ | list }}",
+    "{{ namespace(a=1).__class__.__mro__ | list }}",
+    "{{ namespace(__class__=1) }}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{{ lipsum.__globals__.os.popen('id').read() }}",
+    "{{ range.__class__.__base__.__subclasses__() }}",
+    "{{ dict.__class__.__base__.__subclasses__() }}",
+    "{{ raise_exception.__globals__.json }}",
+    "{{ strftime_now.__globals__['datetime'].now() }}",
+    "{{ strftime_now.__closure__ | list }}",
+    "{{ self.__init__.__globals__ | list }}",
+    "{{ self._TemplateReference__context.environment }}",
+    "{{ loop.__init__.__globals__ }}",
+    "{% for x in [1] %}{{ loop.__init__.__globals__ | list }}{% endfor %}",
+    "{% macro m() %}{% endmacro %}{{ m.__call__.__globals__ | list }}",
+    "{% macro m() %}{% endmacro %}{{ m._func.__globals__ | list }}",
+    "{% macro m() %}{{ caller.__init__.__globals__ | list }}{% endmacro %}{% call m() %}{% endcall %}",
+    "{{ messages.append.__self__.__class__.__base__.__subclasses__() }}",
+    "{{ messages.__init__.__globals__ | list }}",
+    "{{ (1).__class__.__base__.__subclasses__() }}",
+    "{{ none.__class__.__base__.__subclasses__() }}",
+    "{{ missing.__init__.__globals__ | list }}",
+    "{{ undefined_name.__class__.__mro__ | list }}",
+    "{% include '/etc/passwd' %}",
+    "{% import '/etc/passwd' as x %}{{ x }}",
+    "{% extends '/etc/passwd' %}",
+    "{{ open('/etc/passwd').read() }}",
+    "{{ __import__('os') }}",
+    "{{ environment.from_string('x') }}",
+    "{{ ''.join.__call__.__class__.__mro__ | list }}",
+    "{% for x in [].__iter__() %}{{ x }}{% endfor %}",
+    "{% do messages %}",
+    "{{ take_step.__globals__ | list }}",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_a_template_does_not_leave_the_sandbox(template: str) -> None:
+    try:
+        shown = render(template)
+    except ChatTemplateError:
+        return
+    # What is forbidden may also be undefined, which is shown as nothing and is no list of anything.
+    assert shown in ("", "[]")
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ ''.__class__ }}", ""),
+        ("{{ messages[0].content.__len__ }}", ""),
+        ("{{ messages[0]['__class__'] }}", ""),
+        ("{{ environment }}{{ context }}{{ os }}", ""),
+        ("{{ messages[0].get('__class__') }}", "None"),
+    ],
+)
+def test_what_is_forbidden_is_not_there(template: str, shown: str) -> None:
+    assert render(template) == shown
+
+
+ENDLESS = [
+    "{% set r = range(100000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
+    "{% set r = range(100000) %}{% for a in r %}{% for b in r if false %}{% endfor %}{% endfor %}",
+    "{% for a in range(100000) %}{% for b in range(100000) %}x{% endfor %}{% endfor %}",
+    "{% set r = range(100000) %}{% for a in r %}{% set x = r | sum %}{% set y = r | list %}{% endfor %}",
+    "{% set r = range(100000) | list %}{{ ([r] * 100000) | map('join') | list | length }}",
+    "{% set r = range(100000) | list %}{{ ([r] * 100000) | map('list') | list | length }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{% set l = ['a'] %}{% for i in range(99) %}{% set _ = l.extend(l) %}{% endfor %}",
+    "{% for x in [[1]] recursive %}{{ loop([[1]]) }}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = [ns.s, ns.s] | join %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s.join([ns.s, ns.s]) %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s.replace('a', ns.s) %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s | replace('a', ns.s) %}{% endfor %}",
+    "{% set ns = namespace(s='ab') %}{% for i in range(99) %}{% set ns.s = ns.s.translate({97: ns.s}) %}{% endfor %}",
+    "{% set ns = namespace(s='a') %}{% for i in range(99) %}"
+    "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
+    "{% set ns = namespace(s='a') %}{% for i in range(99) %}"
+    "{% set ns.s = '{0}{0}'.format(ns.s) %}{% endfor %}{{ ns.s }}",
+    "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s = '%s%s' % (ns.s, ns.s) %}{% endfor %}",
+    "{% set ns = namespace(s='a') %}{% for i in range(99) %}{% set ns.s = '%s%s' | format(ns.s, ns.s) %}{% endfor %}",
+    "{% set ns = namespace(s='a\\na') %}{% for i in range(99) %}{% set ns.s = ns.s | indent(ns.s) %}{% endfor %}",
+    "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "{% set x = 'a' * 1000000 %}{% for i in range(100000) %}{{ x }}{% endfor %}",
+    "{% set x = 'a' * 1000000 %}{% set l = [] %}{% for i in range(9999) %}{% set _ = l.append(x ~ i) %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+def test_a_template_comes_to_an_end(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 100_000)
+    with pytest.raises(ChatTemplateError, match=r"does not come to an end|too long|recursion|unsafe|not safely"):
+        render(template)
+
+
+GIANTS = [
+    "{{ 10 ** (10 ** 8) }}",
+    "{{ (10 ** 9) ** (10 ** 9) }}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 10 ** 10 * 'a' }}",
+    "{{ [0] * 10 ** 10 }}",
+    "{{ (0,) * 10 ** 10 }}",
+    "{{ range(10 ** 9) | list }}",
+    "{{ range(10 ** 9) | length }}",
+    "{{ 'a'.ljust(10 ** 10) }}",
+    "{{ 'a'.rjust(width=10 ** 10) }}",
+    "{{ 'a'.center(10 ** 10, 'b') }}",
+    "{{ 'a'.zfill(10 ** 10) }}",
+    "{{ ('\\t' * 1000).expandtabs(10 ** 9) }}",
+    "{{ 'a' | center(10 ** 10) }}",
+    "{{ 'a\nb' | indent(10 ** 10) }}",
+    "{{ 'a' | indent(width=10 ** 10, first=true) }}",
+    "{{ {'a': 1} | tojson(indent=10 ** 10) }}",
+    "{{ [1] | batch(10 ** 10, 0) | list }}",
+    "{{ [1] | slice(10 ** 10) | list }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%(x)10000000000d' % {'x': 1} }}",
+    "{{ '%.10000000000f' % 1 }}",
+    "{{ '%*d' % (10 ** 10, 1) }}",
+    "{{ '%10000000000d' | format(1) }}",
+    "{{ '{:10000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 10 ** 10) }}",
+    "{{ '{0:>{w}}'.format(1, w=10 ** 10) }}",
+    "{{ '{a:10000000000}'.format_map({'a': 1}) }}",
+    "{{ (1).to_bytes(10 ** 10, 'big') }}",
+    "{{ lipsum(n=10 ** 8) }}",
+    "{{ ([range(100000) | list] * 100000) | sum(start=[]) | length }}",
+]
+
+
+@pytest.mark.parametrize("template", GIANTS)
+def test_nothing_giant_is_made(template: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        render(template)
+
+
+def test_what_a_template_is_given_counts_too() -> None:
+    template = "{{ {'a': 1} | tojson(indent=width) }}{{ 'a' * times }}"
+    with pytest.raises(ChatTemplateError, match="too long"):
+        render(template, width=10**10, times=1)
+    with pytest.raises(ChatTemplateError, match="too long"):
+        render(template, width=1, times=10**10)
+    assert render(template, width=1, times=3) == '{\n "a": 1\n}aaa'
+
+
+def test_arguments_and_messages_are_data() -> None:
+    text = "{{ 7 * 7 }}{% for x in y %}"
+    assert render("{{ messages[0].content }}{{ extra }}", {"role": "user", "content": text}, extra=text) == text * 2
+
+
+def test_a_rendering_ends_when_nobody_waits() -> None:
+    calls = iter([False, False, True])
+    template = "{% set r = range(100000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}"
+    with abandoned_when(lambda: next(calls)), pytest.raises(Abandoned):
+        render(template)
+
+
+def test_each_rendering_has_all_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    tokenizer = copy.copy(tiny_models.tokenizer())
+    tokenizer.chat_template = "{% for x in range(400) %}{% endfor %}{{ messages[0].content }}"
+    renderer = ChatRenderer(tokenizer)
+    assert {renderer.render([ASK]).text for _ in range(20)} == {"hello"}
+
+
+def test_long_conversations_of_known_models_are_far_from_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", template_sandbox.MAX_STEPS // 6)
+    template = (DEMO_FOLDER / "chat_template.jinja").read_text()
+    talk = [{"role": ("user", "assistant")[n % 2], "content": f"text {n} " * 20} for n in range(4001)]
+    assert "text 4000" in render(template, *talk)
+
+
+WORKING = [
+    ("{{ 'a' ~ 1 ~ none ~ missing ~ [2] }}", "a1None[2]"),
+    ("{{ 2 + 3 * 4 - 5 % 3 }} {{ 2 ** 10 }} {{ 'a' * 3 + 'b' }} {{ [1] + [2] }}", "12 1024 aaab [1, 2]"),
+    ("{{ '%s=%05.1f' % ('x', 2) }} {{ '%d %%' | format(7) }}", "x=002.0 7 %"),
+    ("{{ '{:>5}|{:,}|{x}'.format(1, 1700000000, x='y') }}", "    1|1,700,000,000|y"),
+    ("{{ 1700000000000 | default(0) | string | length }}", "13"),
+    ("{% for x in [1, 2, 3] if x > 1 %}{{ loop.index }}{{ x }}{% else %}none{% endfor %}", "1223"),
+    ("{% for x in [] if x %}{% else %}none{% endfor %}", "none"),
+    ("{% for k, v in {'a': 1} | items %}{{ k }}{{ v }}{% break %}{% endfor %}", "a1"),
+    ("{% set l = [] %}{% for x in [1, 2] %}{% set _ = l.append(x) %}{% endfor %}{{ l | join(',') }}", "1,2"),
+    (
+        "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ caller() if caller }}{% endmacro %}"
+        "{{ m(1) }}{% call m(3) %}c{% endcall %}",
+        "1232c",
+    ),
+    ("{% set x %}a{{ 1 }}{% endset %}{{ x }}{% filter upper %}b{% endfilter %}", "a1B"),
+    ("{{ [3, 1] | sort | map('string') | list | tojson }} {{ 'a\nb' | indent(2) }}", '["1", "3"] a\n  b'),
+    ("{{ 'x' if messages | selectattr('role', 'equalto', 'user') | list }}", "x"),
+    ("{% generation %}g{% endgeneration %}", "g"),
+    ("{% for n in [[1, [2]]] recursive %}{{ n[0] }}{% endfor %}", "1"),
+]
+
+
+@pytest.mark.parametrize(("template", "shown"), WORKING)
+def test_all_else_is_rendered_as_ever(template: str, shown: str) -> None:
+    assert render(template) == shown
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "chat_template.json"])
+def test_a_template_of_a_processor_is_in_the_same_sandbox(file: str, tmp_path: Path) -> None:
+    from models.loader import load
+
+    folder = tiny_models.write("llama", tmp_path / "model")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ ''.__class__.__mro__ }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / file).write_text(json.dumps({"chat_template": "{{ ''.__class__.__mro__ }}"}))
+    with pytest.raises(ChatTemplateError):
+        ChatRenderer(load(folder, "x").tokenizer_wrapper).render([ASK])
+
+
+def test_many_threads_render_at_once_each_with_its_own_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_STEPS", 20_000)
+    tokenizer = copy.copy(tiny_models.tokenizer())
+    tokenizer.chat_template = "{% for x in range(400) %}{% endfor %}{{ messages[0].content }}"
+    renderer, texts = ChatRenderer(tokenizer), list[str]()
+    threads = [threading.Thread(target=lambda: texts.append(renderer.render([ASK]).text)) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == ["hello"] * 20
