@@ -10,10 +10,12 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from transformers import PreTrainedTokenizerBase
 
 from models import trust, weights
 from models.adapters.switch import AdapterSet
+from models.checksum import checksum
 from models.errors import ModelBroken, ModelNotFound
 from models.mlx_lm_import import (
     MODEL_REMAPPING,
@@ -69,7 +71,7 @@ class LoadedModel:
     fingerprint: str
     """Differs for different models."""
     state_fingerprint: str
-    """Differs where stored states must not be mixed: for different models, precisions and versions of libraries."""
+    """Differs where stored states must not be mixed: for any other weights, precisions and versions of libraries."""
     precision: Precision = Precision.STORED
     """How the weights are held, which may not be how the files hold them."""
     adapters: AdapterSet | None = None
@@ -89,6 +91,8 @@ def load(
     check(path, name)
     tell("reading weights")
     model, config = _load_weights(path, name)
+    held = model.parameters()  # type: ignore[no-untyped-call]
+    contents = checksum(cast(list[tuple[str, mx.array]], tree_flatten(held)))
     precision = Precision.STORED
     if max_float32_bytes is not None:
         precision = choose_precision(measure(model), max_float32_bytes)
@@ -116,7 +120,7 @@ def load(
         vocab_size=_vocab_size(model, name),
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
-        state_fingerprint=_state_fingerprint(fingerprint, precision),
+        state_fingerprint=_state_fingerprint(fingerprint, contents, precision),
         precision=precision,
     )
 
@@ -149,8 +153,8 @@ def release(loaded: LoadedModel) -> None:
         loaded.adapters.close()
 
 
-def _state_fingerprint(fingerprint: str, precision: Precision) -> str:
-    libraries = f"{fingerprint} mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
+def _state_fingerprint(fingerprint: str, contents: str, precision: Precision) -> str:
+    libraries = f"{fingerprint} {contents} mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
     return libraries if precision is Precision.STORED else f"{libraries} {precision}"
 
 

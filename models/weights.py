@@ -32,8 +32,12 @@ _OTHER_FORMATS = {
     "weights of another framework are": ("*.h5", "*.msgpack", "*.onnx"),
 }
 _SAMPLE_BYTES = 1024
-_TEXT_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "special_tokens_map.json", "vocab.json", "merges.txt")
+_IDENTITY_FILES = (
+    *("config.json", "hf_quant_config.json", "tokenizer*.json", "*.model", "*.tiktoken", "tekken.json", "vocab*"),
+    *("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.json", "*.jinja"),
+    "additional_chat_templates/*.jinja",
+)
+"""What says which tokens a conversation is, and what the model makes of them; not how answers are sampled."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -150,11 +154,11 @@ def _parse_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns 32 hexadecimal digits that differ for different models.
+    """Returns 32 hexadecimal digits that differ for different models, wherever their folders are.
 
-    They cover configuration, tokenizer and template whole. Of the weights they cover every tensor's name,
-    type and shape and `_SAMPLE_BYTES` from its middle: a model that was trained further differs there, and reading
-    tens of gigabytes at each start to be certain is not worth it.
+    They cover configuration, tokenizer and templates whole. Of the weights they cover every tensor's name,
+    type and shape and `_SAMPLE_BYTES` from its middle, so that no model has to be read to be told from others; what
+    differs elsewhere is seen once it is loaded (`models.checksum`).
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(folder):
@@ -164,9 +168,9 @@ def fingerprint(folder: Path) -> str:
 
 
 def _parts(folder: Path) -> Iterator[bytes]:
-    for name in (*_TEXT_FILES, *_TEMPLATE_FILES):
-        path = folder / name
-        yield path.read_bytes() if path.is_file() else b""
+    for path in sorted({path for pattern in _IDENTITY_FILES for path in folder.glob(pattern) if path.is_file()}):
+        yield str(path.relative_to(folder)).encode()
+        yield path.read_bytes()
     for file in find_weight_files(folder):
         yield from _samples(file)
 

@@ -49,6 +49,15 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
     return wanted
 
 
+def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
+    """Returns the folders of models that were called `model` too and whose files were others, by name."""
+    name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
+    with contextlib.suppress(OSError):
+        matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]
+        return [path for path, match in matches if match and match["name"] == name and match["fingerprint"] != digits]
+    return []
+
+
 def find_all(parent: Path) -> list[ModelFolder]:
     """Returns the models' folders in `parent` by name; none if it does not exist. Raises OSError."""
     return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []

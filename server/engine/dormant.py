@@ -15,6 +15,7 @@ class DormantState:
         self.prefix_cache = prefix_cache
         self.sessions = sessions
         self.fingerprint = fingerprint
+        self.is_dropped = False
 
     @property
     def num_bytes(self) -> int:
@@ -35,3 +36,4 @@ class DormantState:
     def drop(self) -> None:
         """Drops all of it now, whoever still refers to the cache."""
         self.prefix_cache.clear()
+        self.is_dropped = True

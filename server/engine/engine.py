@@ -104,10 +104,14 @@ class Engine:
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, dormant: DormantState | None = None) -> "Engine":
         """Returns an engine for a loaded model; `start` begins its work.
 
-        `dormant` is what the model's last engine left, and is consumed; state of another model or precision is not
-        used.
+        `dormant` is what the model's last engine left, and is consumed; state of other weights, another tokenizer or
+        precision is dropped.
         """
-        resumed = dormant if dormant is not None and dormant.fingerprint == loaded.state_fingerprint else None
+        resumed = dormant
+        if dormant is not None and dormant.fingerprint != loaded.state_fingerprint:
+            logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
+            dormant.drop()
+            resumed = None
 
         def make_worker() -> Worker:
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
@@ -328,6 +332,13 @@ def _disk_bytes_in_memory(config: EngineConfig) -> int:
 def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
     if config.disk_folder is None:
         return None
+    for former in model_folders.find_former(config.disk_folder, loaded.name, loaded.fingerprint):
+        logger.warning(
+            "%s holds conversations of a %s with other files, which are not used: mlx-serve cache rm %s deletes them",
+            former,
+            loaded.name,
+            former.name,
+        )
     return DiskTier.open(
         # One folder for each model: what older versions of the libraries left there is found, and removed.
         model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint),

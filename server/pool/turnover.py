@@ -120,13 +120,16 @@ class Turnover:
             return opened
 
         try:
-            return await _checked(source, on_thread("mlx-serve-loader", run))
+            opened = await _checked(source, on_thread("mlx-serve-loader", run))
         except LoadingAbandoned:
             raise EngineStopped("the server is stopping") from None
         except Exception:
             if dormant is not None:
                 self._dormitory.give_back(source.id, dormant)
             raise
+        if dormant is not None and dormant.is_dropped:
+            self._dormitory.on_given_up(source.id)
+        return opened
 
     async def _make_way(self, loading: Loading, weights_bytes: int) -> list[ModelSource]:
         """Unloads what has to make way, once it is idle, and gives the others their new share; returns what went.

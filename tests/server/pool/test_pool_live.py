@@ -1,6 +1,7 @@
 """Several real models in one process: loaded and unloaded while others answer, and found again as they were."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -184,6 +185,57 @@ def test_conversations_given_up_with_their_model_are_told_so(tmp_path: Path) -> 
             "model_unloaded",
             "unloaded model",
         )
+
+
+def change_one_weight(folder: Path) -> None:
+    """As training of a token that was added would: nothing else of the model differs."""
+    file = str(folder / "model.safetensors")
+    arrays: Any = mx.load(file)
+    arrays["model.embed_tokens.weight"][-1, -1] = 7.0
+    mx.eval(arrays)
+    mx.save_safetensors(file, arrays, metadata={"format": "mlx"})
+
+
+def change_template(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# changed #}")
+
+
+def change_sampling(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.3}')
+
+
+def touch(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("keeps", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [(change_one_weight, False), (change_template, False), (change_sampling, True), (touch, True)],
+)
+def test_state_never_meets_a_model_that_has_changed(
+    tmp_path: Path, keeps: str, change: Callable[[Path], None], is_same: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = {"cache_disk_bytes": 256 * MIB, "cache_dir": str(tmp_path / "disk")} if keeps == "disk" else {}
+    with Several(tmp_path, cache=disk) as server:
+        first = server.ask("llama", session_id="s")
+        turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+        server.unload("llama")
+        change(tmp_path / "llama")
+        again = server.ask("llama", turn, session_id="s")
+        if is_same:
+            assert cached(again) > 0.8 * first["usage"]["prompt_tokens"]
+            assert "other files" not in caplog.text and "have changed" not in caplog.text
+            return
+        assert cached(again) == 0
+        if keeps == "memory":
+            assert again["cache"]["miss"]["reason"] == "model_unloaded"
+            assert "the files of llama have changed: its conversations begin anew" in caplog.text
+        else:
+            assert "with other files, which are not used" in caplog.text or "of other weights" in caplog.text
+        assert content(again) == content(server.ask("llama", turn, session_id="s"))
 
 
 def test_a_damaged_model_is_told_by_its_file_but_not_by_its_path(tmp_path: Path) -> None:
