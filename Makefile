@@ -32,7 +32,7 @@ install: venv
 	@echo "Ready: $(BIN)/mlx-serve --help"
 
 run: venv
-	@exec $(BIN)/mlx-serve serve $(MODEL) $(if $(PORT),--port $(PORT)) $(ARGS)
+	@exec $(BIN)/mlx-serve serve $(or $(MODEL),demo) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 test: dev
 	@$(PY) -m pytest $(ARGS)

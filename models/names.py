@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from models.errors import ModelBroken, ModelError, ModelNotFound, reason
@@ -21,6 +22,9 @@ from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, fi
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
 from models.weights import other_formats
+
+if TYPE_CHECKING:
+    from huggingface_hub import CachedRepoInfo
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
@@ -276,6 +280,15 @@ def installed() -> list[InstalledModel]:
     return models + sorted(_cached_models(), key=lambda model: model.name.lower())
 
 
+def used_last() -> str | None:
+    """Returns the name of the chat model whose files were read last, of those that were pulled; None without any."""
+    for repository in sorted(_cached_repositories(), key=lambda one: one.last_accessed, reverse=True):
+        for revision in repository.revisions:
+            if "main" in revision.refs and _is_usable(revision.snapshot_path) and _can_chat(revision.snapshot_path):
+                return repository.repo_id
+    return None
+
+
 def missing_files(folder: Path) -> list[str]:
     """Returns the names of files that a model in `folder` needs and that are not there; empty if complete."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
@@ -337,6 +350,15 @@ def suggest(name: str) -> str:
 
 
 def _cached_models() -> list[InstalledModel]:
+    return [
+        describe(str(RepositoryName(repository.repo_id, _shortest(revision.refs, revision.commit_hash))), path)
+        for repository in _cached_repositories()
+        for revision in repository.revisions
+        if _is_usable(path := revision.snapshot_path)
+    ]
+
+
+def _cached_repositories() -> "list[CachedRepoInfo]":
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -344,13 +366,12 @@ def _cached_models() -> list[InstalledModel]:
         repositories = scan_cache_dir(cache_folder()).repos
     except (CacheNotFound, ValueError, OSError):
         return []
-    return [
-        describe(str(RepositoryName(repository.repo_id, _shortest(revision.refs, revision.commit_hash))), path)
-        for repository in repositories
-        if repository.repo_type == "model"
-        for revision in repository.revisions
-        if _is_usable(path := revision.snapshot_path)
-    ]
+    return [repository for repository in repositories if repository.repo_type == "model"]
+
+
+def _can_chat(folder: Path) -> bool:
+    has_template = (folder / "chat_template.jinja").is_file()
+    return has_template or "chat_template" in _read_json(folder / "tokenizer_config.json")
 
 
 def _described(stored: StoredModel) -> InstalledModel | None:

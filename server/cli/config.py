@@ -6,12 +6,14 @@ import shlex
 import stat
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from models.errors import reason
+from models.names import used_last
 from server.config import ConfigError, ServerConfig
 from server.settings import (
     FILE_VARIABLE,
@@ -55,6 +57,19 @@ def read_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> L
 def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
     """Returns the checked settings, with the key that a file holds; raises ConfigError."""
     return checked(_with_key(read_settings(given, environment)))
+
+
+def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
+    """Returns what `load_config` does; where nobody named a model, with the one that was used last, if there is one.
+
+    Then it says so on standard error.
+    """
+    settings = read_settings(given, environment)
+    found = used_last() if settings["models"].origin is SettingOrigin.DEFAULT else None
+    if found is not None:
+        settings = {**settings, "models": replace(settings["models"], value=(found,))}
+        typer.echo(f"No MODEL is named: taking {found}, which was used last; 'demo' is the built-in one.", err=True)
+    return checked(_with_key(settings))
 
 
 def show_settings(given: Mapping[str, Any], environment: Mapping[str, str], *, as_json: bool) -> None:

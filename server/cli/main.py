@@ -23,7 +23,7 @@ from cache.errors import FolderError
 from models.errors import ModelError
 from models.fast_blas import load_fast_blas
 from models.names import resolve, settle
-from server.cli.config import load_config, show_settings, template
+from server.cli.config import load_config, load_model_config, show_settings, template
 from server.cli.examples import epilog
 from server.cli.interrupts import held_back, interruptible
 from server.cli.launch.recipes import RECIPES
@@ -46,6 +46,7 @@ app = typer.Typer(
     epilog=epilog(""),
 )
 
+_MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
 MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a short name such as qwen3:0.6b."
 
 
@@ -89,7 +90,7 @@ def _root(
 
 def _serve(**given: Any) -> None:
     """Serve a model over HTTP to clients of OpenAI, Anthropic and Ollama."""
-    config = load_config(given, os.environ)
+    config = load_model_config(given, os.environ)
     config = replace(config, models=tuple(map(settle, config.models)))
     for name in config.models[1:]:
         resolve(name)
@@ -148,7 +149,7 @@ def _run(
     from server.cli.chat import Opening
     from server.cli.repl.history import history_file
 
-    config = load_config(given, os.environ)
+    config = load_model_config(given, os.environ)
     name = config.models[0]
     opening = Opening(system, question, history_file(os.environ) if keeps_history else None)
     # Only a model loaded here has these limits, and a server may have another model by a folder's name.
@@ -526,7 +527,7 @@ def _parameter(setting: "Field[Any]") -> inspect.Parameter:
     """Returns what typer needs to know about one setting."""
     metadata = setting.metadata
     if metadata["flag"] == "MODEL":
-        info: Any = typer.Argument(metavar="MODEL", help=f"{metadata['help']} Default: demo.")
+        info: Any = typer.Argument(metavar="MODEL", help=f"{metadata['help']} {_MODEL_DEFAULT}")
         kind: Any = list[str] | None
     else:
         metavar = None if setting.type is bool else _metavar(setting)

@@ -1,6 +1,7 @@
 """What a MODEL name resolves to, on a made-up Hugging Face cache and without any network."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from huggingface_hub import constants
 
 from models import names
 from models.errors import ModelBroken, ModelNotFound
-from models.names import RepositoryName, installed, missing_files, parse_repository, resolve, shorten
+from models.names import RepositoryName, installed, missing_files, parse_repository, resolve, shorten, used_last
 from models.short_names import SHORT_NAMES
 
 COMMIT = "a" * 40
@@ -236,3 +237,24 @@ def test_an_address_is_resolved_from_the_cache(hub_cache: Path) -> None:
     assert resolve("https://huggingface.co/org/name") == folder
     with pytest.raises(ModelNotFound, match=r"mlx-serve pull org/other$"):
         resolve("hf.co/org/other")
+
+
+def read_at(folder: Path, seconds: int) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (seconds, 1))
+
+
+def test_the_model_used_last_is_a_whole_one_that_chats(hub_cache: Path) -> None:
+    assert used_last() is None
+    chats = {name: write_download(hub_cache, f"org/{name}") for name in ("old", "new", "half", "vectors", "branch")}
+    (hub_cache / "models--org--branch" / "refs" / "main").rename(hub_cache / "models--org--branch" / "refs" / "v1")
+    (chats["half"] / "model.safetensors").unlink()
+    for when, (name, folder) in enumerate(chats.items()):
+        if name == "old":
+            (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+        elif name != "vectors":
+            (folder / "chat_template.jinja").write_text("{{ messages }}")
+        read_at(folder, 1_000_000 + when)
+    assert used_last() == "org/new"
+    read_at(chats["old"], 2_000_000)
+    assert used_last() == "org/old"

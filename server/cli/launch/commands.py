@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import typer
 
-from server.cli.config import load_config
+from server.cli.config import load_model_config
 from server.cli.launch.recipes import RECIPES, LaunchTarget, Recipe, as_shell, command_of, environment_of
 from server.cli.launch.savings import savings_between
 from server.cli.launch.servers import describe_target, find_running, look_at_sessions, measure_speed, started_server
@@ -43,7 +43,7 @@ def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mappi
     recipe = RECIPES.get(asked.client)
     if recipe is None:
         raise ConfigError(f"there is no client {asked.client!r}; there are {', '.join(RECIPES)}")
-    config = load_config({"models": asked.model and [asked.model]}, environment)
+    config = load_model_config({"models": asked.model and [asked.model]}, environment)
     asked = replace(asked, model=config.models[0], api_key=asked.api_key or config.api_key)
     if asked.is_shown:
         typer.echo(as_shell(recipe, _likely_target(asked, urls), asked.arguments))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.cli import main
-from server.cli.config import config_file, load_config
+from server.cli.config import config_file, load_config, load_model_config
 from server.cli.main import execute
 from server.config import ConfigError, ServerConfig
 from server.settings import SETTINGS, from_file, key_of, variable_of
@@ -154,3 +154,18 @@ def test_the_docs_name_what_rules_the_file() -> None:
     section = docs.partition("## `mlx-serve config`")[2].partition("\n## ")[0]
     for word in ("XDG_CONFIG_HOME", "MLX_SERVE_CONFIG", "config.toml", variable_of(SETTINGS["cache_memory_bytes"])):
         assert word in section
+
+
+def test_without_a_model_the_one_used_last_is_taken_and_named(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("server.cli.config.used_last", lambda: None)
+    assert load_model_config({}, {}).models == ("demo",)
+    monkeypatch.setattr("server.cli.config.used_last", lambda: "org/mine")
+    environment = {"XDG_CONFIG_HOME": str(file.parents[1])}
+    assert load_model_config({"models": None}, environment).models == ("org/mine",)
+    assert capsys.readouterr().err.startswith("No MODEL is named: taking org/mine")
+    file.write_text('model = "demo"')
+    for given in ({}, {"models": ["demo"]}):
+        assert load_model_config(given, environment).models == ("demo",)
+    assert capsys.readouterr().err == ""
