@@ -29,6 +29,7 @@ from models.output.reasoning_format import ReasoningFormat
 from models.output.token_texts import TokenTexts
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
+from models.rerank_format import RerankFormat, read_rerank_format
 from models.sizes import size_text
 from server.api.context import ListedModel, ServedModel
 from server.api.model_facts import ModelFacts, architecture_facts
@@ -321,6 +322,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
         opens_thoughts=_opens_thoughts(renderer, loaded.reasoning_format),
         grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),
         embedding=_embedding_format(loaded),
+        reranking=_rerank_format(loaded),
         sampling=read_sampling(loaded.path / "generation_config.json", loaded.vocab_size),
         facts=facts,
     )
@@ -349,6 +351,11 @@ def _embedding_format(loaded: LoadedModel) -> EmbeddingFormat | None:
     except EmbeddingUnsupported as error:
         logger.warning("%s makes no vectors: %s", loaded.name, error)
         return None
+
+
+def _rerank_format(loaded: LoadedModel) -> RerankFormat | None:
+    template = str(loaded.tokenizer.chat_template or "")
+    return read_rerank_format(loaded.name, loaded.config, template, loaded.tokenizer.get_vocab().get)
 
 
 def _describe_tokenizer(loaded: LoadedModel) -> str:

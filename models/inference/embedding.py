@@ -1,12 +1,14 @@
 """Vectors of texts: the output of a model's last layer, before it becomes logits, pooled over the text's positions.
 
+The judgement of a text is a vector of one number: how much likelier one token is than another to follow the text.
+
 Short texts are evaluated together, padded behind their end: no position sees what follows it, so padding changes
 nothing. A long text is evaluated alone, chunk by chunk, with layer caches of its own, which nothing else ever uses.
 
 Worker thread only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
@@ -19,9 +21,13 @@ from models.adapters.switch import AdapterSet, selecting
 from models.embedding_format import Pooling
 from models.errors import EmbeddingUnsupported
 from models.mlx_lm_import import make_prompt_cache
+from models.rerank_format import Judgement, Reading
 
 Vector: TypeAlias = NDArray[np.float32]
-"""`[dimensions]`, of length 1."""
+"""`[dimensions]`, of length 1; of a judgement the probability alone."""
+_Evaluate: TypeAlias = Callable[..., mx.array]
+_UNKNOWN = object()
+"""Stands for a head that was not looked for yet."""
 _TRUNKS = ("model", "backbone", "transformer", "language_model")
 
 
@@ -32,27 +38,63 @@ class Embedder:
         """Evaluates nothing; `adapters` are on the model."""
         self._model = model
         self._adapters = adapters
-        self._trunk: Callable[..., mx.array] | None = None
+        self._trunk: _Evaluate | None = None
+        self._head: _Evaluate | object | None = _UNKNOWN
 
-    def embed(self, texts: Sequence[NDArray[np.int32]], pooling: Pooling, adapter: int = NO_ADAPTER) -> list[Vector]:
+    def embed(self, texts: Sequence[NDArray[np.int32]], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Returns the vectors of texts of a token or more each, evaluated together; raises EmbeddingUnsupported."""
-        trunk = self._find_trunk()
+        evaluate = self._evaluation(reading)
         padded = np.zeros((len(texts), max(len(text) for text in texts)), np.int32)
         for row, text in enumerate(texts):
             padded[row, : len(text)] = text
         with selecting(self._adapters, adapter):
-            hidden = trunk(mx.array(padded))
-        return [_finished(_pooled(hidden[row, : len(text)], pooling)) for row, text in enumerate(texts)]
+            states = evaluate(mx.array(padded))
+            rows = [_read(states[row, : len(text)], reading) for row, text in enumerate(texts)]
+            return [self._finished(row, reading) for row in rows]
 
-    def begin(self, pooling: Pooling, adapter: int = NO_ADAPTER) -> "LongText":
+    def begin(self, reading: Reading, adapter: int = NO_ADAPTER) -> "LongText":
         """Returns a text to be evaluated piece by piece; raises EmbeddingUnsupported."""
-        trunk, adapters = self._find_trunk(), self._adapters
+        evaluate_any, adapters = self._evaluation(reading), self._adapters
 
         def evaluate(tokens: mx.array, cache: list[LayerCache]) -> mx.array:
             with selecting(adapters, adapter):
-                return trunk(tokens, cache=cache)
+                return evaluate_any(tokens, cache=cache)
 
-        return LongText(evaluate, list(make_prompt_cache(self._model)), pooling)
+        def finish(read: mx.array) -> Vector:
+            with selecting(adapters, adapter):
+                return self._finished(read, reading)
+
+        return LongText(evaluate, finish, list(make_prompt_cache(self._model)), reading)
+
+    def _evaluation(self, reading: Reading) -> _Evaluate:
+        """Returns what evaluates tokens: the trunk, or the model where it is to judge and its head is unknown."""
+        if isinstance(reading, Pooling) or self._find_head() is not None:
+            return self._find_trunk()
+        return cast(_Evaluate, self._model)
+
+    def _finished(self, read: mx.array, reading: Reading) -> Vector:
+        if isinstance(reading, Pooling):
+            return _of_length_one(read)
+        head = self._find_head()
+        logits = read if head is None else head(read[None, None])[0, 0]
+        pair = logits[mx.array([reading.no_id, reading.yes_id])].astype(mx.float32)
+        return np.array(mx.softmax(pair)[1:], np.float32)
+
+    def _find_head(self) -> _Evaluate | None:
+        """Returns what makes logits of the trunk's states; None where that cannot be told from the outside."""
+        if self._head is _UNKNOWN:
+            self._head = self._searched_head()
+        return cast(_Evaluate | None, self._head)
+
+    def _searched_head(self) -> _Evaluate | None:
+        """Returns the candidate whose logits are the model's own."""
+        try:
+            trunk = self._find_trunk()
+        except EmbeddingUnsupported:
+            return None
+        tokens = mx.array([[1, 2, 3]])
+        wanted, states = self._model(tokens), trunk(tokens)
+        return next((head for head in _heads(self._model) if _makes(head, states, wanted)), None)
 
     def _find_trunk(self) -> Callable[..., mx.array]:
         """Returns the part of the model that ends before the logits; raises EmbeddingUnsupported for none."""
@@ -77,21 +119,24 @@ class Embedder:
 class LongText:
     """One text, evaluated piece by piece."""
 
-    def __init__(self, trunk: Callable[..., mx.array], caches: list[LayerCache], pooling: Pooling) -> None:
-        self._trunk = trunk
+    def __init__(
+        self, evaluate: _Evaluate, finish: Callable[[mx.array], Vector], caches: list[LayerCache], reading: Reading
+    ) -> None:
+        self._evaluate = evaluate
+        self._finish = finish
         self._caches = caches
-        self._pooling = pooling
+        self._reading = reading
         self._pooled: mx.array | None = None
         self._num_tokens = 0
 
     def feed(self, tokens: NDArray[np.int32]) -> None:
         """Evaluates the next tokens."""
-        hidden = self._trunk(mx.array(tokens)[None], self._caches)[0]
+        states = self._evaluate(mx.array(tokens)[None], self._caches)[0]
         before, weight = self._pooled, self._num_tokens / (self._num_tokens + len(tokens))
-        now = _pooled(hidden, self._pooling)
-        if before is None or self._pooling is Pooling.LAST:
+        now = _read(states, self._reading)
+        if before is None or self._reading is Pooling.LAST or isinstance(self._reading, Judgement):
             self._pooled = now
-        elif self._pooling is Pooling.MEAN:
+        elif self._reading is Pooling.MEAN:
             self._pooled = before * weight + now * (1 - weight)
         self._num_tokens += len(tokens)
         mx.eval(self._pooled, [cache.state for cache in self._caches])
@@ -99,7 +144,7 @@ class LongText:
     def vector(self) -> Vector:
         """Returns the vector of all that was fed, a token at least."""
         assert self._pooled is not None, "a text without tokens has no vector"
-        return _finished(self._pooled)
+        return self._finish(self._pooled)
 
 
 def _next_part(part: Any) -> Any:
@@ -114,15 +159,36 @@ def _gives_states(part: Any) -> bool:
     return isinstance(states, mx.array) and states.ndim == 3 and states.shape[:2] == (1, 2)
 
 
-def _pooled(hidden: mx.array, pooling: Pooling) -> mx.array:
-    """Returns `[dimensions]` float32 of the states `[num_tokens, dimensions]` of one text."""
-    states = hidden.astype(mx.float32)
-    if pooling is Pooling.MEAN:
+def _heads(model: Any) -> Iterator[_Evaluate]:
+    """Yields what may make logits of states, of the model and of its parts."""
+    part = model
+    while part is not None:
+        if callable(head := getattr(part, "lm_head", None)):
+            yield head
+        if callable(tied := getattr(getattr(part, "embed_tokens", None), "as_linear", None)):
+            yield tied
+        part = _next_part(part)
+
+
+def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
+    try:
+        found = head(states)
+        return found.shape == wanted.shape and bool(mx.allclose(found, wanted, rtol=1e-2, atol=1e-2))
+    except Exception:  # whatever an architecture does with arguments that it does not expect
+        return False
+
+
+def _read(states: mx.array, reading: Reading) -> mx.array:
+    """Returns `[dimensions]` of the states `[num_tokens, dimensions]` of one text; float32 unless it is judged."""
+    if isinstance(reading, Judgement):
+        return states[-1]
+    states = states.astype(mx.float32)
+    if reading is Pooling.MEAN:
         return states.mean(axis=0)
-    return states[0] if pooling is Pooling.FIRST else states[-1]
+    return states[0] if reading is Pooling.FIRST else states[-1]
 
 
-def _finished(pooled: mx.array) -> Vector:
+def _of_length_one(pooled: mx.array) -> Vector:
     vector = np.array(pooled, np.float32)
     length = float(np.linalg.norm(vector))
     return vector / length if length > 0 else vector

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from starlette.requests import Request
 
 from models.adapters.adapter import NO_ADAPTER, Adapter, state_namespace
-from models.embedding_format import EmbeddingFormat, Pooling
+from models.embedding_format import EmbeddingFormat
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import CompiledGrammar, Grammar
 from models.output.pieces import OutputParser
@@ -22,6 +22,7 @@ from models.output.token_search import TokenSearch
 from models.output.tool_formats.find import ToolSyntax, tool_parser
 from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
+from models.rerank_format import Reading, RerankFormat
 from models.store.defaults import ModelDefaults
 from server.api.errors import ApiError, Code, stopped
 from server.api.model_facts import ModelFacts
@@ -124,7 +125,7 @@ class EnginePort(Protocol):
         ...
 
     async def embed(
-        self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int = NO_ADAPTER
+        self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER
     ) -> Sequence[Vector]:
         """Returns the vectors of texts; raises QueueFull, EngineStopped, PromptTooLarge or EmbeddingUnsupported."""
         ...
@@ -156,6 +157,8 @@ class ServedModel:
     """Binds answers; None where they cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
     """How it makes vectors of texts; None where it does so in a way that is not supported."""
+    reranking: RerankFormat | None = None
+    """How it judges a query and a document together; None where it was not made for that."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's own defaults, for what a request leaves out."""
     facts: ModelFacts = field(default_factory=ModelFacts)

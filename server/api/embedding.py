@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+from models.rerank_format import Reading, RerankFormat
 from server.api.context import EnginePort, ServedModel
 from server.api.errors import ApiError, Code, context_exceeded
 from server.api.json_body import json_text
@@ -29,6 +30,8 @@ class EmbeddingWork:
     write: Callable[[Sequence[Vector]], str]
     """Returns JSON. Called on another thread; raises ApiError."""
     keep_alive_seconds: float | None = None
+    reading: Reading | None = None
+    """What is made of the texts, other than the model's vectors."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,22 +45,26 @@ class EmbeddingWork:
 
     async def run(self, engine: EnginePort) -> Response:
         """Returns the answer; raises ApiError and what the engine raises."""
-        embedding = self.model.embedding
-        assert embedding is not None, "texts were read for a model that makes no vectors"
-        vectors = await engine.embed(self.texts, embedding.pooling, self.model.adapter_index) if self.texts else []
+        vectors = await engine.embed(self.texts, self._reading(), self.model.adapter_index) if self.texts else []
         body = await asyncio.to_thread(self.write, vectors)
         return Response(body, media_type="application/json")
+
+    def _reading(self) -> Reading:
+        if self.reading is not None:
+            return self.reading
+        assert self.model.embedding is not None, "texts were read for a model that makes no vectors"
+        return self.model.embedding.pooling
 
 
 class TextReader:
     """Turns the texts of one request into tokens."""
 
-    def __init__(self, model: ServedModel, *, cuts: bool = False) -> None:
+    def __init__(self, model: ServedModel, *, cuts: bool = False, judges: bool = False) -> None:
         """With `cuts` a text that is too long loses its end; otherwise it is refused.
 
-        Raises ApiError (400) for a model that makes no vectors.
+        Raises ApiError (400) for a model that makes no vectors, unless it `judges`.
         """
-        if model.embedding is None:
+        if model.embedding is None and not judges:
             reason = f"{model.id} makes no vectors: its kind of pooling is not supported"
             raise ApiError(Code.INVALID_VALUE, reason, "model")
         self.model = model
@@ -75,10 +82,21 @@ class TextReader:
             tokens = list(text)
         if not tokens:
             raise ApiError(Code.INVALID_VALUE, f"{place}: it is empty", place)
+        return self._taken(tokens, place)
+
+    def read_pair(self, how: RerankFormat, text: str, place: str) -> TokenArray:
+        """Returns the tokens of a text to be judged, with what stands around it. Raises ApiError."""
+        tokenize = self.model.renderer.tokenize
+        return self._taken(
+            [*tokenize(how.prefix), *tokenize(text, parse_special=False), *tokenize(how.suffix)], place
+        )
+
+    def _taken(self, tokens: list[int], place: str) -> TokenArray:
         limit = self.model.context_tokens
         if len(tokens) > limit and not self._cuts:
             raise context_exceeded(len(tokens), limit, place)
-        tokens = self._format.cut(tokens, limit)
+        if self._format is not None:
+            tokens = self._format.cut(tokens, limit)
         self.num_tokens += len(tokens)
         if self.num_tokens > MAX_TOKENS:
             raise ApiError(Code.INVALID_VALUE, f"{place}: all texts of a request may have {MAX_TOKENS} tokens", place)

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.adapters.adapter import NO_ADAPTER
-from models.embedding_format import Pooling
 from models.errors import ModelError
+from models.rerank_format import Reading
 from server.engine.errors import EngineError, PromptTooLarge, StepFailed
 from server.engine.request import TokenArray
 
@@ -49,10 +49,10 @@ class LongTextPort(Protocol):
 class EmbedderPort(Protocol):
     """What makes vectors; `models.inference.embedding.Embedder` is the real one."""
 
-    def embed(self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int, /) -> list[Vector]:
+    def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int, /) -> list[Vector]:
         """Returns the vectors of texts evaluated together."""
 
-    def begin(self, pooling: Pooling, adapter: int, /) -> LongTextPort:
+    def begin(self, reading: Reading, adapter: int, /) -> LongTextPort:
         """Returns a text to be evaluated piece by piece."""
 
 
@@ -71,7 +71,7 @@ class EmbeddingJob:
     """The texts of one request, a token or more each, and where their vectors are awaited, in the same order."""
 
     texts: Sequence[TokenArray]
-    pooling: Pooling
+    reading: Reading
     adapter: int = NO_ADAPTER
     """What they are evaluated with, by its index."""
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
@@ -85,7 +85,7 @@ class EmbeddingJob:
 
     def is_like(self, other: "EmbeddingJob") -> bool:
         """Whether texts of both may be evaluated together."""
-        return (self.pooling, self.adapter) == (other.pooling, other.adapter)
+        return (self.reading, self.adapter) == (other.reading, other.adapter)
 
     def take(self, place: int, vector: Vector) -> None:
         """Notes a vector; the last one answers the request."""
@@ -177,7 +177,7 @@ class Embeddings:
         texts = self._next_texts()
         try:
             tokens, job = [text.tokens for text in texts], texts[0].job
-            vectors = self._embedder.embed(tokens, job.pooling, job.adapter)
+            vectors = self._embedder.embed(tokens, job.reading, job.adapter)
         except Exception as error:  # of an architecture, or of the device: the other requests go on
             for text in texts:
                 text.job.settle(_told(error))
@@ -219,7 +219,7 @@ class Embeddings:
                 return None
             raise PromptTooLarge(f"a text of {len(text.tokens)} tokens needs more memory than there is for all state")
         try:
-            run = self._embedder.begin(text.job.pooling, text.job.adapter)
+            run = self._embedder.begin(text.job.reading, text.job.adapter)
         except BaseException:
             self._aside.give_back()
             raise

@@ -23,11 +23,11 @@ from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.sizes import CHUNK_TOKENS
 from models.adapters.adapter import NO_ADAPTER
-from models.embedding_format import Pooling
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
+from models.rerank_format import Reading
 from server.engine.command import Command
 from server.engine.commands import ResizeBudget
 from server.engine.dormant import DormantState
@@ -190,7 +190,7 @@ class Engine:
             self._mailbox = Mailbox(loop)
         return self._mailbox
 
-    async def embed(self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int = NO_ADAPTER) -> list[Vector]:
+    async def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Returns the vectors of texts, each of a token or more that fit the context; a cancel ends the work.
 
         Raises EngineStopped while not running, QueueFull when too many wait, PromptTooLarge, and
@@ -198,7 +198,7 @@ class Engine:
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
-        job = EmbeddingJob(texts, pooling, adapter)
+        job = EmbeddingJob(texts, reading, adapter)
         self._inbox.put_embedding(job)
         return await asyncio.wrap_future(job.vectors)
 

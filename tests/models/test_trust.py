@@ -144,16 +144,12 @@ def test_code_that_is_needed_is_named_and_not_run(folder: Path, plant: Plant, me
 
 def test_a_process_that_was_started_in_the_folder_runs_none_of_it(folder: Path) -> None:
     """`mlx-serve serve .` is typed there, and Python would look for modules in the working directory."""
-    edit("tokenizer_config.json", auto_map=TOKENIZER_CODE)(folder)
-    command = [str(Path(sys.executable).with_name("mlx-serve")), "doctor", "--help"]
-    load_here = [
-        sys.executable,
-        "-P",
-        "-c",
-        "from models.loader import load; from pathlib import Path; load(Path(), 'x')",
-    ]
-    for arguments in (command, load_here):
-        subprocess.run(arguments, cwd=folder, check=True, capture_output=True)
+    command = Path(sys.executable).with_name("mlx-serve")
+    if not command.exists():
+        pytest.skip("mlx-serve is not installed here")
+    edit("config.json", model_file="evil.py")(folder)
+    ended = subprocess.run([command, "serve", ".", "--port", "0"], cwd=folder, capture_output=True, text=True)
+    assert "code of the folder (evil.py), which mlx-serve never runs" in ended.stderr
     assert not (folder.parent / "run").exists()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from models.embedding_format import Pooling
+from models.rerank_format import Reading
 from server.engine.embeddings import Vector
 from server.engine.request import TokenArray
 
@@ -38,12 +38,12 @@ class FakeEmbedder:
     fault: Callable[[Sequence[TokenArray]], Exception | None] = lambda texts: None
     """Returns what is raised instead of vectors."""
 
-    def embed(self, texts: Sequence[TokenArray], pooling: Pooling, adapter: int = 0) -> list[Vector]:
+    def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = 0) -> list[Vector]:
         self.log.append(tuple(len(text) for text in texts))
         error = self.fault(texts)
         if error is not None:
             raise error
         return [vector_of(text) for text in texts]
 
-    def begin(self, pooling: Pooling, adapter: int = 0) -> FakeLongText:
+    def begin(self, reading: Reading, adapter: int = 0) -> FakeLongText:
         return FakeLongText(self.log)

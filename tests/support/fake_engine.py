@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from cache.restore_points import RestorePoint, RestorePointKind
-from models.embedding_format import Pooling
 from models.output.tool_format import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
+from models.rerank_format import Judgement, Reading
 from server.api.context import ServedModel
 from server.engine.command import Command
 from server.engine.diagnosis import Miss, Reuse
@@ -74,7 +74,7 @@ class FakeEngine:
     cancel_seen: threading.Event = field(default_factory=threading.Event)
     budget_bytes: int | None = None
     """What it was given last by `try_resize`."""
-    embedded: list[tuple[list[list[int]], Pooling]] = field(default_factory=list)
+    embedded: list[tuple[list[list[int]], Reading]] = field(default_factory=list)
     """The tokens of the texts of each request for vectors, and how they were to be pooled."""
     embedding_error: Exception | None = None
     """Raised in place of vectors."""
@@ -106,12 +106,14 @@ class FakeEngine:
             raise EngineStopped("stopped")
         self.commands.append(command)
 
-    async def embed(self, texts: Sequence[Any], pooling: Pooling, adapter: int = 0) -> list[Any]:
+    async def embed(self, texts: Sequence[Any], reading: Reading, adapter: int = 0) -> list[Any]:
         if not self.is_running:
             raise EngineStopped("stopped")
         if self.embedding_error is not None:
             raise self.embedding_error
-        self.embedded.append(([text.tolist() for text in texts], pooling))
+        self.embedded.append(([text.tolist() for text in texts], reading))
+        if isinstance(reading, Judgement):
+            return [np.array([1 / len(text)], np.float32) for text in texts]
         return [_direction(text) for text in texts]
 
     async def try_resize(self, budget_bytes: int) -> int:

@@ -203,7 +203,7 @@ IN_EMBEDDINGS: Rules = {
 
 IN_RERANK: Rules = {
     **_OF_VECTORS,
-    **honoured("model query documents top_n return_documents"),
+    **honoured("model query documents top_n return_documents instruction"),
     **refused("a document is a text, or an object with a text", rank_fields=([], ["text"])),
 }
 """Fields of `POST /v1/rerank`."""

@@ -1,19 +1,22 @@
-"""`POST /v1/rerank`: documents in the order in which they match a query, by the angle between their vectors.
+"""`POST /v1/rerank`: documents in the order in which they match a query.
+
+A model that was made for it judges each document together with the query; any other tells by the angle between
+their vectors.
 
 The shape is Cohere's and Jina's, as other servers have it beside OpenAI's endpoints.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.context import ApiContext
+from server.api.context import ApiContext, ServedModel
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader
 from server.api.endpoint import compute
+from server.api.errors import ApiError, Code
 from server.api.json_body import json_text
 from server.api.openai.embeddings import EmbeddingUsage
 from server.api.openai.fields import IN_RERANK
@@ -45,6 +48,8 @@ class RerankBody(BodyModel):
     """Tell so many only."""
     return_documents: bool | None = None
     """Tell the texts too; they are left out otherwise."""
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+    """What a match is, for models that judge; by default a passage that answers a web search."""
 
 
 class RankedDocument(TypedDict):
@@ -53,7 +58,7 @@ class RankedDocument(TypedDict):
     index: int
     """Its place in the request."""
     relevance_score: float
-    """The cosine of the angle between its vector and the query's: at most 1."""
+    """The probability that it matches; without a model that judges, the cosine between its vector and the query's."""
     document: NotRequired[RankedText]
 
 
@@ -74,16 +79,41 @@ async def rerank(request: Request) -> Response:
 def open_rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Returns the checked texts; raises ApiError."""
     body = parse_body(RerankBody, dict(incoming.fields), IN_RERANK)
-    reader = TextReader(context.find_model(body.model))
+    model = context.find_model(body.model)
+    name = f"rerank-{incoming.request_id}"
+    return _judging(body, model, name) if model.reranking is not None else _comparing(body, model, name)
+
+
+def _judging(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
+    reader, how = TextReader(model, judges=True), model.reranking
+    assert how is not None, "a model was to judge that does not"
+    texts = [
+        reader.read_pair(how, how.text(body.query, document, body.instruction), f"documents[{place}]")
+        for place, document in enumerate(body.documents)
+    ]
+
+    def write(judgements: Sequence[Vector]) -> str:
+        return _written(body, name, model.id, reader.num_tokens, [float(one[0]) for one in judgements])
+
+    return EmbeddingWork(model, texts, write, reading=how.judgement)
+
+
+def _comparing(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
+    if body.instruction is not None:
+        reason = f"instruction: {model.id} compares vectors of texts and takes no instruction"
+        raise ApiError(Code.INVALID_VALUE, reason, "instruction")
+    reader = TextReader(model)
     texts = [reader.read(body.query, "query")]
     texts += [reader.read(text, f"documents[{place}]") for place, text in enumerate(body.documents)]
-    name = f"rerank-{incoming.request_id}"
-    return EmbeddingWork(reader.model, texts, partial(_written, body, name, reader.model.id, reader.num_tokens))
+
+    def write(vectors: Sequence[Vector]) -> str:
+        query, *documents = vectors
+        return _written(body, name, model.id, reader.num_tokens, [float(query @ document) for document in documents])
+
+    return EmbeddingWork(model, texts, write)
 
 
-def _written(body: RerankBody, name: str, model_id: str, num_tokens: int, vectors: Sequence[Vector]) -> str:
-    query, *documents = vectors
-    scores = [float(query @ document) for document in documents]
+def _written(body: RerankBody, name: str, model_id: str, num_tokens: int, scores: Sequence[float]) -> str:
     # Of documents that match alike the first stays first.
     order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
     answer: RankedList = {

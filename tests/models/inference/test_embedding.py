@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from models.embedding_format import Pooling
 from models.errors import EmbeddingUnsupported
 from models.inference.embedding import Embedder
+from models.rerank_format import Judgement
 from tests.support import tiny_models
 
 NAMES = ("llama", "llama_swa", "gemma3", "qwen3_5", "mamba", "gpt_oss", "rwkv7")
@@ -52,3 +53,42 @@ def test_the_vector_is_made_of_the_states_that_become_logits() -> None:
 def test_a_model_without_a_part_of_its_own_makes_none() -> None:
     with pytest.raises(EmbeddingUnsupported, match="no vectors"):
         Embedder(lambda tokens: tokens).embed([text(1, 3)], Pooling.MEAN)
+
+
+def probability(model: Any, tokens: NDArray[np.int32], judgement: Judgement) -> float:
+    """As mlx-lm alone says it: of the whole text at once, by the logits behind its last token."""
+    logits = np.array(model(mx.array(tokens)[None])[0, -1].astype(mx.float32))
+    no, yes = np.exp(logits[[judgement.no_id, judgement.yes_id]] - logits.max())
+    return float(yes / (no + yes))
+
+
+@pytest.mark.parametrize("name", tiny_models.NAMES)
+def test_a_judgement_is_the_model_s_own_together_in_pieces_and_alone(name: str) -> None:
+    model = tiny_models.build(name)
+    embedder, judgement = Embedder(model), Judgement(no_id=7, yes_id=31)
+    texts = [text(seed, length) for seed, length in enumerate((7, 1, 40, 3))]
+    for tokens, vector in zip(texts, embedder.embed(texts, judgement), strict=True):
+        assert vector.shape == (1,)
+        assert float(vector[0]) == pytest.approx(probability(model, tokens, judgement), abs=2e-4)
+    long = embedder.begin(judgement)
+    for piece in np.split(texts[2], [16, 17, 33]):
+        long.feed(piece)
+    assert float(long.vector()[0]) == pytest.approx(probability(model, texts[2], judgement), abs=2e-4)
+
+
+def test_logits_are_not_made_of_positions_that_are_not_judged() -> None:
+    model = tiny_models.build("qwen3")
+    assert Embedder(model)._find_head() is not None
+
+
+def test_a_head_that_does_not_make_the_model_s_logits_is_not_used() -> None:
+    model = tiny_models.build("llama")
+
+    def doubled(tokens: mx.array, cache: Any = None) -> mx.array:
+        return mx.tanh(model(tokens, cache=cache)) * 3
+
+    doubled.model, doubled.lm_head, doubled.layers = model.model, model.lm_head, model.layers  # type: ignore[attr-defined]
+    judgement = Judgement(3, 5)
+    found = Embedder(doubled).embed([text(1, 9)], judgement)[0]
+    assert Embedder(doubled)._find_head() is None
+    assert float(found[0]) == pytest.approx(probability(doubled, text(1, 9), judgement), abs=1e-5)

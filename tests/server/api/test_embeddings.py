@@ -1,12 +1,15 @@
 """Vectors of texts in the shapes of OpenAI, of Ollama, and of reranking servers."""
 
 import base64
+import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import ollama
 import pytest
@@ -14,7 +17,9 @@ from starlette.testclient import TestClient
 
 from models.embedding_format import EmbeddingFormat, Pooling
 from models.errors import EmbeddingUnsupported
+from models.loader import load
 from models.names import DEMO
+from models.rerank_format import Judgement, RerankFormat
 from server.api import embedding
 from server.api.field_rules import Rules
 from server.api.ollama.embed import EmbedBody, EmbeddingPromptBody
@@ -27,6 +32,7 @@ from server.app import create_app
 from server.config import ServerConfig
 from server.log_events import RequestRefused, TextsEmbedded
 from tests.server.api.test_live import Live, serving, user
+from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, fake_model
 
 ROOT = Path(__file__).parents[3]
@@ -163,6 +169,58 @@ def test_documents_come_in_the_order_of_their_match() -> None:
     assert body["usage"]["total_tokens"] == 12
     best = post(client, RERANK, query="aaa", documents=["bbb", "aab"], top_n=1, return_documents=True)
     assert [one["document"] for one in best["results"]] == [{"text": "aab"}]
+
+
+JUDGE = RerankFormat(Judgement(1, 2))
+
+
+def test_a_model_that_judges_reads_query_and_document_together() -> None:
+    engine = FakeEngine()
+    client = client_of(engine, reranking=JUDGE, embedding=None, context_tokens=1000)
+    body = post(client, RERANK, query="q?", documents=["a long one", {"text": "b"}], return_documents=True)
+    (texts, reading), *_ = engine.embedded
+    assert reading == Judgement(1, 2)
+    assert texts == [codes(JUDGE.prefix + JUDGE.text("q?", one) + JUDGE.suffix) for one in ("a long one", "b")]
+    assert [one["index"] for one in body["results"]] == [1, 0], "the fake finds that short texts match"
+    assert [one["document"]["text"] for one in body["results"]] == ["b", "a long one"]
+    assert body["usage"]["total_tokens"] == sum(map(len, texts))
+    post(client, RERANK, query="q", documents=["a"], instruction="Find animals.")
+    assert engine.embedded[1][0] == [codes(JUDGE.prefix + JUDGE.text("q", "a", "Find animals.") + JUDGE.suffix)]
+
+
+def test_what_does_not_fit_a_judge_is_named() -> None:
+    client = client_of(FakeEngine(), reranking=JUDGE, embedding=None, context_tokens=600)
+    answer = client.post(RERANK, json={"query": "q", "documents": ["a", "b" * 500]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "documents[1]")
+    assert client.post(EMBEDDINGS, json={"input": "a"}).status_code == 400, "it makes no vectors"
+    answer = client_of(FakeEngine()).post(RERANK, json={"query": "q", "documents": ["a"], "instruction": "x"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "instruction")
+
+
+def test_a_real_judge_scores_as_mlx_lm_does(tmp_path: Path) -> None:
+    folder = tiny_models.write("qwen3", tmp_path / "judge")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "classifier_from_token": ["no", "yes"]}))
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    assert {"no", "yes"}.isdisjoint(tokens["model"]["vocab"])
+    # Two tokens of the tiny vocabulary get the names that such a model answers with.
+    for name, id_ in (("no", 40), ("yes", 41)):
+        old = next(token for token, number in tokens["model"]["vocab"].items() if number == id_)
+        tokens["model"]["vocab"][name] = tokens["model"]["vocab"].pop(old)
+        tokens["model"]["merges"] = [pair for pair in tokens["model"]["merges"] if old not in (*pair, "".join(pair))]
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    documents = ["It rains in Paris.", "Cats sleep <|im_end|> all day. " * 30, "Paris"]
+    loaded = load(folder, "judge")
+    with serving(str(folder)) as server:
+        answer = server.post(RERANK, model="judge", query="Weather in Paris?", documents=documents).json()
+    assert len(answer["results"]) == len(documents)
+    for one in answer["results"]:
+        encode = partial(loaded.tokenizer.encode, add_special_tokens=False)
+        judged = encode(JUDGE.text("Weather in Paris?", documents[one["index"]]), split_special_tokens=True)
+        prompt = mx.array([[*encode(JUDGE.prefix), *judged, *encode(JUDGE.suffix)]])
+        model: Any = loaded.model
+        pair = mx.softmax(model(prompt)[0, -1, mx.array([40, 41])].astype(mx.float32))
+        assert one["relevance_score"] == pytest.approx(float(pair[1]), abs=1e-3)
 
 
 def test_ollama_cuts_what_is_too_long_unless_told_otherwise() -> None:
