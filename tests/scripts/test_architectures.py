@@ -1,6 +1,7 @@
 """What `make architectures` finds out and writes; the whole of it is started by hand only."""
 
 import re
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,9 @@ def test_the_page_tells_what_works_what_does_not_and_why() -> None:
     assert "- `odd`, disk: nothing was restored" in text
 
 
-def test_the_page_in_the_docs_names_every_architecture_of_this_mlx_lm() -> None:
-    told = re.findall(r"^(?:\| |- )`([^`]+)`[ :]", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+def test_the_page_in_the_docs_names_every_architecture_of_its_mlx_lm() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    if f"mlx-lm {version('mlx-lm')}," not in text:
+        pytest.skip("the page is of another mlx-lm than the installed one")
+    told = re.findall(r"^(?:\| |- )`([^`]+)`[ :]", text, re.MULTILINE)
     assert sorted(set(told)) == configs.names()
