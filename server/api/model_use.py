@@ -55,7 +55,8 @@ async def plan_held(
                     hold.close()
                 hold = pool.try_hold(model)
                 if hold is None:
-                    # Unloaded while the request was planned: planned anew, it has the model loaded again.
+                    # Unloaded while the request was planned, or short of memory that it has lent: planned anew.
+                    hold = await pool.load(pool.source_of(model.base_id))
                     continue
             if model is None and hold is not None:
                 hold.close()

@@ -70,6 +70,10 @@ class Member:
     """As a client asked for this model; None: as for all models."""
     is_leaving: bool = False
     """Whether it takes no more requests, because another model waits for its memory."""
+    budget_bytes: int | None = None
+    """For the state of its conversations, as it was set last; None: as it was loaded with, its share."""
+    is_lending: bool = False
+    """Whether it has less than its share, which it gets back before its next request."""
     num_holds: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _labelled: dict[str, ServedModel] = field(default_factory=dict)

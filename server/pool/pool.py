@@ -59,7 +59,7 @@ class ModelPool:
         self._opener = opener
         self._finder = ModelFinder(catalog, settings.aliases, settings.default_id)
         self._members = Members(clock)
-        self._members.on_release = self.watch
+        self._members.on_release = self._released
         self._loadings = Loadings(self._members)
         self._dormitory = Dormitory()
         self.shares = StateShares(settings.memory, self._members, self._dormitory)
@@ -156,9 +156,12 @@ class ModelPool:
     # -------------------------------------------------------------------------------------------- using a model
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
-        """Returns a hold on a model that `find` returned; None if it has been unloaded since, or is about to be."""
+        """Returns a hold on a model that `find` returned; None if it has to be loaded, or to get its share of memory.
+
+        It may have been unloaded since, or be about to be, or have lent memory to another model.
+        """
         member = self._members.find_ready(model.base_id)
-        if member is None or not member.has(model):
+        if member is None or member.is_lending or not member.has(model):
             return None
         return self._members.hold(member)
 
@@ -169,7 +172,7 @@ class ModelPool:
         Raises LoadFailed, ModelTooLarge, PoolBusy, ModelUnknown, and EngineStopped while the server stops.
         """
         member = self._members.find_ready(source.id)
-        if member is not None:
+        if member is not None and not member.is_lending:
             return self._members.hold(member)
         return await self._loadings.wait(self._loadings.find(source) or self._begin(source))
 
@@ -214,6 +217,12 @@ class ModelPool:
         """Loads a model again that made way in vain; nobody waits for it."""
         if not self._loadings.is_closed and source.id not in self._loadings:
             self._begin(source).can_be_given_up = False
+
+    def _released(self) -> None:
+        """Called when a use of a model has ended: what it has gathered may need more memory than its share."""
+        self.watch()
+        if len(self._members) > 1 and self._opener is not None and not self._loadings.is_closed:
+            self._in_background(self._turnover.lend())
 
     def watch(self) -> None:
         """Has idle models unloaded when their time is over."""

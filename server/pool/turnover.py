@@ -61,8 +61,11 @@ class Turnover:
         Raises LoadFailed, ModelTooLarge, PoolBusy and EngineStopped.
         """
         async with self._changing:
-            if self._members.find_ready(loading.source.id) is None:
+            member = self._members.find(loading.source.id)
+            if member is None:
                 await self._bring_in(loading, opener)
+            elif member.is_lending:
+                await self._take_back(loading)
             then()
 
     async def take_out(self, source: ModelSource) -> bool:
@@ -82,6 +85,17 @@ class Turnover:
             over = expired()
             if over:
                 await self._take_out_idle(over)
+
+    async def lend(self) -> None:
+        """Has idle models lend memory to one that is short of it, unless models are being loaded or unloaded."""
+        if not self._changing.locked():
+            async with self._changing:
+                await self._shares.lend(self._clock())
+
+    async def _take_back(self, loading: Loading) -> None:
+        """Gives a loaded model back what it has lent. Raises PoolBusy; the loan goes on then."""
+        async with self._time_limit(loading, list(self._members)):
+            await self._shares.take_back(loading)
 
     async def _bring_in(self, loading: Loading, opener: Opener) -> None:
         source = loading.source

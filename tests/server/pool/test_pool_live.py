@@ -238,6 +238,30 @@ def test_state_never_meets_a_model_that_has_changed(
         assert content(again) == content(server.ask("llama", turn, session_id="s"))
 
 
+def test_an_idle_model_lends_memory_and_has_it_back_for_its_next_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.pool.loans.SHORT_PART", 0.0)
+    monkeypatch.setattr("server.pool.shares.IDLE_SECONDS", 0.2)
+    with Several(tmp_path) as server:
+
+        def budgets() -> dict[str, int]:
+            return {name: engine.stats().cache.budget_bytes for name, engine in server.pool.engines.items()}
+
+        first = server.ask("llama")
+        server.ask("qwen3_5")
+        time.sleep(0.3)
+        server.ask("qwen3_5", [{"role": "user", "content": "And the hills?"}])
+        deadline = time.monotonic() + WAIT_SECONDS
+        while budgets()["qwen3_5"] <= 128 * MIB and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert budgets()["qwen3_5"] == 160 * MIB
+        turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
+        again = server.ask("llama", turn)
+        assert budgets()["qwen3_5"] == budgets()["llama"] == 128 * MIB
+        assert cached(again) > 0.8 * first["usage"]["prompt_tokens"], "what it uses is not lent while other memory is"
+
+
 def test_a_damaged_model_is_told_by_its_file_but_not_by_its_path(tmp_path: Path) -> None:
     with Several(tmp_path) as server:
         weights = tmp_path / "llama" / "model.safetensors"
