@@ -25,7 +25,7 @@ _HOME_OF_TESTS = tempfile.TemporaryDirectory(prefix="mlx-serve-tests-")
 for _variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
     os.environ[_variable] = _HOME_OF_TESTS.name
 # A server without MODEL takes the model that its user used last.
-os.environ["HF_HUB_CACHE"] = f"{_HOME_OF_TESTS.name}/hub"
+os.environ["HF_HOME"] = _HOME_OF_TESTS.name
 
 settings.register_profile("mlx-serve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("mlx-serve")
