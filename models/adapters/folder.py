@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from models import weights
 from models.errors import ModelBroken, ModelNotFound
 
 CONFIG = "adapter_config.json"
@@ -73,6 +74,11 @@ def read_folder(name: str, folder: str) -> AdapterFolder:
     if not found.weights.is_file():
         raise ModelNotFound(f"adapter {name}: {path} has no {found.weights.name}")
     (_check_peft if found.is_peft else _check_mlx)(name, config)
+    try:
+        # MLX trusts what the head of such a file says of its length.
+        weights.read_header(found.weights)
+    except ModelBroken as error:
+        raise ModelBroken(f"adapter {name}: {error}") from error
     return found
 
 

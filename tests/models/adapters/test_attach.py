@@ -151,6 +151,8 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_words(tmp_path: Path) -> 
     empty.mkdir()
     (damaged / "adapter_config.json").write_text("{")
     (cut / "adapters.safetensors").write_bytes((cut / "adapters.safetensors").read_bytes()[:1000])
+    endless = lora("endless")
+    (endless / "adapters.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
     bare = lora("bare")
     (bare / "adapters.safetensors").unlink()
     cases: list[tuple[Path, str]] = [
@@ -158,7 +160,8 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_words(tmp_path: Path) -> 
         (empty, "has no adapter_config.json"),
         (damaged, "is damaged"),
         (bare, "has no adapters.safetensors"),
-        (cut, "not one of this model"),
+        (cut, "adapters.safetensors is damaged"),
+        (endless, "adapters.safetensors is damaged"),
         (broken(lora("full"), fine_tune_type="full"), "a model of its own"),
         (broken(lora("odd"), lora_parameters={}), "no rank in lora_parameters"),
         (broken(lora("older"), lora_parameters=None), "names no lora_parameters"),
