@@ -82,8 +82,9 @@ class StateShares:
         weights = [*(member.opened.weights_bytes for member in staying), weights_bytes]
         limit_bytes = self._memory.largest_dormant_bytes(weights)
         self._dormitory.drop_until(lambda dormant_bytes: dormant_bytes <= limit_bytes)
-        share_bytes = self._share_bytes(weights)
-        for member in staying:
+        share_bytes, share_now = self._share_bytes(weights), self._share_bytes(self._members.weights())
+        # Who has borrowed first: one that has lent may get more by this.
+        for member in sorted(staying, key=lambda member: -_budget(member, share_now)):
             while await _resized(member, share_bytes):
                 loading.step = f"waiting for memory that answers of {member.source.id} hold"
                 await asyncio.sleep(RETRY_SECONDS)

@@ -259,6 +259,23 @@ def test_sharing_out_ends_loans_as_far_as_running_requests_allow() -> None:
     run(test)
 
 
+def test_a_loan_ends_before_its_lender_gets_a_smaller_share_beside_a_new_model() -> None:
+    world = World()
+
+    async def test() -> None:
+        await world.use("a", 0)
+        await world.use("b", 0)
+        world.now += IDLE_SECONDS
+        for _ in range(3):
+            await world.use("b", 5000)
+            await world.settled()
+        assert (world.budget("a"), world.budget("b")) == (500, 3500)
+        await world.use("c", 0)
+        assert [world.budget(name) for name in "abc"] == [4000 // 3] * 3
+
+    run(test)
+
+
 steps = st.lists(
     st.tuples(
         st.sampled_from(["a", "b", "c"]),
