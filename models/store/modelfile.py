@@ -49,10 +49,13 @@ def parse_modelfile(text: str) -> Modelfile:
     return found
 
 
-def modelfile_of(stored: StoredModel) -> str:
-    """Returns a Modelfile that makes the same model."""
+def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
+    """Returns a Modelfile that makes the same model, from `base` if that is another name of its weights."""
     defaults = stored.defaults
-    lines = [f"FROM {stored.weights}", *(f"PARAMETER {name} {value}" for name, value in parameters_of(defaults))]
+    lines = [
+        f"FROM {base or stored.weights}",
+        *(f"PARAMETER {name} {value}" for name, value in parameters_of(defaults)),
+    ]
     if defaults.system:
         lines.append(f"SYSTEM {_quoted(defaults.system)}")
     lines += [f"MESSAGE {one.role} {_quoted(one.content)}" for one in defaults.messages]

@@ -165,6 +165,17 @@ _OLLAMA = (
     Example("GET", "/api/ps"),
     Example("GET", "/api/version"),
     _post("/api/pull", model="demo"),
+    _post(
+        "/api/create",
+        **{"from": "demo"},
+        model="demo",
+        system="Be kind.",
+        parameters=_OPTIONS,
+        messages=[],
+        stream=False,
+    ),
+    _post("/api/copy", source="demo", destination="demo"),
+    Example("DELETE", "/api/delete", {"model": "demo"}),
     _post("/api/embed", model="demo", input="x"),
     Example("GET", "/"),
 )

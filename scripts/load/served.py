@@ -132,7 +132,7 @@ def _start(arguments: Sequence[str], folder: Path, log: Path, num_files: int | N
     cache = ["--cache-dir", str(folder / "cache")]
     command = [sys.executable, "-m", *arguments, *cache, *_ON_LOOPBACK]
     # What other servers on this machine have claimed is not for a measurement to see.
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder)}
     with log.open("wb") as output:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, preexec_fn=limit

@@ -51,8 +51,8 @@ OTHER_APIS = (
     OtherApi("Azure OpenAI", ("openai/deployments",)),
     OtherApi("LM Studio's own API", ("api/v0", "api/v1")),
     OtherApi(
-        "the part of Ollama's API that changes which models are there",
-        ("api/push", "api/create", "api/copy", "api/delete", "api/blobs"),
+        "the part of Ollama's API that gives models to others, or takes files",
+        ("api/push", "api/blobs"),
     ),
     OtherApi("Ollama's accounts and web search", ("api/me", "api/signout", "api/web_search", "api/web_fetch")),
     OtherApi("Google's Gemini API", ("v1beta",)),

@@ -32,6 +32,21 @@ IN_PULL: Rules = {
 }
 """Fields of `POST /api/pull`."""
 
+IN_CREATE: Rules = {
+    **honoured("model name from modelfile system parameters messages license stream"),
+    **refused("a model's template comes with its files, and is written in Jinja, not in Go", template=("",)),
+    **refused("start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside a model", adapters=({},)),
+    **refused("weights stay as they are; pull a quantized model instead", quantize=("",), quantization=("",)),
+    **refused("a model is pulled, or made from one that is here", files=({},), path=("",)),
+}
+"""Fields of `POST /api/create`."""
+
+IN_COPY: Rules = honoured("source destination")
+"""Fields of `POST /api/copy`."""
+
+IN_DELETE: Rules = honoured("model name")
+"""Fields of `DELETE /api/delete`."""
+
 IN_CHAT: Rules = {**IN_BOTH, **honoured("messages tools")}
 """Fields of `POST /api/chat`."""
 

@@ -2,20 +2,24 @@
 
 import asyncio
 import hashlib
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, TypedDict
+from typing import Any, Final, NotRequired, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from models.store.modelfile import modelfile_of
+from models.store.parameters import parameters_of
 from server.api.context import ApiContext, ListedModel, Occupancy, ServedModel, context_of
 from server.api.dialect import Payload
 from server.api.endpoint import inspect
 from server.api.errors import ApiError, Code
 from server.api.json_body import JsonBody
 from server.api.ollama.body import find_model, thinks
+from server.api.ollama.names import messages_of, shown_name
 from server.api.other_apis import explain_unknown_path
 from server.api.params import Incoming
 from server.api.typed_body import BodyModel, parse_body
@@ -88,6 +92,8 @@ class ShownBody(TypedDict):
     model_info: Mapping[str, Any]
     capabilities: list[str]
     modified_at: str
+    system: NotRequired[str]
+    messages: NotRequired[list[Mapping[str, str]]]
 
 
 class VersionBody(TypedDict):
@@ -139,9 +145,31 @@ def describe(context: ApiContext, incoming: Incoming) -> Payload:
     """Returns what one model is; raises ApiError."""
     body = parse_body(ShowBody, dict(incoming.fields), {})
     try:
-        return _shown(find_model(context, body.model or body.name))
+        model = find_model(context, body.model or body.name)
+        return _with_name(_shown(model), model.id, model.parent_id)
     except ModelNotLoaded as error:
-        return _shown_unloaded(context.pool.describe(error.source.name))
+        source = error.source
+        return _with_name(_shown_unloaded(context.pool.describe(source.name)), source.name, source.id)
+
+
+def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
+    """Returns a description with what a name of our own adds."""
+    stored = shown_name(name)
+    if stored is None or base in (None, name):
+        return shown
+    more: ShownBody = {
+        **shown,
+        "license": stored.license,
+        "modelfile": modelfile_of(stored, base),
+        "modified_at": _time(int(stored.modified.timestamp())),
+    }
+    if not shown["parameters"]:
+        more["parameters"] = _parameter_lines(list(parameters_of(stored.defaults)))
+    if stored.defaults.system:
+        more["system"] = stored.defaults.system
+    if stored.defaults.messages:
+        more["messages"] = messages_of(stored)
+    return more
 
 
 def _tag(model: ListedModel) -> TagBody:
@@ -175,7 +203,7 @@ def _shown(model: ServedModel) -> ShownBody:
     return {
         "license": "",
         "modelfile": "\n".join([f"FROM {model.id}", *(f"PARAMETER {name} {value}" for name, value in parameters)]),
-        "parameters": "\n".join(f"{name:<30} {value}" for name, value in parameters),
+        "parameters": _parameter_lines(parameters),
         "template": model.facts.chat_template,
         "details": _details(model),
         "model_info": _model_info(model),
@@ -201,7 +229,7 @@ def _shown_unloaded(model: ListedModel) -> ShownBody:
 def _details(model: ServedModel | ListedModel) -> DetailsBody:
     facts = model.facts
     return {
-        "parent_model": "",
+        "parent_model": model.parent_id or "",
         "format": "safetensors",
         "family": facts.architecture,
         "families": [facts.architecture],
@@ -240,6 +268,12 @@ def _parameters(model: ServedModel) -> Iterator[tuple[str, str]]:
         ("repeat_penalty", sampling.repetition_penalty),
     ):
         yield name, f"{value:g}"
+    for text in model.defaults.stop:
+        yield "stop", json.dumps(text, ensure_ascii=False)
+
+
+def _parameter_lines(parameters: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<30} {value}" for name, value in parameters)
 
 
 def _tagged(model_id: str) -> str:

@@ -26,6 +26,15 @@ from server.api.ollama.models import (
     tags,
     version,
 )
+from server.api.ollama.names import (
+    CopyBody,
+    CreateBody,
+    CreateStatus,
+    DeleteBody,
+    copy_model,
+    create_model,
+    delete_model,
+)
 from server.api.ollama.pull import PullBody, PullStatus, pull_model
 from server.api.openapi import Operation, Operations
 
@@ -39,6 +48,9 @@ _ROUTES = (
     Route("/api/tags", tags, methods=["GET"]),
     Route("/api/show", show, methods=["POST"]),
     Route("/api/pull", pull_model, methods=["POST"]),
+    Route("/api/create", create_model, methods=["POST"]),
+    Route("/api/copy", copy_model, methods=["POST"]),
+    Route("/api/delete", delete_model, methods=["DELETE"]),
     Route("/api/ps", ps, methods=["GET"]),
     Route("/api/version", version, methods=["GET"]),
     Route("/", root, methods=["GET"]),
@@ -51,6 +63,9 @@ _OPERATIONS: Operations = {
     tags: Operation(answer=TagsBody),
     show: Operation(ShowBody, ShownBody),
     pull_model: Operation(PullBody, PullStatus, PullStatus, NDJSON),
+    create_model: Operation(CreateBody, CreateStatus, CreateStatus, NDJSON),
+    copy_model: Operation(CopyBody),
+    delete_model: Operation(DeleteBody),
     ps: Operation(answer=RunningList),
     version: Operation(answer=VersionBody),
     root: Operation(answer=str, answer_type="text/plain"),

@@ -204,8 +204,7 @@ def test_an_answer_is_bound_to_a_format(client: TestClient, engine: FakeEngine) 
 @pytest.mark.parametrize(
     ("method", "path", "status", "word"),
     [
-        ("POST", "/api/push", 404, "the part of Ollama's API that changes which models are there"),
-        ("DELETE", "/api/delete", 404, "the part of Ollama's API that changes which models are there"),
+        ("POST", "/api/push", 404, "the part of Ollama's API that gives models to others, or takes files"),
         ("HEAD", "/api/blobs/sha256:00", 404, ""),
         ("POST", "/api/web_search", 404, "Ollama's accounts and web search"),
         ("GET", "/api/v0/models", 404, "LM Studio's own API"),

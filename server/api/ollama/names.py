@@ -1,0 +1,211 @@
+"""`POST /api/create`, `POST /api/copy` and `DELETE /api/delete`: names of our own, for who runs the server.
+
+No name of a request is taken for a path, nor is anything downloaded for one; no weights are ever deleted.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from models.errors import ModelError, ModelfileError, StoreError
+from models.names import find_stored, folder_of, installed_place
+from models.store import library
+from models.store.defaults import ExampleMessage
+from models.store.library import Making, parse_free_name
+from models.store.modelfile import parse_modelfile
+from models.store.stored_model import StoredModel, WeightsPlace
+from server.api.auth import is_owner
+from server.api.body import parse_object, read_body
+from server.api.context import ApiContext, context_of
+from server.api.errors import ApiError, Code
+from server.api.field_rules import Rules
+from server.api.json_body import JsonBody
+from server.api.ollama.dialect import OllamaDialect, line
+from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE
+from server.api.typed_body import Body, BodyModel, parse_body
+from server.pool.errors import ModelNameNeeded, ModelUnknown, PoolError
+from server.pool.source import ModelSource
+
+STEPS = ("reading model metadata", "creating system layer", "writing manifest", "success")
+"""What is said of a model that is made: clients show it."""
+
+
+class CopyBody(BodyModel):
+    """Body of `POST /api/copy`."""
+
+    source: str
+    destination: str
+
+
+class DeleteBody(BodyModel):
+    """Body of `DELETE /api/delete`."""
+
+    model: str | None = None
+    name: str | None = None
+    """Its older name."""
+
+
+class FirstMessage(BodyModel):
+    """A message that stands before those of each conversation."""
+
+    role: str = Field(pattern="^(system|user|assistant)$")
+    content: str
+
+
+class CreateBody(BodyModel):
+    """Body of `POST /api/create`."""
+
+    model: str | None = None
+    name: str | None = None
+    """Its older name."""
+    from_: str | None = Field(default=None, alias="from")
+    """The model that it is made from."""
+    modelfile: str | None = None
+    """The older way to say all that follows, and `from`."""
+    system: str | None = None
+    parameters: dict[str, Any] | None = None
+    messages: list[FirstMessage] | None = None
+    license: str | list[str] | None = None
+    stream: bool | None = None
+    """The steps come as lines unless this is false."""
+
+
+class CreateStatus(TypedDict):
+    """One line: what is being done."""
+
+    status: str
+
+
+async def create_model(request: Request) -> Response:
+    """Makes a model from another, with defaults of its own; raises ApiError (400, 403, 404)."""
+    context, body = await _read(request, CreateBody, IN_CREATE)
+    await asyncio.to_thread(_create, context, body)
+    if body.stream is False:
+        return JsonBody(CreateStatus(status=STEPS[-1]))
+    lines = b"".join(line(CreateStatus(status=step)) for step in STEPS)
+    return Response(lines, media_type=OllamaDialect.stream_media_type)
+
+
+async def copy_model(request: Request) -> Response:
+    """Gives a model another name; one of that name makes way. Raises ApiError (400, 403, 404)."""
+    context, body = await _read(request, CopyBody, IN_COPY)
+
+    def copy() -> StoredModel:
+        name = _free(body.destination, "destination")
+        source = _source(context, body.source, "source")
+        return _done(lambda: library.copy(source.name, _place(source), name, replaces=True), "destination")
+
+    await asyncio.to_thread(copy)
+    return JsonBody({})
+
+
+async def delete_model(request: Request) -> Response:
+    """Removes a name, and no weights; raises ApiError (400, 403, 404)."""
+    context, body = await _read(request, DeleteBody, IN_DELETE)
+    await asyncio.to_thread(_delete, context, _required(body.model or body.name))
+    return JsonBody({})
+
+
+async def _read(request: Request, kind: type[Body], rules: Rules) -> tuple[ApiContext, Body]:
+    """Returns the checked body of the owner of the server."""
+    context = context_of(request)
+    if not is_owner(request, context.config):
+        message = "only who runs the server names models: on its own machine, or by an operator's key"
+        raise ApiError(Code.OPERATOR_ONLY, message)
+    fields, _ = parse_object(await read_body(request, context.config.max_body_bytes))
+    return context, parse_body(kind, dict(fields), rules)
+
+
+def _create(context: ApiContext, body: CreateBody) -> None:
+    name = _free(_required(body.model or body.name), "model")
+    base, making = _asked(body)
+    source = _source(context, base, "from")
+    _done(lambda: library.create(name, _place(source), source.name, making), "parameters")
+
+
+def _asked(body: CreateBody) -> tuple[str, Making]:
+    """Returns the model to begin from, and what the new one says of itself; raises ApiError."""
+    if body.modelfile:
+        try:
+            told = parse_modelfile(body.modelfile)
+        except ModelfileError as error:
+            raise ApiError(Code.INVALID_VALUE, f"modelfile: {error}", "modelfile") from error
+        return told.base, Making(told.parameters, told.system, told.messages, told.license)
+    if not body.from_:
+        raise ApiError(Code.MISSING_PARAMETER, "from: name the model that it is made from", "from")
+    messages = [ExampleMessage(one.role, one.content) for one in body.messages or ()]
+    text = "\n".join(body.license) if isinstance(body.license, list) else body.license
+    return body.from_, Making(list((body.parameters or {}).items()), body.system, messages, text)
+
+
+def _delete(context: ApiContext, name: str) -> None:
+    if find_stored(name) is not None:
+        _done(lambda: library.remove(name), "model")
+        return
+    source = _source(context, name, "model")
+    why = "its weights may be other programs', too; mlx-serve rm removes them, at the server's own machine"
+    raise ApiError(Code.INVALID_VALUE, f"{source.name} is no name that was given here: {why}", "model")
+
+
+def _required(name: str | None) -> str:
+    if not name:
+        raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
+    return name
+
+
+def _free(name: str, param: str) -> str:
+    try:
+        return parse_free_name(name)
+    except StoreError as error:
+        raise ApiError(Code.INVALID_VALUE, f"{param}: {error}", param) from error
+
+
+def _source(context: ApiContext, name: str, param: str) -> ModelSource:
+    """Returns the model that a request names, which is one that it may ask for; raises ApiError (404)."""
+    try:
+        source = context.pool.source_of(name or None)
+    except (ModelUnknown, ModelNameNeeded) as error:
+        instead = error.instead if isinstance(error, ModelUnknown) else str(error)
+        raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {instead}", param) from error
+    except PoolError as error:
+        raise ApiError(Code.MODEL_UNUSABLE, str(error), param) from error
+    if source.adapter is not None:
+        message = f"{param}: {source.adapter} is an adapter, which has no name but the one of --adapter"
+        raise ApiError(Code.INVALID_VALUE, message, param)
+    return source
+
+
+def _place(source: ModelSource) -> WeightsPlace:
+    """Returns where a served model's weights lie: by its name where that leads to its folder, else the folder."""
+    place = installed_place(source.name) or installed_place(source.id)
+    folder = os.path.realpath(source.path)
+    if place is not None and os.path.realpath(folder_of(place)) == folder:
+        return place
+    return WeightsPlace("folder", folder)
+
+
+def _done(work: Callable[[], StoredModel], param: str) -> StoredModel:
+    try:
+        return work()
+    except ModelfileError as error:
+        raise ApiError(Code.INVALID_VALUE, f"{param}: {error}", param) from error
+    except ModelError as error:
+        raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
+
+
+def shown_name(name: str) -> StoredModel | None:
+    """Returns what the manifest holds of a name; None where there is nothing, or it cannot be read."""
+    try:
+        return find_stored(name)
+    except StoreError:
+        return None
+
+
+def messages_of(stored: StoredModel) -> list[Mapping[str, str]]:
+    """Returns the messages that a model begins with, as clients write them."""
+    return [{"role": one.role, "content": one.content} for one in stored.defaults.messages]
