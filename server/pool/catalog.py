@@ -100,7 +100,7 @@ class InstalledCatalog:
                 self._listed = _installed_sources()
                 self._listed_at, self._listed_stored = time.monotonic(), stored
             others = map(self._identified, self._listed)
-        return [*self._named, *(one for one in others if self._known(one.name) is None)]
+        return [*self._named, *(one for one in others if not self._is_named(one))]
 
     def _known(self, name: str) -> ModelSource | None:
         """Returns the model that the command line has named so, or under another name of the same repository."""
@@ -112,6 +112,11 @@ class InstalledCatalog:
             if source.adapter is None and repository is not None and parse_repository(source.id) == repository:
                 return source if source.label is None else source.plain
         return next((source.plain for source in self._named if source.id == name), None)
+
+    def _is_named(self, source: ModelSource) -> bool:
+        """Whether the command line names a model so; one that it has under a label only has its own name besides."""
+        known = self._known(source.name)
+        return any(known is named for named in self._named)
 
     def _identified(self, source: ModelSource) -> ModelSource:
         """Returns a source under the id of the first model of the command line that has the same folder."""

@@ -78,6 +78,7 @@ def test_a_stored_name_of_the_command_line_brings_its_model_under_its_own_id(man
         catalog = InstalledCatalog([named], has_others=has_others)
         assert catalog.find("writer") == named
         assert catalog.find("demo") == ModelSource("demo", DEMO_FOLDER)
+    assert [source.name for source in InstalledCatalog([named]).all()] == ["writer", "demo", "demo-hybrid"]
 
 
 def test_weights_that_are_gone_are_told_without_their_path(manifest: Manifest, tmp_path: Path) -> None:
