@@ -226,7 +226,9 @@ def _base(name: str, folder: Path) -> str:
 
 def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None:
     others = [name for name in library.names_with(stored.weights) if name != stored.short_name]
-    kept = f"The weights of {stored.weights} stay" + (f"; {', '.join(others)} use them, too." if others else ".")
+    kept = f"The weights of {stored.weights} stay" + (
+        f"; {', '.join(others)} {'uses' if len(others) == 1 else 'use'} them, too." if others else "."
+    )
     _confirm(f"Remove the name {stored.short_name}? {kept}", is_forced=is_forced)
     library.remove(stored.name)
     if stored.weights.kind == "repository" and not others:
