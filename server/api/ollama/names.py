@@ -6,7 +6,7 @@ No name of a request is taken for a path, nor is anything downloaded for one; no
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
@@ -30,6 +30,8 @@ from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE
 from server.api.typed_body import Body, BodyModel, parse_body
 from server.pool.errors import ModelNameNeeded, ModelUnknown, PoolError
 from server.pool.source import ModelSource
+
+Result = TypeVar("Result")
 
 STEPS = ("reading model metadata", "creating system layer", "writing manifest", "success")
 """What is said of a model that is made: clients show it."""
@@ -144,7 +146,7 @@ def _asked(body: CreateBody) -> tuple[str, Making]:
 
 
 def _delete(context: ApiContext, name: str) -> None:
-    if find_stored(name) is not None:
+    if _done(lambda: find_stored(name), "model") is not None:
         _done(lambda: library.remove(name), "model")
         return
     source = _source(context, name, "model")
@@ -189,7 +191,8 @@ def _place(source: ModelSource) -> WeightsPlace:
     return WeightsPlace("folder", folder)
 
 
-def _done(work: Callable[[], StoredModel], param: str) -> StoredModel:
+def _done(work: Callable[[], Result], param: str) -> Result:
+    """Returns what work with the manifest returns; raises ApiError (400, 503)."""
     try:
         return work()
     except ModelfileError as error:

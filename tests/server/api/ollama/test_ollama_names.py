@@ -152,6 +152,22 @@ def test_only_who_runs_the_server_may(served: Served) -> None:
     assert set(served.manifest.models()) == {"writer:latest"}
 
 
+def test_a_manifest_of_a_newer_version_is_left_alone(served: Served) -> None:
+    before = served.manifest.path.read_bytes()
+    served.manifest.path.write_text('{"version": 99}')
+    try:
+        for method, path, body in (
+            ("POST", "/api/copy", {"source": "demo", "destination": "x"}),
+            ("DELETE", "/api/delete", {"model": "x"}),
+        ):
+            answer = served.http.request(method, path, json=body)
+            assert (answer.status_code, "newer mlx-serve" in answer.text) == (503, True)
+        assert served.client.show("demo").details is not None
+        assert served.manifest.path.read_text() == '{"version": 99}'
+    finally:
+        served.manifest.path.write_bytes(before)
+
+
 HOSTILE = [
     "../x",
     "/etc",
