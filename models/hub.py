@@ -94,8 +94,9 @@ class _Download:
         return self.blobs / f"{file.sha256}.part"
 
     def is_here(self, file: _File) -> bool:
-        """Returns whether `file` is complete and in its place."""
-        return (self.blobs / (file.sha256 or "")).is_file() or self._snapshot_file(file).exists()
+        """Returns whether `file` is in its place and as long as it should be."""
+        places = [self.blobs / file.sha256] if file.sha256 else []
+        return any(_is_as_long(place, file.size_bytes) for place in (*places, self._snapshot_file(file)))
 
     def bytes_here(self, file: _File) -> int:
         """Returns how many bytes of `file` need not be fetched again."""
@@ -149,6 +150,10 @@ def _plan(repository: RepositoryName) -> _Download:
         if _is_wanted(name)
     )
     return _Download(repository, info.sha or repository.revision, tuple(files))
+
+
+def _is_as_long(place: Path, num_bytes: int) -> bool:
+    return place.is_file() and place.stat().st_size == num_bytes
 
 
 def _is_wanted(name: str) -> bool:

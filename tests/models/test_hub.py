@@ -386,3 +386,12 @@ def test_a_chat_with_a_model_that_is_not_here_offers_to_pull_it(answer: str, hub
     else:
         # It is no model that could answer; that it was loaded is told by what is wrong with it.
         assert "qwen3:0.6b is here: " in keyboard.shown and "model.safetensors is damaged" in keyboard.shown
+
+
+def test_weights_that_were_cut_off_are_fetched_again(hub: FakeHub, person: Person) -> None:
+    assert person.types("pull", "org/model").status == 0
+    weights = person.snapshot("org/model") / "model.safetensors"
+    with weights.resolve().open("r+b") as blob:
+        blob.truncate(1000)
+    assert person.types("pull", "org/model").status == 0
+    assert weights.read_bytes() == WEIGHTS
