@@ -22,6 +22,7 @@ from server.api.admin.cache import (
     unpin_session,
 )
 from server.api.admin.health import HealthBody, ReadyBody, health, ready
+from server.api.admin.metrics import metrics
 from server.api.admin.models import ModelNameBody, ModelStateBody, load_model, unload_model
 from server.api.admin.prime import PrimedBody, prime_cache
 from server.api.admin.sessions import (
@@ -82,6 +83,7 @@ ADMIN_OPERATIONS: Operations = {
     prime_cache: Operation((ChatBody, CompletionBody), PrimedBody),
     load_model: Operation((ModelNameBody,), ModelStateBody),
     unload_model: Operation((ModelNameBody,), ModelStateBody),
+    metrics: Operation(answer=str, answer_type="text/plain"),
     health: Operation(answer=HealthBody),
     ready: Operation(answer=ReadyBody),
 }
@@ -95,6 +97,7 @@ async def openapi(request: Request) -> Response:
 ADMIN_ROUTES = (
     *with_and_without_v1(_ADMIN),
     Route("/openapi.json", openapi, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
     Route("/health", health, methods=["GET"]),
     Route("/ready", ready, methods=["GET"]),
 )

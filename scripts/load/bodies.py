@@ -201,6 +201,7 @@ _ADMIN = (
     _post("/v1/sessions/one/pin"),
     _post("/v1/sessions/one/unpin"),
     Example("GET", "/openapi.json"),
+    Example("GET", "/metrics"),
     Example("GET", "/health"),
     Example("GET", "/ready"),
     _post("/v1/embeddings", input="x"),

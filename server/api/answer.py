@@ -131,6 +131,11 @@ class Answer:
         self._generation.cancel()
 
     @property
+    def turn(self) -> TurnRecord | None:
+        """The turn that it was, once it was reported; None for a request that never held a slot."""
+        return None if self._reported is None else self._reported[0]
+
+    @property
     def _session_id(self) -> str | None:
         """What the conversation is called, by the client or by the server."""
         name = self._account.name

@@ -25,6 +25,7 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from models.rerank_format import Reading, RerankFormat
 from models.store.defaults import ModelDefaults
 from server.api.errors import ApiError, Code, stopped
+from server.api.metrics import Metrics
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
 from server.api.rate_limits import RateLimits
@@ -375,8 +376,12 @@ class ApiContext:
 
     background: set["asyncio.Task[None]"] = field(default_factory=set)
     """Work that no client waits for."""
+    metrics: Metrics = field(init=False)
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: self.engines, self.config.slots)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """Returns what a dialect keeps between requests: what `make` returned when it was first asked. Any thread."""

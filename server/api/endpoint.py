@@ -336,9 +336,10 @@ def _begin(
         _keep_alive(use.hold, exchange.keep_alive_seconds)
         if exchange.request.session_id is not None:
             request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
+        arrival = _Arrival(context, request.url.path, received)
         told = (received, context.sessions.record, context.conversations, key_name_of(request.scope))
         if isinstance(opened, Choices):
-            return _begun_choices(context, opened, ChoicesAnswer(engine, opened, *told), engine, permit, use)
+            return _begun_choices(arrival, opened, ChoicesAnswer(engine, opened, *told), engine, permit, use)
         answer = Answer(engine, opened, *told)
     except BaseException:
         use.close()
@@ -347,12 +348,26 @@ def _begin(
         answer,
         lambda: opened.frames(answer.events()),
         lambda: opened.body(answer.events()),
-        partial(_close, context, answer, opened, engine, permit, use),
+        partial(_close, arrival, answer, opened, engine, permit, use),
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """Where a request came to, and when."""
+
+    context: ApiContext
+    endpoint: str
+    received: float
+    """Reading of `time.monotonic()`."""
+
+    def note_end(self, answer: Answer, model: ServedModel) -> None:
+        """Counts a request whose answer is closed, with all of its choices."""
+        self.context.metrics.note_ended(model.id, self.endpoint, self.received, answer.figures, answer.turn)
+
+
 def _begun_choices(
-    context: ApiContext,
+    arrival: _Arrival,
     choices: Choices,
     answers: ChoicesAnswer,
     engine: EnginePort,
@@ -363,7 +378,7 @@ def _begun_choices(
         answers,
         lambda: choices.frames(answers.events()),
         lambda: choices.body(answers.events()),
-        partial(_close_choices, context, answers, choices, engine, permit, use),
+        partial(_close_choices, arrival, answers, choices, engine, permit, use),
     )
 
 
@@ -434,7 +449,7 @@ async def _whole(begun: _Begun) -> Response:
 
 
 def _close(
-    context: ApiContext,
+    arrival: _Arrival,
     answer: Answer,
     exchange: Exchange,
     engine: EnginePort,
@@ -445,11 +460,12 @@ def _close(
     answer.close()
     use.close()
     permit.close(len(exchange.request.tokens) + len(answer.token_ids))
-    _prepare_next_turn(context, answer, exchange, engine)
+    arrival.note_end(answer, exchange.model)
+    _prepare_next_turn(arrival.context, answer, exchange, engine)
 
 
 def _close_choices(
-    context: ApiContext,
+    arrival: _Arrival,
     answers: ChoicesAnswer,
     choices: Choices,
     engine: EnginePort,
@@ -460,7 +476,8 @@ def _close_choices(
     answers.close()
     use.close()
     permit.close(answers.first.figures.counts.prompt + answers.num_predicted)
-    _prepare_next_turn(context, answers.first, choices.first, engine)
+    arrival.note_end(answers.first, choices.first.model)
+    _prepare_next_turn(arrival.context, answers.first, choices.first, engine)
 
 
 def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort) -> None:
