@@ -24,6 +24,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80,
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 _REQUEST = ("model", "endpoint")
+PACE_TOKENS = 64
+"""A prompt with fewer evaluated tokens says little of the time that a token takes."""
 
 
 class StatsPort(Protocol):
@@ -63,7 +65,7 @@ class Metrics:
         self._prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer_sizes = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
         self._seconds_per_token = dict[str, float]()
-        """How long a prompt token took last, by model: what a prompt that was all restored has saved."""
+        """How long a prompt token took in the last long prompt of a model: what a restored one has saved."""
 
     def note_ended(
         self, model_id: str, endpoint: str, received: float, figures: AnswerFigures, turn: TurnRecord | None
@@ -110,7 +112,7 @@ class Metrics:
         self._decode.labels(**labels).observe(timings.predicted_ms / 1000)
         if timings.predicted_tokens > 1:
             self._each.labels(**labels).observe(timings.predicted_ms / 1000 / (timings.predicted_tokens - 1))
-        if timings.evaluated_tokens:
+        if timings.evaluated_tokens >= PACE_TOKENS:
             self._seconds_per_token[labels["model"]] = timings.prompt_ms / 1000 / timings.evaluated_tokens
         seconds = self._seconds_per_token.get(labels["model"], 0.0)
         self._saved.labels(**labels).inc(figures.counts.cached * seconds)

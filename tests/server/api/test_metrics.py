@@ -50,6 +50,20 @@ def test_each_answer_is_counted_once_with_its_tokens() -> None:
     assert value(client, "mlx_serve_request_prompt_tokens_sum", **labels) == 2 * len("<user>Hi")
 
 
+def test_seconds_are_saved_at_the_pace_of_long_prompts() -> None:
+    engine = FakeEngine(Script(hit_tokens=0, prefill_seconds=0.0))
+    client = client_of(engine)
+    client.post(CHAT, json=HI)
+    engine.script = Script(hit_tokens=4)
+    client.post(CHAT, json=HI)
+    assert value(client, "mlx_serve_saved_seconds_total") == 0
+    long = {"messages": [{"role": "user", "content": "long " * 15}]}
+    assert client.post(CHAT, json=long).status_code == 200
+    client.post(CHAT, json=HI)
+    saved = value(client, "mlx_serve_saved_seconds_total")
+    assert saved > 0
+
+
 def test_several_choices_are_one_request() -> None:
     client = client_of(FakeEngine())
     assert client.post(CHAT, json={**HI, "n": 3}).status_code == 200
