@@ -1,5 +1,6 @@
 """`/metrics`: what Prometheus reads, by its own parser, and the rules of its lint."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
+METRIC = re.compile(r"\bmlx_serve_\w+")
+LABEL = re.compile(r"by \((\w+)\)")
 NON_BASE_UNITS = "milliseconds|minutes|hours|kilobytes|megabytes|percent|bits"
 
 
@@ -141,3 +144,16 @@ def test_the_docs_have_every_metric() -> None:
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `mlx_serve_(\w+)` \| (\w+) \|", page, re.MULTILINE)
     assert {f"mlx_serve_{name.removesuffix('_total')}": kind for name, kind in rows} == told
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    board = json.loads((Path(__file__).parents[3] / "docs" / "grafana.json").read_text())
+    asked = {name for panel in board["panels"] for one in panel["targets"] for name in METRIC.findall(one["expr"])}
+    client = client_of(FakeEngine(Script(hit_tokens=4)))
+    known = set(METRIC.findall(client.get("/metrics").text))
+    histograms = {f"{name}_bucket" for name, family in families(client).items() if family.type == "histogram"}
+    assert len(asked) > 15 and asked <= known | histograms
+    labels = {label for panel in board["panels"] for one in panel["targets"] for label in LABEL.findall(one["expr"])}
+    assert labels <= {"model", "reason", "finished_reason", "state", "tier", "le"}
+    places = [tuple(panel["gridPos"].values())[:2] for panel in board["panels"]]
+    assert len(set(places)) == len(places)
