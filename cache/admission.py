@@ -163,7 +163,7 @@ class Admission:
             self._pager.enter(slot, trie)
         else:
             self._page_in(slot, request, found.path, offset, found.shared[slot.index], capacity)
-        self._memory.used(trie, slot.tip, self._clock.now)
+        self._memory.restored(trie, slot.tip, self._clock.now)
 
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int

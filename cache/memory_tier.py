@@ -13,6 +13,7 @@ from cache.eviction.order import EvictionOrder
 from cache.eviction.policy import Candidate, Chance
 from cache.eviction.quota import Shares, over_share
 from cache.holdings import Holdings
+from cache.journal import EvictionReason, Journal
 from cache.layers.layout import Layout
 from cache.ledger import Ledger
 from cache.snapshots import Snapshot, has_shared_rows
@@ -37,8 +38,9 @@ class _Namespace(NamedTuple):
 class MemoryTier:
     """Tries by namespace, with the account of their bytes. Worker thread only."""
 
-    def __init__(self, layout: Layout, budget_bytes: int) -> None:
+    def __init__(self, layout: Layout, budget_bytes: int, journal: Journal) -> None:
         self.ledger = Ledger(budget_bytes)
+        self.journal = journal
         self.num_evictions = 0
         """Leaves and snapshots evicted since the start."""
         self.evictions: Counter[str] = Counter()
@@ -89,7 +91,7 @@ class MemoryTier:
         """Drops everything of a namespace that no slot and no pin needs."""
         while leaves := [node for node in trie.nodes() if not node.children and _is_evictable(node)]:
             for leaf in leaves:
-                self._evict_leaf(trie, leaf, ())
+                self._evict_leaf(trie, leaf, (), EvictionReason.NAMESPACES)
 
     @property
     def namespaces(self) -> list[str]:
@@ -135,8 +137,14 @@ class MemoryTier:
         self._drop_empty(trie, above, ())
 
     def used(self, trie: PrefixTrie, node: Node, now: int) -> None:
-        """Notes that a sequence was restored at a node, or recorded up to it."""
+        """Notes that a sequence was recorded up to a node."""
         self._order.used(trie.namespace, node, now)
+
+    def restored(self, trie: PrefixTrie, node: Node, now: int) -> None:
+        """Notes that a sequence was restored at a node, with all tokens up to there."""
+        for passed in node.path():
+            passed.num_uses += 1
+        self.used(trie, node, now)
 
     def ended(self, trie: PrefixTrie, node: Node) -> None:
         """Notes that a node is now where its session ends."""
@@ -205,14 +213,15 @@ class MemoryTier:
         """Evicts a leaf, or as much as possible of any other node's snapshot, unless the node is `kept`."""
         namespace, node = victim.key
         if node not in kept and _is_evictable(node):
+            trie, reason = self._namespaces[namespace].trie, _reason_of(victim)
             if node.children:
-                self._evict_snapshot(self._namespaces[namespace].trie, node)
+                self._evict_snapshot(trie, node, reason)
             else:
-                self._evict_leaf(self._namespaces[namespace].trie, node, kept)
+                self._evict_leaf(trie, node, kept, reason)
 
-    def _evict_leaf(self, trie: PrefixTrie, leaf: Node, kept: Collection[Node]) -> None:
+    def _evict_leaf(self, trie: PrefixTrie, leaf: Node, kept: Collection[Node], reason: EvictionReason) -> None:
         """Evicts a leaf, and the nodes above it that hold no bytes."""
-        self._count_eviction(trie)
+        self._note_eviction(trie, leaf, leaf.num_bytes, reason, is_snapshot=False)
         self.before_eviction(trie, leaf)
         parent = leaf.parent
         trie.remove(leaf)
@@ -238,13 +247,14 @@ class MemoryTier:
             node = above
         return node
 
-    def _evict_snapshot(self, trie: PrefixTrie, node: Node) -> None:
+    def _evict_snapshot(self, trie: PrefixTrie, node: Node, reason: EvictionReason) -> None:
         """Evicts a snapshot, except for window rows that restore points below need."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if has_shared_rows(self._layout, node) else None
         if rest is None or rest.num_bytes < snapshot.num_bytes:
-            self._count_eviction(trie)
+            num_bytes = snapshot.num_bytes - (rest.num_bytes if rest is not None else 0)
+            self._note_eviction(trie, node, num_bytes, reason, is_snapshot=True)
             self.before_eviction(trie, node)
             trie.snap(node, rest)
 
@@ -252,9 +262,12 @@ class MemoryTier:
         self.ledger.store(num_bytes)
         self._shares.add(namespace, num_bytes)
 
-    def _count_eviction(self, trie: PrefixTrie) -> None:
+    def _note_eviction(
+        self, trie: PrefixTrie, node: Node, num_bytes: int, reason: EvictionReason, *, is_snapshot: bool
+    ) -> None:
         self.num_evictions += 1
         self.evictions[trie.namespace] += 1
+        self.journal.evicted(trie.namespace, node.stop - node.start, num_bytes, reason, is_snapshot=is_snapshot)
 
     def check(self) -> None:
         """Asserts the invariants."""
@@ -279,6 +292,12 @@ def _both(first: Callable[[Node], None], second: Callable[[Node], None]) -> Call
         second(node)
 
     return call
+
+
+def _reason_of(victim: Candidate) -> EvictionReason:
+    if victim.chance > Chance.SUPERSEDED:
+        return EvictionReason.MEMORY
+    return EvictionReason.UNUSABLE if victim.chance <= Chance.UNUSABLE else EvictionReason.SUPERSEDED
 
 
 def _subtree(node: Node) -> list[Node]:

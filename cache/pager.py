@@ -37,6 +37,7 @@ class Pager:
     ) -> None:
         self.layout = layout
         self.ledger = memory.ledger
+        self._journal = memory.journal
         self._memory = memory
         self._make_caches = make_caches
         self.slots: list[Slot] = []
@@ -88,6 +89,8 @@ class Pager:
         slot.is_cut = False
         self.move_tip(slot, landing)
         self.measure(slot)
+        if len(tokens) > keep:
+            self._journal.paged_in(slot.namespace, slot.index, len(tokens) - keep)
 
     def _source(self, node: Node) -> RowSource:
         if node.span is not None:
@@ -115,6 +118,7 @@ class Pager:
             except Exception:
                 self.give_up(slot, slot.tip.path())
                 raise
+            self._journal.paged_out(slot.namespace, slot.index, slot.offset - keep)
         if keep == 0:
             num_bytes = self.ledger.slot_bytes(slot.index)
             self.empty(slot)

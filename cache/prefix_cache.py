@@ -18,6 +18,7 @@ from cache.demotion import Demotion
 from cache.disk.connector import DiskConnector
 from cache.disk.read_ahead import Prefetch
 from cache.disk.tier import DiskTier
+from cache.journal import Journal
 from cache.layers.layout import Layout
 from cache.lease import Lease
 from cache.ledger import Ledger
@@ -60,7 +61,8 @@ class PrefixCache:
         """
         layout = layout or Layout(make_caches())
         self.clock = RequestClock()
-        self.memory = MemoryTier(layout, budget_bytes)
+        self.journal = disk.journal if disk is not None else Journal()
+        self.memory = MemoryTier(layout, budget_bytes, self.journal)
         self.disk = DiskConnector(disk, layout) if disk is not None else None
         self.pager = Pager(layout, self.memory, make_caches, num_slots)
         self.sizes = SequenceSizes(layout, chunk_tokens)
@@ -252,6 +254,7 @@ class PrefixCache:
             budget_bytes=self.ledger.budget_bytes,
             bytes_per_token=self.sizes.bytes_per_token,
             num_evictions=self.memory.num_evictions,
+            moved=self.journal.moved,
             keeps_on_disk=tier is not None and tier.is_open,
             disk_bytes=tier.used_bytes if tier is not None else 0,
             num_disk_files_gone=tier.num_gone if tier is not None else 0,

@@ -35,6 +35,7 @@ class Promotion:
         self.disk = disk
         """None without a disk tier, and once it is closed: then nothing is on disk."""
         self._memory = memory
+        self._journal = memory.journal
         self._pager = pager
         self._reclaimer = reclaimer
         self._clock = clock
@@ -77,7 +78,9 @@ class Promotion:
             if self._reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
                 return self.result_of(found.match), False
             try:
-                self._attach(lookup, disk_match.offset, *self.disk.load(disk_match))
+                loaded = self.disk.load(disk_match)
+                self._journal.read(lookup.namespace, disk_match.offset - found.restorable, disk_match.num_bytes)
+                self._attach(lookup, disk_match.offset, *loaded)
             except DiskFault:
                 # The file at fault is no longer found, but others may be. Freeing memory may have changed the match.
                 found = self.find_in_memory(lookup)

@@ -5,7 +5,16 @@ from cache.disk.listing import NO_LISTING
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import Pins
-from cache.view import CacheView, NamespaceView, StateBytes, disk_views, views
+from cache.view import (
+    CacheView,
+    EdgeDetail,
+    NamespaceView,
+    SharedTokens,
+    StateBytes,
+    disk_views,
+    edge_detail,
+    views,
+)
 
 
 class CacheReports:
@@ -22,9 +31,10 @@ class CacheReports:
         memory, tier = self._memory, self._tier
         trie = memory.find_trie(namespace)
         on_disk = tier.contents.listing(namespace, max_nodes) if tier is not None else NO_LISTING
+        shared = SharedTokens(trie, on_disk.entries)
         return CacheView(
-            nodes=views(trie, max_nodes),
-            disk_nodes=disk_views(on_disk.entries),
+            nodes=views(trie, max_nodes, shared),
+            disk_nodes=disk_views(on_disk.entries, shared),
             num_nodes=trie.num_nodes,
             num_tokens=memory.holdings(namespace).total.num_tokens,
             num_disk_nodes=on_disk.num_edges,
@@ -35,6 +45,10 @@ class CacheReports:
             budget_bytes=memory.ledger.budget_bytes,
             pinned=self._pins.labels(namespace),
         )
+
+    def edge(self, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
+        """Returns one edge in memory with `max_tokens` of its tokens at most; None if it is there no more."""
+        return edge_detail(self._memory.find_trie(namespace), number, max_tokens)
 
     def namespaces(self) -> list[NamespaceView]:
         """Returns what each namespace holds that holds anything, the most bytes first."""

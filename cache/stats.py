@@ -1,6 +1,8 @@
 """The cache's counters and gauges, for reports. Frozen: any thread may hold one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from cache.journal import MovedState
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,8 @@ class CacheStats:
     """Of a conversation's state, as it grows; 0 for a model whose state does not."""
     num_evictions: int = 0
     """Leaves and snapshots given up for lack of memory, since the start."""
+    moved: MovedState = field(default_factory=MovedState)
+    """What was paged, written and read, since the start."""
     keeps_on_disk: bool = False
     """Whether there is a disk tier with a folder it can use."""
     disk_bytes: int = 0

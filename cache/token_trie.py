@@ -10,6 +10,7 @@ Each tier hangs state of its own on the nodes, in a class derived from `TokenNod
 compared by whole edges, byte by byte: a match costs microseconds per thousand tokens and no Python object per token.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
@@ -22,7 +23,7 @@ from cache.tokens import TOKEN_BYTES, TokenArray, common_prefix_length
 class TokenNode:
     """One edge `[start, stop)` of a trie, and where it ends."""
 
-    __slots__ = ("children", "data", "parent", "start", "stop", "tokens")
+    __slots__ = ("children", "data", "number", "parent", "start", "stop", "tokens")
 
     def __init__(self, parent: Self | None, tokens: TokenArray, start: int) -> None:
         self.parent = parent
@@ -30,6 +31,8 @@ class TokenNode:
         self.start = start
         self.stop = start + len(tokens)
         self.children: dict[int, Self] = {}
+        self.number = 0
+        """Tells it apart from all other nodes that its trie ever had, but for the root."""
 
     def hold(self, data: bytes) -> None:
         """Sets the edge's tokens from their bytes in memory; the caller sets `start` and `stop`."""
@@ -132,6 +135,7 @@ class TokenTrie(Generic[TrieNode]):
         self.num_nodes = 0
         self._node_type = node_type
         self._changed = changed
+        self._numbers = itertools.count(1)
 
     def match(self, tokens: TokenArray) -> Match[TrieNode]:
         """Finds the longest stored prefix of `tokens`, comparing every token."""
@@ -188,7 +192,7 @@ class TokenTrie(Generic[TrieNode]):
         if not node.start < offset < node.stop or node.parent is None:
             raise ValueError(f"cannot split {node} at {offset}")
         cut, parent = offset - node.start, node.parent
-        upper = self._node_type(parent, node.tokens[:cut], node.start)
+        upper = self._make_node(parent, node.tokens[:cut], node.start)
         node.divide_state(upper, offset)
         parent.children[int(upper.tokens[0])] = upper
         node.hold(node.data[TOKEN_BYTES * cut :])
@@ -255,8 +259,13 @@ class TokenTrie(Generic[TrieNode]):
             node.check()
         assert num_nodes == self.num_nodes, f"{num_nodes} nodes found, {self.num_nodes} counted"
 
+    def _make_node(self, parent: TrieNode, tokens: TokenArray, start: int) -> TrieNode:
+        node = self._node_type(parent, tokens, start)
+        node.number = next(self._numbers)
+        return node
+
     def _add(self, parent: TrieNode, tokens: TokenArray) -> TrieNode:
-        node = self._node_type(parent, tokens, parent.stop)
+        node = self._make_node(parent, tokens, parent.stop)
         parent.children[int(node.tokens[0])] = node
         self.num_nodes += 1
         self._changed(parent)

@@ -64,6 +64,7 @@ class Node(TokenNode):
         "last_used_behind",
         "num_pins",
         "num_slots",
+        "num_uses",
         "place",
         "session_id",
         "snapshot",
@@ -90,6 +91,8 @@ class Node(TokenNode):
         """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
         self.num_pins = 0
         """Pins on this node; the trie never merges a pinned node away."""
+        self.num_uses = 0
+        """Sequences that were restored with its tokens; for people, evictions do not look at it."""
         self.kind: Any = None
         """Why its snapshot was taken; not used by the trie."""
         self.is_explicit = False
@@ -110,7 +113,7 @@ class Node(TokenNode):
         spans = self.span.split(offset) if self.span is not None else (None, None)
         snapshots = self.snapshot.split(offset) if self.snapshot is not None else (None, None)
         upper.home, upper.last_used, upper.is_volatile = self.home, self.last_used, self.is_volatile
-        upper.last_used_behind = self.last_used_behind
+        upper.last_used_behind, upper.num_uses = self.last_used_behind, self.num_uses
         (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
     def may_join(self, parent: "Node") -> bool:

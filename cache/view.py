@@ -1,16 +1,20 @@
 """What the cache holds for one namespace, as plain values for reports: copied, and bounded in number."""
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cache.disk.listing import DiskEntry
 from cache.disk.write_budget import DiskWrites
 from cache.restore_points import RestorePointKind
+from cache.token_trie import Place
 from cache.tokens import TokenArray
 from cache.trie import Node, PrefixTrie
 
 PREVIEW_TOKENS = 24
+MAX_SESSIONS = 32
+"""The most sessions that are named of an edge."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,12 @@ class StateBytes:
 
 @dataclass(frozen=True, eq=False)
 class EdgeView:
-    """One edge `[start, stop)`, in memory or on disk. `index` is its place in the list, from 0, parents first."""
+    """One edge `[start, stop)`, in memory or on disk."""
 
-    index: int
+    number: int
+    """Names it among those of its tier and namespace, as long as it is there."""
     parent: int | None
+    """The number of the edge that stops at `start`."""
     start: int
     stop: int
     last_used: int
@@ -54,6 +60,10 @@ class NodeView(EdgeView):
     """Why a snapshot was kept at `stop`; None if there is none that can be restored by itself."""
     is_explicit: bool
     is_pinned: bool
+    num_uses: int
+    """Sequences that were restored with its tokens."""
+    disk_tokens: int
+    """Of its tokens, from the first on, those whose rows are on disk too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +72,10 @@ class DiskNodeView(EdgeView):
 
     has_snapshot: bool
     """The snapshot that a model needs to be restored at `stop` is on disk too."""
+    memory_tokens: int
+    """Of its tokens, from the first on, those that are in memory too."""
+    memory_number: int | None
+    """The edge in memory on which these end, or those before them; None if none of the path is in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +102,18 @@ class CacheView:
     """Labels of the explicit pins."""
 
 
+@dataclass(frozen=True, eq=False)
+class EdgeDetail:
+    """One edge in memory, looked at closely."""
+
+    start: int
+    stop: int
+    first_tokens: TokenArray
+    num_uses: int
+    sessions: list[str]
+    """Those whose last turn goes through it, as far as they are known; the latest first, and not all of many."""
+
+
 @dataclass(frozen=True)
 class NamespaceView:
     """What one namespace holds, in sums."""
@@ -99,26 +125,50 @@ class NamespaceView:
     state: StateBytes
 
 
-def views(trie: PrefixTrie, max_nodes: int) -> list[NodeView]:
+def views(trie: PrefixTrie, max_nodes: int, shared: "SharedTokens") -> list[NodeView]:
     """Returns up to `max_nodes` edges, parents before children, the last used first among siblings."""
-    index_of: dict[Node, int] = {}
-    found: list[NodeView] = []
-    for node in _in_order(trie, max_nodes):
-        if len(found) == max_nodes:
-            break
-        index_of[node] = len(found)
-        found.append(_view(node, len(found), index_of.get(node.parent) if node.parent is not None else None))
-    return found
+    nodes = itertools.islice(_in_order(trie, max_nodes), max_nodes)
+    return [_view(node, shared.on_disk.get(node, 0)) for node in nodes]
 
 
-def disk_views(entries: Iterable[DiskEntry]) -> list[DiskNodeView]:
+def edge_detail(trie: PrefixTrie, number: int, max_tokens: int) -> EdgeDetail | None:
+    """Returns one edge with its first tokens; None if there is none of that number."""
+    node = next((one for one in trie.nodes() if one.number == number), None)
+    if node is None:
+        return None
+    return EdgeDetail(node.start, node.stop, node.tokens[:max_tokens].copy(), node.num_uses, _sessions_below(node))
+
+
+def _sessions_below(top: Node) -> list[str]:
+    below = [top]
+    for node in below:
+        below.extend(node.children.values())
+    ends = [node for node in below if node.session_id is not None]
+    newest = heapq.nlargest(MAX_SESSIONS, ends, key=lambda node: node.last_used)
+    return list(dict.fromkeys(node.session_id for node in newest if node.session_id is not None))
+
+
+def disk_views(entries: Iterable[DiskEntry], shared: "SharedTokens") -> list[DiskNodeView]:
     """Returns edges on disk, parents before children."""
-    index_of: dict[DiskEntry | None, int] = {}
-    found: list[DiskNodeView] = []
-    for entry in entries:
-        index_of[entry] = len(found)
-        found.append(_disk_view(entry, len(found), index_of.get(entry.parent)))
-    return found
+    return [_disk_view(entry, shared.in_memory[entry]) for entry in entries]
+
+
+class SharedTokens:
+    """Which tokens of some edges on disk are in memory too, and the other way round."""
+
+    def __init__(self, trie: PrefixTrie, entries: Iterable[DiskEntry]) -> None:
+        """`entries` are in order, parents before children."""
+        self.in_memory: dict[DiskEntry, Place[Node]] = {}
+        """Where the match of the tokens from the root to the end of each entry ends."""
+        self.on_disk: dict[Node, int] = {}
+        """Tokens of a node, from its first on; nodes of which there are none are left out."""
+        for entry in entries:
+            before = Place(trie.root, 0) if entry.parent is None else self.in_memory[entry.parent]
+            is_whole = before.length == entry.start
+            place = self.in_memory[entry] = trie.follow(before, entry.tokens) if is_whole else before
+            for node in place.edges(entry.start, entry.stop):
+                num_tokens = min(node.stop, place.length) - node.start
+                self.on_disk[node] = max(self.on_disk.get(node, 0), num_tokens)
 
 
 def _in_order(trie: PrefixTrie, max_nodes: int) -> Iterator[Node]:
@@ -135,31 +185,40 @@ def _newest_children(node: Node, max_nodes: int) -> list[Node]:
     return newest_first[::-1]
 
 
-def _view(node: Node, index: int, parent: int | None) -> NodeView:
+def _view(node: Node, disk_tokens: int) -> NodeView:
     return NodeView(
-        index=index,
-        parent=parent,
+        number=node.number,
+        parent=_number_of(node.parent),
         start=node.start,
         stop=node.stop,
         is_live=node.home is not None,
         kind=node.kind if node.snapshot is not None else None,
         is_explicit=node.is_explicit,
         is_pinned=node.num_pins > 0,
+        num_uses=node.num_uses,
+        disk_tokens=disk_tokens,
         last_used=node.last_used,
         num_bytes=node.num_bytes,
         first_tokens=node.tokens[:PREVIEW_TOKENS].copy(),
     )
 
 
-def _disk_view(entry: DiskEntry, index: int, parent: int | None) -> DiskNodeView:
+def _disk_view(entry: DiskEntry, in_memory: Place[Node]) -> DiskNodeView:
     snapshot = entry.snapshot
     return DiskNodeView(
-        index=index,
-        parent=parent,
+        number=entry.number,
+        parent=entry.parent.number if entry.parent is not None else None,
         start=entry.start,
         stop=entry.stop,
         has_snapshot=snapshot is not None,
+        memory_tokens=max(0, min(in_memory.length, entry.stop) - entry.start),
+        memory_number=_number_of(in_memory.node),
         last_used=entry.last_used,
         num_bytes=entry.span.file_bytes + (snapshot.file_bytes if snapshot is not None else 0),
         first_tokens=entry.tokens[:PREVIEW_TOKENS].copy(),
     )
+
+
+def _number_of(node: Node | None) -> int | None:
+    """Returns the number of a node; None for the root, which is no edge."""
+    return None if node is None or node.parent is None else node.number

@@ -13,14 +13,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.api.admin.cache import (
+    CacheEdgeBody,
     CacheStateBody,
     ClearedBody,
     PinnedBody,
     clear_cache,
     get_cache,
+    get_edge,
     pin_session,
     unpin_session,
 )
+from server.api.admin.events import get_events
 from server.api.admin.health import HealthBody, ReadyBody, health, ready
 from server.api.admin.metrics import metrics
 from server.api.admin.models import ModelNameBody, ModelStateBody, load_model, unload_model
@@ -33,6 +36,7 @@ from server.api.admin.sessions import (
     get_session,
     list_sessions,
 )
+from server.api.admin.stats import StatsBody, get_stats
 from server.api.anthropic.routes import ANTHROPIC
 from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
@@ -63,7 +67,10 @@ _ADMIN = (
     Route("/sessions/{session_id:path}", delete_session, methods=["DELETE"]),
     Route("/sessions/{session_id:path}/pin", pin_session, methods=["POST"]),
     Route("/sessions/{session_id:path}/unpin", unpin_session, methods=["POST"]),
+    Route("/stats", get_stats, methods=["GET"]),
+    Route("/events", get_events, methods=["GET"]),
     Route("/cache", get_cache, methods=["GET"]),
+    Route("/cache/edges/{edge_id}", get_edge, methods=["GET"]),
     Route("/cache/clear", clear_cache, methods=["POST"]),
     Route("/cache/prime", prime_cache, methods=["POST"]),
     Route("/models/load", load_model, methods=["POST"]),
@@ -79,6 +86,9 @@ ADMIN_OPERATIONS: Operations = {
     pin_session: Operation(answer=PinnedBody, query=_CACHE),
     unpin_session: Operation(answer=PinnedBody, query=_CACHE),
     get_cache: Operation(answer=CacheStateBody, query=(*_CACHE, "limit")),
+    get_edge: Operation(answer=CacheEdgeBody, query=_CACHE),
+    get_stats: Operation(answer=StatsBody, query=_SALT),
+    get_events: Operation(answer=str, answer_type="text/event-stream", query=(*_SALT, "seconds")),
     clear_cache: Operation(answer=ClearedBody, query=_CACHE),
     prime_cache: Operation((ChatBody, CompletionBody), PrimedBody),
     load_model: Operation((ModelNameBody,), ModelStateBody),
@@ -137,6 +147,7 @@ def create_pool_app(
     app.state.openapi = openapi_document(apis)
     context = app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
     pool.tell_given_up(context.conversations.note_unloaded)
+    pool.tell_changes(context.activity.note_model)
     return app
 
 
@@ -163,3 +174,4 @@ def replace_keys(app: Starlette, keys: KeyRing) -> None:
 def start_draining(app: Starlette) -> None:
     """Refuses new requests from now on; running answers go on. Call it on the event loop."""
     app.state.api.is_draining = True
+    app.state.api.activity.log.close()

@@ -18,6 +18,8 @@ class DiskEntry:
     """What is on disk of one edge `[start, stop)`."""
 
     namespace: str
+    number: int
+    """Names the edge among those of the namespace."""
     parent: "DiskEntry | None"
     """The entry that stops at `start`; None at the root."""
     start: int
@@ -93,6 +95,6 @@ def _entry(tree: DiskTree, namespace: str, parent: DiskEntry | None, node: DiskN
         return None
     files = [*span.files, *([snapshot.file] if snapshot is not None else [])]
     return DiskEntry(
-        *(namespace, parent, node.start, node.stop, node.tokens, span, snapshot),
+        *(namespace, node.number, parent, node.start, node.stop, node.tokens, span, snapshot),
         last_used=max(file.last_used for file in files),
     )

@@ -4,13 +4,14 @@ When the budget is full, the least recently used files go first; the tree knows 
 here reads or writes: deletions go through the write queue. Worker thread only.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 
 from cache.disk.files import Receipt
 from cache.disk.spans import FileState, StoredFile
 from cache.disk.tree import DiskPlace, DiskTree
 from cache.disk.write_queue import WriteQueue
+from cache.journal import Journal
 
 _LOW_WATERMARK = 0.95
 """Eviction goes on until the budget is full to this part, so that not every write has to evict.
@@ -22,7 +23,7 @@ Where files are small it stops earlier, after `tree.MAX_SPARE_FILES`.
 class DiskSpace:
     """Counts the files of a tier and keeps them within a budget."""
 
-    def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int) -> None:
+    def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         """Bytes of all files, those that wait to be written included."""
@@ -30,6 +31,7 @@ class DiskSpace:
         """Files deleted since the tier was opened: evicted, damaged, cleared, or replaced by one that holds more."""
         self._tree = tree
         self._queue = queue
+        self._journal = journal
         self._namespace_bytes: defaultdict[str, int] = defaultdict(int)
         self._now = 0
         """The last reading of the clock of use, which counts uses."""
@@ -84,8 +86,17 @@ class DiskSpace:
         victims = self._tree.victims(excess, spare, newest)
         if sum(file.num_bytes for file in victims) < excess:
             return False
+        self._note_deleted(victims)
         self.drop(victims)
         return True
+
+    def _note_deleted(self, victims: Collection[StoredFile]) -> None:
+        num_files, num_bytes = Counter[str](), Counter[str]()
+        for file in victims:
+            num_files[file.namespace] += 1
+            num_bytes[file.namespace] += file.num_bytes
+        for namespace, count in num_files.items():
+            self._journal.deleted(namespace, count, num_bytes[namespace])
 
     def _count(self, file: StoredFile, num_bytes: int) -> None:
         self.used_bytes += num_bytes

@@ -36,6 +36,7 @@ from cache.disk.tree import START, DiskPlace, DiskTree
 from cache.disk.write_budget import WriteBudget
 from cache.disk.write_queue import WriteQueue
 from cache.errors import FolderUnusable
+from cache.journal import Journal
 from cache.layers.points import PointState
 from cache.layers.segments import Segment
 from cache.tokens import TokenArray
@@ -70,12 +71,13 @@ class DiskTier:
     ) -> None:
         """See `open`. Without a store the tier stays empty; `make_image` is for a simulation."""
         log = ProblemLog()
+        self.journal = Journal()
         self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed)
         self._store = store
         self._make_image = make_image
         self._tree = DiskTree()
         self._queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, log=log)
-        self._space = DiskSpace(self._tree, self._queue, budget_bytes)
+        self._space = DiskSpace(self._tree, self._queue, budget_bytes, self.journal)
         self._reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self._space.drop, log=log)
 
     @classmethod
@@ -266,6 +268,8 @@ class DiskTier:
                 self._space.drop([file])
             else:
                 self._space.complete(file, receipt)
+                num_tokens = file.stop - file.start
+                self.journal.written(file.namespace, num_tokens, written_bytes, is_snapshot=file.is_snapshot)
 
     # ----------------------------------------------------------------------------------------- recency, deletion
 

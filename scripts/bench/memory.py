@@ -426,7 +426,6 @@ def _worker(shape: Shape, runner: ShapeRunner, answers: Answers) -> Worker:
         chunk_tokens=CHUNK_TOKENS,
         expected_tokens=EXPECTED_TOKENS,
         clock=time.monotonic,
-        detokenize=str,
         embedder=Embedder(shape),
     )
 

@@ -191,6 +191,9 @@ _LLAMA_CPP = (
 )
 _ADMIN = (
     Example("GET", "/v1/cache?limit=5&cache_salt=salt"),
+    Example("GET", "/v1/cache/edges/1?cache_salt=salt"),
+    Example("GET", "/v1/stats"),
+    Example("GET", "/v1/events?seconds=0"),
     _post("/v1/cache/clear"),
     _post("/v1/models/load", model="nobody"),
     _post("/v1/models/unload", model="nobody"),

@@ -3,22 +3,19 @@
 Knows events, but no dialect. Used on the event loop.
 """
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import TypeAlias
 
 from server.api.answer_figures import AnswerFigures
 from server.api.answer_log import AnswerLog
+from server.api.arrival import Arrival
 from server.api.context import EnginePort
 from server.api.dialect import Exchange, OutputEvent
 from server.api.session_records import TurnRecord
 from server.api.turn_account import TurnAccount
-from server.diagnosis.conversations import Conversations, Name
+from server.diagnosis.conversations import Conversations
 from server.engine.errors import EngineStopped
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started
-
-OnTurn: TypeAlias = Callable[[Name, TurnRecord], int]
-"""Takes the conversation and its turn; returns the number of the turn there, from 1."""
 
 
 class Answer:
@@ -28,31 +25,28 @@ class Answer:
         self,
         engine: EnginePort,
         exchange: Exchange,
-        received: float,
-        on_turn: OnTurn | None = None,
-        conversations: Conversations | None = None,
-        key_name: str | None = None,
+        arrival: Arrival,
         *,
         speaks: bool = True,
     ) -> None:
-        """Submits the request; raises QueueFull or EngineStopped at once. `received` is `time.monotonic()`.
+        """Submits the request; raises QueueFull or EngineStopped at once.
 
-        `on_turn` is called once for each request that got a slot, however it ended. `conversations` are those that it
-        may go on from. `key_name` is for the log, which says nothing of an answer where `speaks` is false: another
-        one tells of both.
+        One that does not speak is another choice of the same request: the first one tells of both, in the log and in
+        the conversation.
         """
         self._exchange = exchange
-        self._on_turn = on_turn
-        self._account = TurnAccount(conversations if conversations is not None else Conversations(), exchange)
+        self._arrival = arrival
+        self._account = TurnAccount(arrival.conversations if speaks else Conversations(), exchange)
         self.figures = AnswerFigures(len(exchange.request.tokens))
-        self._speaks = speaks
-        self._log = AnswerLog(exchange.request, exchange.model.id, received, self.figures, key_name)
+        self._has_turn = self._speaks = speaks
+        self._log = AnswerLog(exchange.request, exchange.model.id, arrival.received, self.figures, arrival.key_name)
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._reported: tuple[TurnRecord, int | None] | None = None
         """The turn and its number in the conversation, once they were reported."""
         self._is_closed = False
         self._generation = engine.submit(exchange.request)
+        self._open = arrival.begin(exchange.request, exchange.model.id, self.figures)
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields the start, the output and the end; raises the engine's error where the request failed or stopped."""
@@ -118,6 +112,7 @@ class Answer:
             self._keep_turn(None)
         self.report_turn()
         turn, number = self._reported or (None, None)
+        self._arrival.activity.end(self._open, turn)
         if self._speaks:
             self._log.end(self._session_id, turn, number)
 
@@ -128,6 +123,7 @@ class Answer:
     def withdraw(self) -> None:
         """Cancels the request without a word: it is refused after all."""
         self._is_closed = True
+        self._arrival.activity.withdraw(self._open)
         self._generation.cancel()
 
     @property
@@ -143,6 +139,7 @@ class Answer:
 
     def _observe(self, event: Event) -> None:
         self.figures.observe(event)
+        self._open.observe(event, self._session_id)
         match event:
             case Progress():
                 if self._speaks:
@@ -175,8 +172,8 @@ class Answer:
         if started is None or self._reported is not None:
             return
         turn, number = self.figures.turn(request, self._exchange.model.id, started, self._account.previous_id), None
-        if self._on_turn is not None and self._account.name is not None:
-            number = self._on_turn(self._account.name, turn)
+        if self._has_turn and self._account.name is not None:
+            number = self._arrival.on_turn(self._account.name, turn)
         self._reported = turn, number
 
     def _remember_reply(self, finished: Finished) -> None:

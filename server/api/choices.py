@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from server.api.answer import Answer, OnTurn
+from server.api.answer import Answer
+from server.api.arrival import Arrival
 from server.api.context import EnginePort
 from server.api.dialect import Exchange, OutputEvent, Payload
-from server.diagnosis.conversations import Conversations
 from server.engine.events import Finished
 
 logger = logging.getLogger(__name__)
@@ -77,21 +77,13 @@ class Choices(ABC):
 class ChoicesAnswer:
     """All choices of one request from the moment it was received to the last event."""
 
-    def __init__(
-        self,
-        engine: EnginePort,
-        choices: Choices,
-        received: float,
-        on_turn: OnTurn | None = None,
-        conversations: Conversations | None = None,
-        key_name: str | None = None,
-    ) -> None:
+    def __init__(self, engine: EnginePort, choices: Choices, arrival: Arrival) -> None:
         """Submits all requests, or none: raises QueueFull or EngineStopped at once. See `Answer`."""
-        self.first = Answer(engine, choices.first, received, on_turn, conversations, key_name)
+        self.first = Answer(engine, choices.first, arrival)
         self._answers = [self.first]
         try:
             for exchange in choices.exchanges[1:]:
-                self._answers.append(Answer(engine, exchange, received, speaks=False))
+                self._answers.append(Answer(engine, exchange, arrival, speaks=False))
         except BaseException:
             for answer in self._answers:
                 answer.withdraw()

@@ -1,6 +1,7 @@
 """What the HTTP side knows about the models it serves and the engine behind each of them."""
 
 import asyncio
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from starlette.requests import Request
 
+from cache.journal import Tell
 from models.adapters.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.embedding_format import EmbeddingFormat
 from models.inference.sampling_params import SamplingParams
@@ -25,9 +27,12 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from models.rerank_format import Reading, RerankFormat
 from models.store.defaults import ModelDefaults
 from server.api.errors import ApiError, Code, stopped
+from server.api.live.activity import Activity
+from server.api.live.event_log import EventLog
 from server.api.metrics import Metrics
 from server.api.model_facts import ModelFacts
 from server.api.planning import Planning
+from server.api.previews import Previews
 from server.api.rate_limits import RateLimits
 from server.api.refusals import Refusals
 from server.api.session_records import SessionRecords
@@ -39,10 +44,14 @@ from server.engine.embeddings import Vector
 from server.engine.generation import Generation
 from server.engine.request import GenerationRequest, TokenArray
 from server.engine.stats import EngineStats
+from server.pool.changes import TellChange
 from server.pool.errors import ModelNameNeeded, ModelUnknown
 from server.pool.source import ModelSource
 
 Kept = TypeVar("Kept")
+
+MAX_PREVIEW_CHARACTERS = 80
+"""Of an edge of the cache, in a list of them."""
 
 
 class PromptRenderer(Protocol):
@@ -115,6 +124,10 @@ class EnginePort(Protocol):
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Queues a request; raises QueueFull or EngineStopped at once."""
+        ...
+
+    def watch(self, tell: Tell | None) -> None:
+        """Has `tell` called on the event loop with what happens to state from now on; None ends that."""
         ...
 
     def stats(self) -> EngineStats:
@@ -205,6 +218,11 @@ class ServedModel:
     def state_namespace(self, namespace: str) -> str:
         """Returns the name under which the model's states of a client's namespace are kept."""
         return state_namespace(namespace, self.adapter)
+
+    @cached_property
+    def previews(self) -> Previews:
+        """Returns the beginnings of texts for people to look at."""
+        return Previews(self.token_texts.text, MAX_PREVIEW_CHARACTERS)
 
     @cached_property
     def token_search(self) -> TokenSearch:
@@ -344,6 +362,10 @@ class PoolPort(Protocol):
         """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
         ...
 
+    def tell_changes(self, tell: TellChange) -> None:
+        """Has `tell` called when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        ...
+
     def tell_given_up(self, tell: Callable[[str], None]) -> None:
         """Has `tell` called with the id of a model whose conversations are given up after it was unloaded."""
         ...
@@ -377,11 +399,16 @@ class ApiContext:
     background: set["asyncio.Task[None]"] = field(default_factory=set)
     """Work that no client waits for."""
     metrics: Metrics = field(init=False)
+    activity: Activity = field(init=False)
+    started: float = field(default_factory=time.monotonic)
+    """Reading of `time.monotonic()` when the server came up."""
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: self.engines, self.config.slots)
+        log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
+        self.activity = Activity(log, lambda: self.engines)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """Returns what a dialect keeps between requests: what `make` returned when it was first asked. Any thread."""

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer
+from server.api.arrival import Arrival
 from server.api.auth import key_name_of, known_key_of, namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
 from server.api.choices import Choices, ChoicesAnswer
@@ -336,11 +337,11 @@ def _begin(
         _keep_alive(use.hold, exchange.keep_alive_seconds)
         if exchange.request.session_id is not None:
             request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-        arrival = _Arrival(context, request.url.path, received)
-        told = (received, context.sessions.record, context.conversations, key_name_of(request.scope))
+        arrival = _arrival(context, request, received)
         if isinstance(opened, Choices):
-            return _begun_choices(arrival, opened, ChoicesAnswer(engine, opened, *told), engine, permit, use)
-        answer = Answer(engine, opened, *told)
+            answers = ChoicesAnswer(engine, opened, arrival)
+            return _begun_choices(context, arrival, opened, answers, engine, permit, use)
+        answer = Answer(engine, opened, arrival)
     except BaseException:
         use.close()
         raise
@@ -348,26 +349,31 @@ def _begin(
         answer,
         lambda: opened.frames(answer.events()),
         lambda: opened.body(answer.events()),
-        partial(_close, arrival, answer, opened, engine, permit, use),
+        partial(_close, context, arrival, answer, opened, engine, permit, use),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """Where a request came to, and when."""
+def _arrival(context: ApiContext, request: Request, received: float) -> Arrival:
+    return Arrival(
+        endpoint=request.url.path,
+        received=received,
+        activity=context.activity,
+        on_turn=context.sessions.record,
+        conversations=context.conversations,
+        key_name=key_name_of(request.scope),
+    )
 
-    context: ApiContext
-    endpoint: str
-    received: float
-    """Reading of `time.monotonic()`."""
 
-    def note_end(self, answer: Answer, model: ServedModel) -> None:
-        """Counts a request whose answer is closed, with all of its choices."""
-        self.context.metrics.note_ended(model.id, self.endpoint, self.received, answer.figures, answer.turn)
+def _note_end(context: ApiContext, arrival: Arrival, answer: Answer, exchange: Exchange) -> None:
+    """Counts a request whose answer is closed, with all of its choices."""
+    model_id, figures, turn = exchange.model.id, answer.figures, answer.turn
+    saved = context.activity.note_counted(model_id, exchange.request.namespace, figures, turn)
+    context.metrics.note_ended(model_id, arrival.endpoint, arrival.received, figures, turn, saved)
 
 
 def _begun_choices(
-    arrival: _Arrival,
+    context: ApiContext,
+    arrival: Arrival,
     choices: Choices,
     answers: ChoicesAnswer,
     engine: EnginePort,
@@ -378,7 +384,7 @@ def _begun_choices(
         answers,
         lambda: choices.frames(answers.events()),
         lambda: choices.body(answers.events()),
-        partial(_close_choices, arrival, answers, choices, engine, permit, use),
+        partial(_close_choices, context, arrival, answers, choices, engine, permit, use),
     )
 
 
@@ -449,7 +455,8 @@ async def _whole(begun: _Begun) -> Response:
 
 
 def _close(
-    arrival: _Arrival,
+    context: ApiContext,
+    arrival: Arrival,
     answer: Answer,
     exchange: Exchange,
     engine: EnginePort,
@@ -460,12 +467,13 @@ def _close(
     answer.close()
     use.close()
     permit.close(len(exchange.request.tokens) + len(answer.token_ids))
-    arrival.note_end(answer, exchange.model)
-    _prepare_next_turn(arrival.context, answer, exchange, engine)
+    _note_end(context, arrival, answer, exchange)
+    _prepare_next_turn(context, answer, exchange, engine)
 
 
 def _close_choices(
-    arrival: _Arrival,
+    context: ApiContext,
+    arrival: Arrival,
     answers: ChoicesAnswer,
     choices: Choices,
     engine: EnginePort,
@@ -476,8 +484,8 @@ def _close_choices(
     answers.close()
     use.close()
     permit.close(answers.first.figures.counts.prompt + answers.num_predicted)
-    arrival.note_end(answers.first, choices.first.model)
-    _prepare_next_turn(arrival.context, answers.first, choices.first, engine)
+    _note_end(context, arrival, answers.first, choices.first)
+    _prepare_next_turn(context, answers.first, choices.first, engine)
 
 
 def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort) -> None:

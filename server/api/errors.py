@@ -43,6 +43,7 @@ class Code(StrEnum):
     MODEL_UNUSABLE = "model_unusable"
     MODELS_BUSY = "models_busy"
     SESSION_NOT_FOUND = "session_not_found"
+    EDGE_NOT_FOUND = "edge_not_found"
     RESPONSE_NOT_FOUND = "response_not_found"
     UNKNOWN_PATH = "unknown_path"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -59,6 +60,7 @@ class Code(StrEnum):
     NO_FREE_SLOT = "no_free_slot"
     SERVER_STOPPING = "server_stopping"
     TOO_MANY_CONNECTIONS = "too_many_connections"
+    TOO_MANY_LISTENERS = "too_many_listeners"
 
 
 STATUS: Mapping[Code, int] = {
@@ -79,6 +81,7 @@ STATUS: Mapping[Code, int] = {
     Code.MODEL_NOT_LOADED: 409,
     Code.MODEL_IN_USE: 409,
     Code.SESSION_NOT_FOUND: 404,
+    Code.EDGE_NOT_FOUND: 404,
     Code.RESPONSE_NOT_FOUND: 404,
     Code.UNKNOWN_PATH: 404,
     Code.METHOD_NOT_ALLOWED: 405,
@@ -97,6 +100,7 @@ STATUS: Mapping[Code, int] = {
     Code.NO_FREE_SLOT: 503,
     Code.SERVER_STOPPING: 503,
     Code.TOO_MANY_CONNECTIONS: 503,
+    Code.TOO_MANY_LISTENERS: 503,
 }
 
 

@@ -24,8 +24,6 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80,
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 _REQUEST = ("model", "endpoint")
-PACE_TOKENS = 64
-"""A prompt with fewer evaluated tokens says little of the time that a token takes."""
 
 
 class StatsPort(Protocol):
@@ -64,15 +62,19 @@ class Metrics:
         )
         self._prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer_sizes = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
-        self._seconds_per_token = dict[str, float]()
-        """How long a prompt token took in the last long prompt of a model: what a restored one has saved."""
 
     def note_ended(
-        self, model_id: str, endpoint: str, received: float, figures: AnswerFigures, turn: TurnRecord | None
+        self,
+        model_id: str,
+        endpoint: str,
+        received: float,
+        figures: AnswerFigures,
+        turn: TurnRecord | None,
+        saved_seconds: float,
     ) -> None:
         """Counts a request with all of its choices; `received` is `time.monotonic()` when it came.
 
-        `turn` is None for one that never held a slot.
+        `turn` is None for one that never held a slot; `saved_seconds` are what its restored tokens saved.
         """
         labels = {"model": model_id, "endpoint": endpoint}
         if figures.has_ended:
@@ -89,6 +91,7 @@ class Metrics:
             self._first.labels(**labels).observe(figures.first_text_at - received)
         self._note_tokens(labels, figures)
         self._note_times(labels, figures)
+        self._saved.labels(**labels).inc(saved_seconds)
         for miss in turn.misses if turn is not None else ():
             self._misses.labels(**labels, reason=miss.reason.value).inc()
             self._lost.labels(**labels, reason=miss.reason.value).inc(miss.lost_tokens)
@@ -112,10 +115,6 @@ class Metrics:
         self._decode.labels(**labels).observe(timings.predicted_ms / 1000)
         if timings.predicted_tokens > 1:
             self._each.labels(**labels).observe(timings.predicted_ms / 1000 / (timings.predicted_tokens - 1))
-        if timings.evaluated_tokens >= PACE_TOKENS:
-            self._seconds_per_token[labels["model"]] = timings.prompt_ms / 1000 / timings.evaluated_tokens
-        seconds = self._seconds_per_token.get(labels["model"], 0.0)
-        self._saved.labels(**labels).inc(figures.counts.cached * seconds)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{PREFIX}_{name}", text, (*_REQUEST, *labels), registry=self.registry)
@@ -185,5 +184,9 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
 _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("num_preemptions", "Times that a running request had to wait for memory.", lambda s: s.num_preempted),
     ("evictions", "Leaves and snapshots given up for lack of memory.", lambda s: s.cache.num_evictions),
+    ("page_ins", "Times that stored state was made live.", lambda s: s.cache.moved.num_page_ins),
+    ("page_outs", "Times that live state left its slot.", lambda s: s.cache.moved.num_page_outs),
+    ("disk_written_bytes", "Bytes of state written to disk.", lambda s: s.cache.moved.disk_written_bytes),
+    ("disk_read_bytes", "Bytes of state read from disk.", lambda s: s.cache.moved.disk_read_bytes),
     ("disk_files_gone", "Files missing or damaged when they were read.", lambda s: s.cache.num_disk_files_gone),
 )

@@ -7,21 +7,12 @@ import numpy as np
 
 from cache.pins import PinName
 from cache.tokens import TokenArray
-from cache.view import CacheView, NamespaceView, StateBytes
+from cache.view import CacheView, EdgeDetail, NamespaceView, StateBytes
 from server.engine.free_memory import give_back
 from server.engine.worker import Worker
 
 HOLD_SECONDS = 120.0
 """How long a turn that ended in tool calls is held: most tools answer within that time."""
-
-
-@dataclass(frozen=True, eq=False)
-class Described:
-    """What a namespace holds, and the text that each listed edge begins with."""
-
-    view: CacheView
-    previews: list[str]
-    disk_previews: list[str]
 
 
 @dataclass(frozen=True)
@@ -31,13 +22,22 @@ class DescribeCache:
     namespace: str
     max_nodes: int
 
-    def run(self, worker: Worker) -> Described:
+    def run(self, worker: Worker) -> CacheView:
         """Returns it, copied."""
-        view = worker.prefix_cache.reports.view(self.namespace, self.max_nodes)
-        in_memory, on_disk = (
-            [worker.detokenize(node.first_tokens) for node in nodes] for nodes in (view.nodes, view.disk_nodes)
-        )
-        return Described(view, in_memory, on_disk)
+        return worker.prefix_cache.reports.view(self.namespace, self.max_nodes)
+
+
+@dataclass(frozen=True)
+class DescribeEdge:
+    """One edge in memory of a namespace, with `max_tokens` of its tokens at most."""
+
+    namespace: str
+    number: int
+    max_tokens: int
+
+    def run(self, worker: Worker) -> EdgeDetail | None:
+        """Returns it, copied; None if it is there no more."""
+        return worker.prefix_cache.reports.edge(self.namespace, self.number, self.max_tokens)
 
 
 @dataclass(frozen=True)

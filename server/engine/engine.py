@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from cache.disk import model_folders
 from cache.disk.tier import DiskTier
+from cache.journal import CacheEvent, Journal, Tell
 from cache.prefix_cache import PrefixCache
 from cache.sizes import CHUNK_TOKENS
 from models.adapters.adapter import NO_ADAPTER
@@ -99,6 +101,8 @@ class Engine:
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._stats = EngineStats()
+        self._journal = Journal()
+        """That of the worker's cache, once there is one."""
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, dormant: DormantState | None = None) -> "Engine":
@@ -125,7 +129,6 @@ class Engine:
                 chunk_tokens=config.chunk_tokens,
                 expected_tokens=config.expected_tokens,
                 clock=time.monotonic,
-                detokenize=lambda tokens: str(loaded.tokenizer.decode(tokens.tolist())),
                 embedder=Embedder(loaded.model, loaded.adapters),
                 sessions=None if resumed is None else resumed.sessions,
             )
@@ -206,6 +209,10 @@ class Engine:
         """Returns the counts of the last step; never waits for the device."""
         return replace(self._stats, num_open=self._inbox.num_open)
 
+    def watch(self, tell: Tell | None) -> None:
+        """Has `tell` called on the event loop with what happens to state from now on; None ends that."""
+        self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
+
     async def execute(self, command: Command[Worker, Result]) -> Result:
         """Has a command run on the worker thread between two steps, and returns its result or raises its error.
 
@@ -237,6 +244,7 @@ class Engine:
             return
         else:
             self._stats = worker.stats()
+            self._journal = worker.prefix_cache.journal
             self._inbox.open()
         finally:
             self._ready.set()
@@ -251,6 +259,7 @@ class Engine:
                     self._dormant = self._dormant_state(worker)
             finally:
                 self._is_accepting = False
+                self._journal.tell = None
                 self._inbox.close()
 
     def _dormant_state(self, worker: Worker) -> DormantState | None:
@@ -310,6 +319,12 @@ class Engine:
         self._idle_work_at = None
         self._stats = worker.stats()
         return self._inbox.get()
+
+
+def _post(mailbox: Mailbox, tell: Tell, event: CacheEvent) -> None:
+    """Has an event told on the event loop; a worker that still ends what it does goes on where the loop has gone."""
+    with contextlib.suppress(RuntimeError):
+        mailbox.post(partial(tell, event))
 
 
 def _log_failure(future: "Future[object]") -> None:

@@ -12,7 +12,6 @@ Invariants:
 
 import logging
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
 
 from cache.aside import SetAside
 from cache.prefix_cache import PrefixCache
@@ -23,16 +22,13 @@ from server.engine.events import FinishReason
 from server.engine.output_text import MakeDecoder
 from server.engine.preemption import choose_to_wait
 from server.engine.prefill import Prefill
-from server.engine.request import GenerationRequest, TokenArray
+from server.engine.request import GenerationRequest
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler
 from server.engine.sequence import Sequence, SequenceFactory, Sink
 from server.engine.sequence_table import SequenceTable
 from server.engine.sessions import EngineSessions
 from server.engine.stats import EngineStats, RequestCounts
-
-Detokenize: TypeAlias = Callable[[TokenArray], str]
-"""Turns tokens into text."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +49,12 @@ class Worker:
         chunk_tokens: int,
         expected_tokens: int,
         clock: Callable[[], float],
-        detokenize: Detokenize,
         embedder: EmbedderPort,
         sessions: EngineSessions | None = None,
     ) -> None:
         """`expected_tokens` is the output that live buffers are sized for; `sessions` are those of the same cache."""
         self.prefix_cache = prefix_cache
         self.sessions = sessions or EngineSessions(prefix_cache)
-        self.detokenize = detokenize
         self.now = clock
         """Reads the engine's clock, in seconds."""
         self._scheduler = Scheduler(chunk_tokens)

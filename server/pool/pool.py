@@ -24,6 +24,7 @@ from server.api.context import EnginePort, ListedModel, Occupancy, ServedModel
 from server.api.model_facts import ModelFacts
 from server.engine.errors import EngineStopped
 from server.pool.catalog import Catalog, FixedCatalog
+from server.pool.changes import ChangeKind, ModelChange, TellChange
 from server.pool.dormitory import Dormitory
 from server.pool.errors import LoadFailed, ModelNotLoaded, ModelUnknown, PoolError
 from server.pool.expiry import Expiry
@@ -184,6 +185,10 @@ class ModelPool:
         """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
         return self._dormitory.forget(source.id, namespace)
 
+    def tell_changes(self, tell: TellChange) -> None:
+        """Has `tell` called when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        self._turnover.on_change = tell
+
     def tell_given_up(self, tell: Callable[[str], None]) -> None:
         """Has `tell` called with the id of a model whose conversations are given up after it was unloaded."""
         self._dormitory.on_given_up = tell
@@ -210,6 +215,7 @@ class ModelPool:
             logger.exception("%s could not be loaded", loading.source.id)
             error = LoadFailed(f"{loading.source.id} could not be loaded; the server's log has the details")
         if error is not None:
+            self._turnover.on_change(ModelChange(ChangeKind.FAILED, loading.source.id, message=str(error)))
             self._loadings.end(loading, error)
         self.watch()
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 from cache.errors import FolderError
 from models.errors import ModelError
 from server.engine.errors import EngineStopped
+from server.pool.changes import ChangeKind, ModelChange, TellChange
 from server.pool.dormitory import Dormitory
 from server.pool.errors import LoadFailed, ModelInUse, PoolBusy
 from server.pool.loading import Around, Loading, LoadingAbandoned, Opener, on_thread
@@ -54,6 +55,8 @@ class Turnover:
         self._is_closed = is_closed
         self._bring_back = bring_back
         self._changing = asyncio.Lock()
+        self.on_change: TellChange = lambda change: None
+        """Called when a model is being loaded, was loaded, or was unloaded."""
 
     async def bring_in(self, loading: Loading, opener: Opener, then: Callable[[], None]) -> None:
         """Loads a model, unless it was loaded meanwhile, and calls `then` before another one gets its turn.
@@ -103,6 +106,7 @@ class Turnover:
         weights_bytes = await _checked(source, asyncio.to_thread(opener.measure, source))
         left = await self._make_way(loading, weights_bytes)
         logger.info("loading %s", source.id)
+        self.on_change(ModelChange(ChangeKind.LOADING, source.id))
         began = self._clock()
         try:
             opened = await self._open(loading, opener)
@@ -114,7 +118,9 @@ class Turnover:
             raise
         self._members.add(Member(source, opened, self._clock()))
         await self._shares.share_out()
-        logger.info("loaded %s in %.1f s", source.id, self._clock() - began)
+        seconds = self._clock() - began
+        logger.info("loaded %s in %.1f s", source.id, seconds)
+        self.on_change(ModelChange(ChangeKind.LOADED, source.id, seconds))
 
     async def _open(self, loading: Loading, opener: Opener) -> OpenedModel:
         source = loading.source
@@ -193,6 +199,7 @@ class Turnover:
             if dormant is not None:
                 self._dormitory.keep(member.source.id, dormant, self._shares.largest_dormant_bytes)
             logger.info("unloaded %s", member.source.id)
+            self.on_change(ModelChange(ChangeKind.UNLOADED, member.source.id))
 
 
 async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:

@@ -10,6 +10,7 @@ import pytest
 
 from cache import pager
 from cache.errors import BudgetExceeded
+from cache.journal import EvictionReason
 from cache.layers import layout as layout_module
 from cache.layers import points, segments
 from cache.layers.segments import Segment
@@ -354,7 +355,7 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     trie = prefix_cache.pager.trie("")
     first, second = trie.match(np.array(prompt, np.int32)).path[:2]
     assert (first.stop, second.stop) == (10, 20)
-    prefix_cache.memory._evict_snapshot(trie, first)
+    prefix_cache.memory._evict_snapshot(trie, first, EvictionReason.MEMORY)
     prefix_cache.check()
     assert isinstance(first.snapshot, Snapshot)
     assert first.snapshot.points is None

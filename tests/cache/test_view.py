@@ -9,6 +9,7 @@ from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePointKind
 from cache.trie import PrefixTrie
+from cache.view import NodeView
 from tests.support import cache_driver, fake_model
 from tests.support.disk_driver import open_tier
 from tests.support.fake_model import LAYOUTS
@@ -41,16 +42,17 @@ def test_the_tree_can_be_put_together_from_the_list() -> None:
     for end in (100, 200, 300):
         cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
     nodes = prefix_cache.reports.view("", 100).nodes
-    assert [node.index for node in nodes] == list(range(len(nodes)))
+    listed: dict[int, NodeView] = {}
     for node in nodes:
-        above = nodes[node.parent] if node.parent is not None else None
-        assert node.start == (above.stop if above is not None else 0)
-        assert above is None or above.index < node.index
+        assert node.number not in listed
+        assert node.start == (listed[node.parent].stop if node.parent is not None else 0), "parents come first"
+        listed[node.number] = node
     head = next(node for node in nodes if node.stop == len(SYSTEM))
     assert head.kind is RestorePointKind.EXPLICIT and head.is_explicit
     assert head.first_tokens.tolist() == SYSTEM[:24]
     newest = next(node for node in nodes if node.first_tokens[0] == 300)
-    assert newest.is_live and newest.index < min(n.index for n in nodes if n.first_tokens[0] in (100, 200))
+    older = [nodes.index(node) for node in nodes if node.first_tokens[0] in (100, 200)]
+    assert newest.is_live and nodes.index(newest) < min(older)
 
 
 def test_only_so_many_are_listed_and_the_rest_is_counted() -> None:
@@ -85,8 +87,9 @@ def test_what_is_on_disk_is_listed_apart(layout: str, tmp_path: Path) -> None:
     head, *tails = view.disk_nodes
     assert (head.start, head.stop, head.parent) == (0, len(SYSTEM), None)
     assert head.first_tokens.tolist() == SYSTEM[:24]
-    assert {int(tail.first_tokens[0]) for tail in tails if tail.parent == head.index} == {100, 200}
-    assert all(view.disk_nodes[tail.parent].stop == tail.start for tail in tails if tail.parent is not None)
+    assert {int(tail.first_tokens[0]) for tail in tails if tail.parent == head.number} == {100, 200}
+    stops = {node.number: node.stop for node in view.disk_nodes}
+    assert all(stops[tail.parent] == tail.start for tail in tails if tail.parent is not None)
     assert head.has_snapshot == (layout != "T")
     assert sum(node.num_bytes for node in view.disk_nodes) == pytest.approx(view.state.disk, abs=len(view.disk_nodes))
     bounded = prefix_cache.reports.view("", 1)

@@ -13,15 +13,10 @@ from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
 from server.engine.embeddings import EmbedderPort
 from server.engine.events import Delta, Event, Failed, Finished, Started
-from server.engine.request import GenerationRequest, TokenArray
+from server.engine.request import GenerationRequest
 from server.engine.worker import Worker
 from tests.support.fake_embedder import FakeEmbedder
 from tests.support.fake_runner import EOS, FakeRunner
-
-
-def detokenize(tokens: TokenArray) -> str:
-    """Returns tokens as numbers in text."""
-    return " ".join(map(str, tokens.tolist()))
 
 
 class NumberDecoder:
@@ -91,7 +86,6 @@ def make_worker(
         chunk_tokens=chunk_tokens,
         expected_tokens=16,
         clock=clock,
-        detokenize=detokenize,
         embedder=embedder or FakeEmbedder(),
     )
 

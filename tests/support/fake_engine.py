@@ -120,6 +120,9 @@ class FakeEngine:
         self.budget_bytes = budget_bytes
         return self.excess_bytes
 
+    def watch(self, tell: Any) -> None:
+        """Nothing happens to state here."""
+
     async def drain(self, timeout_seconds: float) -> bool:
         self.is_running = False
         return len(self.requests) == len(self.finished)

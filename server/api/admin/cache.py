@@ -2,9 +2,10 @@
 
 Every path reads and changes the state of one namespace: that of the request's key and, where one is given as
 `?cache_salt=`, its salt. The owner of the server may name another with `?namespace=`, and is shown the sums of all.
-Where several models are served, `?model=` names one.
+Where several models are served, `?model=` names one. Edges keep their numbers as long as they are there.
 """
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from cache.disk.write_budget import DiskWrites
 from cache.errors import PinLimit
-from cache.view import DiskNodeView, EdgeView, NamespaceView, NodeView, StateBytes
+from cache.view import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView, StateBytes
 from models.adapters.adapter import client_namespace
 from server.api.auth import is_owner, visible_namespace
 from server.api.context import EnginePort, ServedModel, context_of
@@ -22,7 +23,7 @@ from server.api.json_body import JsonBody
 from server.engine.commands import (
     ClearCache,
     DescribeCache,
-    Described,
+    DescribeEdge,
     Freed,
     ListNamespaces,
     PinSession,
@@ -32,8 +33,10 @@ from server.pool.errors import ModelNotLoaded
 from server.pool.source import ModelSource
 
 MAX_NODES = 256
-MAX_NODES_LIMIT = 2048
-MAX_PREVIEW_CHARACTERS = 80
+MAX_NODES_LIMIT = 10_000
+MAX_EDGE_TOKENS = 1024
+"""Tokens of a single edge that are shown as text."""
+MAX_DIGITS = 18
 
 
 class CacheBytesBody(TypedDict):
@@ -66,12 +69,16 @@ class NodeBody(EdgeBody):
     restore_point: str | None
     explicit: bool
     pinned: bool
+    uses: int
+    disk_tokens: int
 
 
 class DiskNodeBody(EdgeBody):
     """One edge of what is on disk."""
 
     snapshot: bool
+    memory_tokens: int
+    memory_id: int | None
 
 
 class DiskWritesBody(TypedDict):
@@ -113,6 +120,23 @@ class CacheStateBody(TypedDict):
     disk_nodes: list[DiskNodeBody]
 
 
+class CacheEdgeBody(TypedDict):
+    """One edge in memory, looked at closely."""
+
+    object: str
+    id: int
+    model: str
+    start: int
+    stop: int
+    tokens: int
+    text: str
+    truncated: bool
+    uses: int
+    sessions: list[str]
+    seconds: float | None
+    """What evaluating its tokens again would take; None as long as no long prompt was evaluated."""
+
+
 class ClearedBody(TypedDict):
     """What was freed."""
 
@@ -136,11 +160,44 @@ async def get_cache(request: Request) -> Response:
     """Describes what is held for the request's namespace; `?limit=` bounds the edges that are listed."""
     model, engine = _model_and_engine(request)
     namespace = _namespace(request)
-    described = await engine.execute(DescribeCache(model.state_namespace(namespace), _limit(request)))
+    view: CacheView = await engine.execute(DescribeCache(model.state_namespace(namespace), _limit(request)))
     is_of_all = is_owner(request, context_of(request).config) and "cache_salt" not in request.query_params
     every: list[NamespaceView] | None = await engine.execute(ListNamespaces()) if is_of_all else None
     names = {one.adapter.digest: one.id for one in context_of(request).pool.served if one.adapter is not None}
-    return JsonBody(_state_body(model, namespace, described, _namespace_bodies(every, names)))
+    # A large tree takes a while to be written down, which the event loop must not wait for.
+    return await asyncio.to_thread(_state_response, model, namespace, view, _namespace_bodies(every, names))
+
+
+def _state_response(
+    model: ServedModel, namespace: str, view: CacheView, every: list[NamespaceBody] | None
+) -> Response:
+    return JsonBody(_state_body(model, namespace, view, every))
+
+
+async def get_edge(request: Request) -> Response:
+    """Describes one edge in memory; raises ApiError (404) where it is there no more."""
+    model, engine = _model_and_engine(request)
+    given = request.path_params["edge_id"]
+    number = int(given) if given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS else -1
+    namespace = model.state_namespace(_namespace(request))
+    edge: EdgeDetail | None = await engine.execute(DescribeEdge(namespace, number, MAX_EDGE_TOKENS))
+    if edge is None:
+        raise ApiError(Code.EDGE_NOT_FOUND, f"there is no edge {given[:32]!r}; it may have been joined or evicted")
+    num_tokens = edge.stop - edge.start
+    body: CacheEdgeBody = {
+        "object": "cache.edge",
+        "id": number,
+        "model": model.id,
+        "start": edge.start,
+        "stop": edge.stop,
+        "tokens": num_tokens,
+        "text": await asyncio.to_thread(model.token_texts.text, edge.first_tokens.tolist()),
+        "truncated": num_tokens > len(edge.first_tokens),
+        "uses": edge.num_uses,
+        "sessions": edge.sessions,
+        "seconds": context_of(request).activity.pace.seconds(model.id, num_tokens),
+    }
+    return JsonBody(body)
 
 
 async def clear_cache(request: Request) -> Response:
@@ -220,9 +277,11 @@ def _limit(request: Request) -> int:
 
 
 def _state_body(
-    model: ServedModel, namespace: str, described: Described, every: list[NamespaceBody] | None
+    model: ServedModel, namespace: str, view: CacheView, every: list[NamespaceBody] | None
 ) -> CacheStateBody:
-    view = described.view
+    previews, disk_previews = (
+        model.previews.texts(edge.first_tokens for edge in edges) for edges in (view.nodes, view.disk_nodes)
+    )
     order, disk_order = _ranks(view.nodes), _ranks(view.disk_nodes)
     return {
         "object": "cache",
@@ -239,12 +298,11 @@ def _state_body(
         "num_disk_nodes": view.num_disk_nodes,
         "truncated": len(view.nodes) < view.num_nodes or view.is_disk_truncated,
         "nodes": [
-            _node_body(node, order[node.last_used], text)
-            for node, text in zip(view.nodes, described.previews, strict=True)
+            _node_body(node, order[node.last_used], text) for node, text in zip(view.nodes, previews, strict=True)
         ],
         "disk_nodes": [
             _disk_node_body(node, disk_order[node.last_used], text)
-            for node, text in zip(view.disk_nodes, described.disk_previews, strict=True)
+            for node, text in zip(view.disk_nodes, disk_previews, strict=True)
         ],
     }
 
@@ -290,14 +348,14 @@ def _writes_body(writes: DiskWrites | None) -> DiskWritesBody | None:
 
 def _edge_body(edge: EdgeView, last_used: int, preview: str) -> EdgeBody:
     return {
-        "id": edge.index,
+        "id": edge.number,
         "parent": edge.parent,
         "start": edge.start,
         "stop": edge.stop,
         "tokens": edge.stop - edge.start,
         "last_used": last_used,
         "bytes": edge.num_bytes,
-        "preview": preview[:MAX_PREVIEW_CHARACTERS],
+        "preview": preview,
     }
 
 
@@ -308,11 +366,18 @@ def _node_body(node: NodeView, last_used: int, preview: str) -> NodeBody:
         "restore_point": node.kind.value if node.kind is not None else None,
         "explicit": node.is_explicit,
         "pinned": node.is_pinned,
+        "uses": node.num_uses,
+        "disk_tokens": node.disk_tokens,
     }
 
 
 def _disk_node_body(node: DiskNodeView, last_used: int, preview: str) -> DiskNodeBody:
-    return {**_edge_body(node, last_used, preview), "snapshot": node.has_snapshot}
+    return {
+        **_edge_body(node, last_used, preview),
+        "snapshot": node.has_snapshot,
+        "memory_tokens": node.memory_tokens,
+        "memory_id": node.memory_number,
+    }
 
 
 def _pinned(session_id: str, num_tokens: int) -> Response:

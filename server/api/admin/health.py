@@ -5,6 +5,7 @@ from typing import NotRequired, TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cache.stats import CacheStats
 from server.api.auth import is_authorised
 from server.api.context import ApiContext, context_of
 from server.api.json_body import JsonBody
@@ -64,7 +65,7 @@ class ReadyBody(TypedDict):
 async def health(request: Request) -> Response:
     """Answers with status 200 while requests are taken, else 503. Needs no key."""
     context = context_of(request)
-    status = _status(context)
+    status = status_of(context)
     body: HealthBody = {"status": status, "models": list(context.models), "loading": list(context.pool.loading)}
     if is_authorised(request):
         body["engines"] = {model_id: _engine_body(engine.stats()) for model_id, engine in context.engines.items()}
@@ -74,7 +75,7 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Answers with status 200 if one more request would be taken now, by every model, else 503. Needs no key."""
     context = context_of(request)
-    status = _status(context)
+    status = status_of(context)
     max_open = context.config.slots + context.config.max_waiting
     if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.engines.values()):
         status = "full"
@@ -82,7 +83,8 @@ async def ready(request: Request) -> Response:
     return JsonBody(body, status_code=200 if status == "ok" else 503)
 
 
-def _status(context: ApiContext) -> str:
+def status_of(context: ApiContext) -> str:
+    """Returns `ok`, `draining` or `stopped`."""
     if context.is_draining:
         return "draining"
     is_running = all(engine.is_running for engine in context.engines.values())
@@ -90,7 +92,7 @@ def _status(context: ApiContext) -> str:
 
 
 def _engine_body(stats: EngineStats) -> EngineBody:
-    requests, cache = stats.requests, stats.cache
+    requests = stats.requests
     return {
         "requests": {
             "waiting": requests.waiting,
@@ -98,15 +100,20 @@ def _engine_body(stats: EngineStats) -> EngineBody:
             "decoding": requests.decoding,
         },
         "preemptions": stats.num_preempted,
-        "cache": {
-            "nodes": cache.num_nodes,
-            "stored_bytes": cache.stored_bytes,
-            "live_bytes": cache.live_bytes,
-            "budget_bytes": cache.budget_bytes,
-            "evictions": cache.num_evictions,
-            "keeps_on_disk": cache.keeps_on_disk,
-            "disk_bytes": cache.disk_bytes,
-            "disk_files_gone": cache.num_disk_files_gone,
-        },
+        "cache": cache_counts(stats.cache),
         "open_requests": stats.num_open,
+    }
+
+
+def cache_counts(cache: CacheStats) -> CacheCountsBody:
+    """Returns what a cache holds, as reports have it."""
+    return {
+        "nodes": cache.num_nodes,
+        "stored_bytes": cache.stored_bytes,
+        "live_bytes": cache.live_bytes,
+        "budget_bytes": cache.budget_bytes,
+        "evictions": cache.num_evictions,
+        "keeps_on_disk": cache.keeps_on_disk,
+        "disk_bytes": cache.disk_bytes,
+        "disk_files_gone": cache.num_disk_files_gone,
     }

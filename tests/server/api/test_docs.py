@@ -9,6 +9,7 @@ import pytest
 
 from server.api.admin.cache import (
     CacheBytesBody,
+    CacheEdgeBody,
     CacheStateBody,
     ClearedBody,
     DiskNodeBody,
@@ -150,6 +151,7 @@ def test_every_field_of_sessions_is_documented() -> None:
         NamespaceBody,
         NodeBody,
         DiskNodeBody,
+        CacheEdgeBody,
         CacheBytesBody,
         DiskWritesBody,
         ClearedBody,

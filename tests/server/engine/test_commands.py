@@ -7,6 +7,7 @@ from server.engine.commands import (
     HOLD_SECONDS,
     ClearCache,
     DescribeCache,
+    DescribeEdge,
     ForgetSession,
     HoldTurn,
     PinSession,
@@ -15,9 +16,7 @@ from server.engine.commands import (
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_runner import reference
 
-pytestmark = pytest.mark.usefixtures("exact_buffers")
-
-pytestmark = pytest.mark.usefixtures("overlaps")
+pytestmark = pytest.mark.usefixtures("exact_buffers", "overlaps")
 STORY = [1, 2, 3, 4, 5] * 8
 PROMPT = list(range(2, 42))
 
@@ -44,13 +43,26 @@ def known(harness: Harness, tokens: list[int]) -> int:
     return harness.prefix_cache.peek(np.array([*tokens, 9], np.int32))
 
 
-def test_the_cache_is_described_with_words() -> None:
+def test_the_cache_is_described_with_its_first_tokens() -> None:
     harness = Harness()
     harness.run(harness.submit(STORY, namespace="ours", max_tokens=0))
-    described = DescribeCache("ours", 10).run(harness.worker)
-    assert [node.stop for node in described.view.nodes] == [40]
-    assert described.previews == [" ".join(str(token) for token in STORY[:24])]
-    assert DescribeCache("theirs", 10).run(harness.worker).view.nodes == []
+    (edge,) = DescribeCache("ours", 10).run(harness.worker).nodes
+    assert edge.stop == 40 and edge.first_tokens.tolist() == STORY[:24]
+    assert DescribeCache("theirs", 10).run(harness.worker).nodes == []
+
+
+def test_an_edge_is_looked_at_closely_by_its_number() -> None:
+    harness = Harness()
+    for number in range(3):
+        harness.run(harness.submit([*STORY, number], namespace="ours", session_id=f"s{number % 2}", max_tokens=2))
+    nodes = DescribeCache("ours", 10).run(harness.worker).nodes
+    head = next(node for node in nodes if node.start == 0)
+    edge = DescribeEdge("ours", head.number, 30).run(harness.worker)
+    assert edge is not None and (edge.start, edge.stop) == (0, 40)
+    assert edge.first_tokens.tolist() == STORY[:30] and edge.sessions == ["s0", "s1"]
+    assert edge.num_uses == head.num_uses == 2, "the first request evaluated it"
+    assert DescribeEdge("theirs", head.number, 30).run(harness.worker) is None
+    assert DescribeEdge("ours", 999, 30).run(harness.worker) is None
 
 
 def test_clearing_says_what_it_freed_and_frees_no_more() -> None:

@@ -11,8 +11,9 @@ import pytest
 from cache.disk import connector
 from cache.disk.tier import DiskTier
 from cache.lease import Tier
+from cache.view import CacheView
 from server.engine import engine as engine_module
-from server.engine.commands import DescribeCache, Described
+from server.engine.commands import DescribeCache
 from server.engine.engine import Engine, EngineConfig
 from server.engine.events import Event, Finished, Started
 from server.engine.request import GenerationRequest
@@ -123,9 +124,9 @@ def test_who_looks_at_the_cache_all_the_time_does_not_keep_it_off_the_disk(
     answer(engine, 1)
 
     async def look() -> int:
-        described: Described = await engine.execute(DescribeCache("", 0))
+        view: CacheView = await engine.execute(DescribeCache("", 0))
         await asyncio.sleep(0.02)
-        return described.view.state.disk
+        return view.state.disk
 
     wait_for(lambda: asyncio.run(look()) > 0)
     engine.stop()

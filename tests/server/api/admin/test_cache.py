@@ -170,8 +170,9 @@ def test_what_is_on_disk_is_shown_and_cleared(tmp_path: Path, monkeypatch: pytes
         state = held(server, "disk")
         (node,) = state["disk_nodes"]
         assert node == {
-            "id": 0, "parent": None, "start": 0, "stop": primed["tokens"], "tokens": primed["tokens"],
-            "snapshot": False, "last_used": 1, "bytes": state["bytes"]["disk"], "preview": node["preview"],
+            "id": 1, "parent": None, "start": 0, "stop": primed["tokens"], "tokens": primed["tokens"],
+            "snapshot": False, "memory_id": 1, "memory_tokens": primed["tokens"], "last_used": 1,
+            "bytes": state["bytes"]["disk"], "preview": node["preview"],
         }  # fmt: skip
         assert "You are a careful" in node["preview"] and state["num_disk_nodes"] == 1
         assert state["disk_writes"] == {"today_bytes": node["bytes"], "budget_bytes": 1 << 30}

@@ -1,0 +1,1 @@
+"""What the server is doing now: open requests, events, and the sums of those that have ended."""

@@ -1,0 +1,224 @@
+"""What the server is doing: the requests that are open, what they and their state go through, and sums of the past.
+
+Event loop only. What happens to state comes from the engines' workers by way of their mailboxes, and only while
+somebody listens.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from cache.journal import CacheEvent, Happening, Tell
+from models.adapters.adapter import client_namespace
+from server.api.answer_figures import AnswerFigures
+from server.api.live.event_log import EventLog
+from server.api.live.pace import Pace
+from server.api.live.totals import Totals
+from server.api.session_records import TurnRecord
+from server.api.usage import miss_of
+from server.engine.events import Delta, Event, Progress, Started
+from server.engine.request import GenerationRequest
+from server.pool.changes import ModelChange
+
+
+class WatchedEngine(Protocol):
+    """An engine, as far as what happens to its state can be listened to."""
+
+    def watch(self, tell: Tell | None) -> None:
+        """Has `tell` called on the event loop with what happens to state; None ends that."""
+        ...
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request of the engine that has not ended."""
+
+    request: GenerationRequest
+    model_id: str
+    endpoint: str
+    key_name: str | None
+    received: float
+    """Reading of `time.monotonic()`."""
+    figures: AnswerFigures
+    log: EventLog
+    session_id: str | None = None
+    received_at: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+    @property
+    def phase(self) -> str:
+        """What is being done for it: `waiting`, `prefill` or `decode`."""
+        if self.figures.started is None:
+            return "waiting"
+        return "prefill" if self.figures.first_text_at is None else "decode"
+
+    def begin(self) -> None:
+        """Tells that it is queued."""
+        self.session_id = self.request.session_id
+        self._tell("request.queued", endpoint=self.endpoint, prompt_tokens=len(self.request.tokens))
+
+    def observe(self, event: Event, session_id: str | None) -> None:
+        """Tells of an event that `figures` have counted; `session_id` is what its conversation is called by now."""
+        self.session_id = session_id
+        match event:
+            case Started():
+                self._tell_started(event)
+            case Progress():
+                self._tell("request.progress", evaluated=event.evaluated, total=event.total)
+            case Delta() if self.figures.num_predicted == len(event.token_ids):
+                self._tell("request.first_token", ms=_ms(time.monotonic() - self.received))
+
+    def _tell_started(self, event: Started) -> None:
+        self._tell(
+            "request.started",
+            slot=event.slot,
+            prompt_tokens=event.prompt_tokens,
+            match_tokens=event.match_tokens,
+            cached_tokens=event.hit_tokens,
+            tier=event.tier,
+            queue_ms=max(0.0, round(_ms(self.figures.started_at - self.received) - event.restore_ms, 1)),
+            restore_ms=round(event.restore_ms, 1),
+            miss=miss_of(event.reuse.miss),
+        )
+
+    def end(self, turn: TurnRecord | None) -> None:
+        """Tells how it ended; `turn` is None for one that never held a slot, and for further choices."""
+        figures = self.figures
+        timings = figures.timings if figures.has_ended else None
+        self._tell(
+            "request.ended",
+            finish=figures.outcome or "cancelled",
+            prompt_tokens=len(self.request.tokens),
+            cached_tokens=figures.started.hit_tokens if figures.started is not None else 0,
+            evaluated_tokens=figures.num_evaluated,
+            completion_tokens=figures.num_predicted,
+            prompt_ms=None if timings is None else round(timings.prompt_ms, 1),
+            predicted_ms=None if timings is None else round(timings.predicted_ms, 1),
+            total_ms=_ms(time.monotonic() - self.received),
+            tier=figures.started.tier if figures.started is not None else None,
+            lost_tokens=turn.lost_tokens if turn is not None else 0,
+            miss=miss_of(turn.miss) if turn is not None else None,
+        )
+
+    def _tell(self, name: str, **fields: Any) -> None:
+        if self.log.is_wanted:
+            self.log.publish(
+                name,
+                self.request.namespace,
+                id=self.request.request_id,
+                model=self.model_id,
+                namespace=self.request.namespace,
+                key=self.key_name,
+                session_id=self.session_id,
+                **fields,
+            )
+
+
+class Activity:
+    """The open requests of one server, the log of events, and the sums."""
+
+    def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, WatchedEngine]]) -> None:
+        """`engines` returns those of the loaded models by id."""
+        self.log = log
+        self.pace = Pace()
+        self.totals = Totals()
+        self._engines = engines
+        self._open: dict[OpenRequest, None] = {}
+        log.on_wanted = self._watch_all
+
+    def begin(self, request: OpenRequest) -> None:
+        """Notes a request that was submitted."""
+        self._open[request] = None
+        request.begin()
+
+    def end(self, request: OpenRequest, turn: TurnRecord | None) -> None:
+        """Notes the end of a request, whichever it was."""
+        if self._open.pop(request, request) is None:
+            request.end(turn)
+
+    def withdraw(self, request: OpenRequest) -> None:
+        """Forgets a request that was refused after all."""
+        self._open.pop(request, None)
+
+    def open_requests(self, namespace: str | None) -> Sequence[OpenRequest]:
+        """Returns those of one namespace, or of all, in the order in which they came."""
+        return [one for one in self._open if namespace is None or one.request.namespace == namespace]
+
+    def note_counted(self, model_id: str, namespace: str, figures: AnswerFigures, turn: TurnRecord | None) -> float:
+        """Adds a request with all of its choices to the sums; returns the seconds that its restored tokens saved."""
+        if figures.timings is not None and figures.has_ended:
+            self.pace.note(model_id, figures.timings)
+        saved = 0.0 if figures.started is None else self.pace.seconds(model_id, figures.counts.cached) or 0.0
+        self.totals.add(namespace, figures, turn.misses if turn is not None else (), saved)
+        return saved
+
+    # ------------------------------------------------------------------------------------------- models and state
+
+    def note_model(self, change: ModelChange) -> None:
+        """Tells that a model comes or goes, and listens to the engine of one that came."""
+        if not self.log.is_wanted:
+            return
+        fields: dict[str, Any] = {"model": change.model_id}
+        if change.seconds is not None:
+            fields["seconds"] = round(change.seconds, 1)
+        if change.message is not None:
+            fields["message"] = change.message
+        self.log.publish(f"model.{change.kind.value}", None, **fields)
+        engine = self._engines().get(change.model_id)
+        if engine is not None:
+            self._watch(change.model_id, engine)
+
+    def _watch_all(self, is_wanted: bool) -> None:
+        for model_id, engine in self._engines().items():
+            if is_wanted:
+                self._watch(model_id, engine)
+            else:
+                engine.watch(None)
+
+    def _watch(self, model_id: str, engine: WatchedEngine) -> None:
+        engine.watch(partial(self._note_state, model_id))
+
+    def _note_state(self, model_id: str, event: CacheEvent) -> None:
+        namespace, _ = client_namespace(event.namespace)
+        self.log.publish(
+            event.what.value, namespace, model=model_id, namespace=namespace, **_STATE_FIELDS[event.what](event)
+        )
+
+
+def _paged(event: CacheEvent) -> dict[str, Any]:
+    return {"slot": event.slot, "tokens": event.num_tokens}
+
+
+def _evicted(event: CacheEvent) -> dict[str, Any]:
+    kind = "snapshot" if event.is_snapshot else "edge"
+    reason = event.reason.value if event.reason is not None else None
+    return {"kind": kind, "tokens": event.num_tokens, "bytes": event.num_bytes, "reason": reason}
+
+
+def _written(event: CacheEvent) -> dict[str, Any]:
+    kind = "snapshot" if event.is_snapshot else "rows"
+    return {"kind": kind, "tokens": event.num_tokens, "bytes": event.num_bytes}
+
+
+def _read(event: CacheEvent) -> dict[str, Any]:
+    return {"tokens": event.num_tokens, "bytes": event.num_bytes}
+
+
+def _deleted(event: CacheEvent) -> dict[str, Any]:
+    return {"files": event.num_files, "bytes": event.num_bytes}
+
+
+_STATE_FIELDS: Mapping[Happening, Callable[[CacheEvent], dict[str, Any]]] = {
+    Happening.PAGED_IN: _paged,
+    Happening.PAGED_OUT: _paged,
+    Happening.EVICTED: _evicted,
+    Happening.WRITTEN: _written,
+    Happening.READ: _read,
+    Happening.DELETED: _deleted,
+}
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
