@@ -40,6 +40,7 @@ from server.api.admin.stats import StatsBody, get_stats
 from server.api.anthropic.routes import ANTHROPIC
 from server.api.auth import KeyCheck
 from server.api.boundary import ErrorBoundary, raise_http_error
+from server.api.console import PAGE_ROUTES, needs_no_key
 from server.api.context import ApiContext, PoolPort, ServedModel
 from server.api.dialect import Api, find_dialect, routes_of
 from server.api.json_body import JsonBody
@@ -138,9 +139,9 @@ def create_pool_app(
         layers.insert(0, cross_origin_layer(config.cors))
     layers.append(Middleware(WebAccessCheck, access=access))
     if config.needs_key:
-        layers.append(Middleware(KeyCheck))
+        layers.append(Middleware(KeyCheck, is_open=lambda scope: config.console and needs_no_key(scope)))
     app = Starlette(
-        routes=[*(route for _, route in routes_of(apis)), *ADMIN_ROUTES],
+        routes=[*(PAGE_ROUTES if config.console else ()), *(route for _, route in routes_of(apis)), *ADMIN_ROUTES],
         middleware=layers,
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )

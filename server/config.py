@@ -186,6 +186,11 @@ class ServerConfig:
         "Let anyone who reaches the address use the server; by default a key is needed where others can reach it.",
         flag="--insecure-no-key",
     )
+    console: bool = _setting(
+        True,
+        "Serve no page; by default / is one in a browser, on the server's own machine or with a key.",
+        flag="--no-console",
+    )
     prompt_hygiene: bool = _setting(
         True,
         "Keep each request's head as the client sent it; by default headers that Claude Code changes each time are "

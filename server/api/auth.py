@@ -3,17 +3,20 @@
 Each key has a namespace of its own, even where the server requires none; no other key sees anything of it.
 """
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.context import context_of
 from server.api.dialect import dialect_of
+from server.api.web_access import is_same_server
 from server.api_keys import ApiKey, namespace_of_key
 from server.config import ServerConfig
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
-OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via", "origin")
-"""Headers that proxies and browsers add: somebody else is asking."""
+OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+"""Headers that proxies add: somebody else is asking."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
@@ -66,8 +69,19 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
         return key is not None and key.is_operator
     if dialect_of(request).api_key(request.headers):
         return False
+    return is_from_this_machine(request)
+
+
+def is_from_this_machine(request: Request) -> bool:
+    """Whether a person on the server's own machine asks, by a program or by the console in a browser.
+
+    A page of another origin, which `--cors` may have let in, and what comes through a proxy are somebody else's.
+    """
     is_forwarded = any(name in request.headers for name in OF_OTHERS)
-    return not is_forwarded and request.client is not None and request.client.host in LOOPBACK
+    origin, host = request.headers.get("origin"), request.headers.get("host")
+    is_own_page = origin is None or (host is not None and is_same_server(origin, host))
+    is_near = request.client is not None and request.client.host in LOOPBACK
+    return is_near and is_own_page and not is_forwarded
 
 
 def visible_namespace(request: Request, config: ServerConfig) -> str:
@@ -86,12 +100,14 @@ def listed_namespace(request: Request, config: ServerConfig) -> str | None:
 class KeyCheck:
     """ASGI layer that raises the dialect's error for requests without a key; behind it `scope["state"]` has `key`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
+        """`is_open` says which requests need no key besides those for `OPEN_PATHS`."""
         self._app = app
+        self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what may pass; raises ApiError for the rest."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_open(scope):
             request = Request(scope)
             request.state.key = key_of(request)
             if request.state.key is None:

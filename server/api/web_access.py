@@ -68,7 +68,7 @@ class WebAccess:
         """Whether a page of `origin` may use the server that its browser calls `host`."""
         if origin is None or ANY in self.origins or origin.lower() in self.origins:
             return True
-        return host is not None and _same_server(origin, host)
+        return host is not None and is_same_server(origin, host)
 
     def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
         """Returns why a request is refused because of the page it comes from, or None.
@@ -124,7 +124,7 @@ def _is_private(name: str) -> bool:
     return is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
 
 
-def _same_server(origin: str, host: str) -> bool:
+def is_same_server(origin: str, host: str) -> bool:
     """Whether a page's origin is the server that it calls `host`, with or without a proxy that ends TLS."""
     try:
         page, server = urlsplit(origin), urlsplit(f"//{host}")

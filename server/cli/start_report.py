@@ -56,6 +56,8 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     yield "address", f"{around.urls[0]}/v1"
     for url in around.urls[1:]:
         yield "", f"{url}/v1 from other machines"
+    if config.console:
+        yield "console", f"{around.urls[0]}/"
 
 
 def weights_text(service: Service) -> str:

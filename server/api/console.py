@@ -1,0 +1,119 @@
+"""The console: a page at `/` that shows what the server is doing, and the few files that it is made of.
+
+The files hold nothing of anybody's, so they need no key; what they show comes from the same endpoints that everybody
+has. Without keys, whoever reaches the server could read along there: then the page is for the server's own machine.
+The page loads nothing from anywhere else, and runs nothing that is not in these files: its policy says so.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from server.api.auth import is_from_this_machine
+from server.api.context import context_of
+from server.api.errors import ApiError, Code
+
+FOLDER = "/console/"
+PAGE = "index.html"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    # A file changes with the server only, but then at once.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True)
+class ConsoleFile:
+    """A file of the console."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+@cache
+def console_files() -> dict[str, ConsoleFile]:
+    """Returns all files by their path below `/console/`; nothing else is ever served."""
+    return dict(_files(resources.files("server") / "console", ""))
+
+
+def _files(folder: Traversable, prefix: str) -> list[tuple[str, ConsoleFile]]:
+    found: list[tuple[str, ConsoleFile]] = []
+    for entry in folder.iterdir():
+        name = f"{prefix}{entry.name}"
+        media_type = TYPES.get(f".{entry.name.rpartition('.')[2]}")
+        if entry.is_dir():
+            found += _files(entry, f"{name}/")
+        elif media_type is not None:
+            content = entry.read_bytes()
+            found.append((name, ConsoleFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:24]}"')))
+    return found
+
+
+class PageRoute(Route):
+    """The route of the page: for browsers, which ask for HTML; programs that ask for `/` get another answer."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Matches what asks for HTML only."""
+        return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
+
+
+def wants_page(scope: Scope) -> bool:
+    """Whether a request is that of a browser for a page."""
+    return scope["type"] == "http" and any(
+        name == b"accept" and b"text/html" in value for name, value in scope["headers"]
+    )
+
+
+def needs_no_key(scope: Scope) -> bool:
+    """Whether a request is for a file of the console."""
+    path: str = scope["path"]
+    return path.startswith(FOLDER) or (path == "/" and wants_page(scope))
+
+
+async def page(request: Request) -> Response:
+    """Answers with the page; raises ApiError (403) for another machine where the server asks for no key."""
+    return _answer(request, PAGE)
+
+
+async def file(request: Request) -> Response:
+    """Answers with one of its files; raises ApiError (403, 404)."""
+    return _answer(request, request.path_params["name"])
+
+
+def _answer(request: Request, name: str) -> Response:
+    if not context_of(request).config.needs_key and not is_from_this_machine(request):
+        message = "without keys the console is for the server's own machine; --api-key makes it one for others"
+        raise ApiError(Code.OPERATOR_ONLY, message)
+    found = console_files().get(name)
+    if found is None:
+        raise ApiError(Code.UNKNOWN_PATH, f"the console has no file {name[:200]!r}")
+    headers = {**HEADERS, "etag": found.etag}
+    if request.headers.get("if-none-match") == found.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(found.content, media_type=found.media_type, headers=headers)
+
+
+PAGE_ROUTES = (PageRoute("/", page, methods=["GET"]), Route(f"{FOLDER}{{name:path}}", file, methods=["GET"]))
+"""These stand before all others."""

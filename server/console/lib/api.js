@@ -1,0 +1,122 @@
+// The server, asked with the key that the visitor has given once.
+
+const KEY = "mlx-serve-key";
+
+export class ApiError extends Error {
+  constructor(status, code, message) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export class Api {
+  /** `askForKey(message)` resolves to a key, or to null where the visitor gives none. */
+  constructor(askForKey) {
+    this.askForKey = askForKey;
+    this.asking = null;
+  }
+
+  get key() {
+    return sessionStorage.getItem(KEY);
+  }
+
+  set key(value) {
+    if (value) sessionStorage.setItem(KEY, value);
+    else sessionStorage.removeItem(KEY);
+  }
+
+  /** Returns the answer; asks for a key where one is needed. Throws ApiError, and TypeError where nobody answers. */
+  async fetch(path, { method = "GET", body, signal, headers = {} } = {}) {
+    for (;;) {
+      const used = this.key;
+      const sent = { ...headers };
+      if (used) sent.Authorization = `Bearer ${used}`;
+      if (body !== undefined) sent["Content-Type"] = "application/json";
+      const answer = await fetch(new URL(path, document.baseURI), {
+        method,
+        signal,
+        headers: sent,
+        body: body === undefined ? undefined : JSON.stringify(body),
+      });
+      if (answer.status === 401 && (await this.otherKey(used))) continue;
+      if (!answer.ok) throw await errorOf(answer);
+      return answer;
+    }
+  }
+
+  /** Returns whether there is another key now than the one that was refused. */
+  async otherKey(refused) {
+    if (this.key !== refused) return true;
+    this.asking ??= this.askForKey(refused ? "The server does not know this key." : "This server asks for a key.");
+    const given = await this.asking;
+    this.asking = null;
+    if (!given) return false;
+    this.key = given;
+    return true;
+  }
+
+  async get(path, options) {
+    return (await this.fetch(path, options)).json();
+  }
+
+  async post(path, body = {}, options) {
+    return (await this.fetch(path, { ...options, method: "POST", body })).json();
+  }
+
+  async del(path) {
+    return (await this.fetch(path, { method: "DELETE" })).json();
+  }
+
+  /** Yields `{event, data, id}` of a stream of server-sent events; `data` is text. */
+  async *events(path, options) {
+    let found = { event: "message", data: [], id: null };
+    for await (const line of this.lines(path, options)) {
+      if (line === "") {
+        if (found.data.length || found.id) yield { ...found, data: found.data.join("\n") };
+        found = { event: "message", data: [], id: null };
+        continue;
+      }
+      const colon = line.indexOf(":");
+      const field = colon < 0 ? line : line.slice(0, colon);
+      const value = colon < 0 ? "" : line.slice(colon + 1).replace(/^ /, "");
+      if (field === "data") found.data.push(value);
+      else if (field === "event") found.event = value;
+      else if (field === "id") found.id = value;
+    }
+  }
+
+  /** Yields the lines of an answer as they come. */
+  async *lines(path, options) {
+    const answer = await this.fetch(path, options);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    try {
+      for (;;) {
+        const { done, value } = await reader.read();
+        if (done) break;
+        const lines = (rest + value).split("\n");
+        rest = lines.pop();
+        for (const line of lines) yield line.replace(/\r$/, "");
+      }
+      if (rest) yield rest;
+    } finally {
+      reader.cancel().catch(() => {});
+    }
+  }
+}
+
+async function errorOf(answer) {
+  let error = {};
+  try {
+    const body = await answer.json();
+    error = typeof body.error === "string" ? { message: body.error } : body.error ?? {};
+  } catch {
+    // What is no JSON is no answer of this server's own.
+  }
+  return new ApiError(answer.status, error.code ?? null, error.message ?? `The server answered ${answer.status}.`);
+}
+
+export function reasonOf(error) {
+  return error instanceof TypeError ? "The server does not answer." : error.message;
+}

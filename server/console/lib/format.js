@@ -1,0 +1,55 @@
+// Figures as people read them.
+
+const UNITS = ["B", "kB", "MB", "GB", "TB"];
+
+export function bytes(number) {
+  let unit = 0;
+  let value = number ?? 0;
+  while (Math.abs(value) >= 999.5 && unit < UNITS.length - 1) {
+    value /= 1000;
+    unit += 1;
+  }
+  return `${value >= 100 || unit === 0 ? Math.round(value) : value.toFixed(1)} ${UNITS[unit]}`;
+}
+
+/** Groups digits: 12 345. */
+export function count(number) {
+  return Math.round(number ?? 0).toString().replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value < 60) return `${value.toFixed(1)} s`;
+  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  return `${(value / 86400).toFixed(1)} days`;
+}
+
+export function ms(value) {
+  return value === null || value === undefined ? "–" : seconds(value / 1000);
+}
+
+export function percent(share) {
+  if (share === null || share === undefined || Number.isNaN(share)) return "–";
+  return `${share > 0.995 && share < 1 ? 99 : Math.round(share * 100)} %`;
+}
+
+export function clock(time) {
+  return new Date(time * 1000).toLocaleTimeString([], { hour12: false });
+}
+
+export function ago(time, now = Date.now() / 1000) {
+  const gone = Math.max(0, now - time);
+  return gone < 2 ? "now" : `${seconds(gone < 60 ? Math.round(gone) : gone).replace(".0", "")} ago`;
+}
+
+export function rate(value) {
+  return `${value >= 100 ? Math.round(value) : value.toFixed(1)} tokens/s`;
+}
+
+/** A name as people know it; what the server made up is shortened. */
+export function sessionName(id) {
+  if (!id) return "no session yet";
+  return id.length > 40 ? `${id.slice(0, 36)}…` : id;
+}

@@ -1,0 +1,160 @@
+// What the server is doing, kept up to date from /v1/stats and /v1/events.
+
+const MINUTES = 15;
+const MAX_SAMPLES = MINUTES * 60;
+const MAX_REQUESTS = 200;
+const BUSY_MS = 1000;
+const IDLE_MS = 4000;
+
+export class Live {
+  constructor(api) {
+    this.api = api;
+    this.stats = null;
+    this.error = null;
+    /** Latest requests by id, the oldest first. */
+    this.requests = new Map();
+    this.samples = [];
+    this.marks = [];
+    this.lost = 0;
+    this.speeds = new Map();
+    this.changes = 0;
+    this.lastId = null;
+    this.listeners = new Set();
+    this.queued = false;
+  }
+
+  start() {
+    this.poll();
+    this.listen();
+    document.addEventListener("visibilitychange", () => document.hidden || this.poll());
+  }
+
+  /** Has `listener` called after each change, at most once a frame; returns what ends that. */
+  subscribe(listener) {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  }
+
+  changed() {
+    if (this.queued) return;
+    this.queued = true;
+    setTimeout(() => {
+      this.queued = false;
+      for (const listener of [...this.listeners]) listener();
+    }, 100);
+  }
+
+  async poll() {
+    clearTimeout(this.timer);
+    try {
+      this.take(await this.api.get("v1/stats"));
+      this.error = null;
+    } catch (error) {
+      this.error = error;
+    }
+    this.changed();
+    const isBusy = this.stats?.requests.length || this.stats?.loading.length;
+    this.timer = setTimeout(() => this.poll(), document.hidden ? 5 * IDLE_MS : isBusy ? BUSY_MS : IDLE_MS);
+  }
+
+  take(stats) {
+    const before = this.stats;
+    this.stats = stats;
+    if (before && stats.uptime_seconds < before.uptime_seconds) {
+      this.samples = [];
+      this.requests.clear();
+    }
+    this.measure(before, stats);
+    const open = (one) => one.completion_tokens;
+    const sample = {
+      time: stats.time,
+      completion: stats.totals.completion_tokens + sum(stats.requests, open),
+      evaluated: stats.totals.evaluated_tokens + sum(stats.requests, (one) => one.evaluated_tokens),
+      cached: stats.totals.cached_tokens,
+      prompt: stats.totals.prompt_tokens,
+      saved: stats.totals.saved_seconds,
+      live: sum(stats.models, (one) => one.cache.live_bytes),
+      memory: sum(stats.models, (one) => one.cache.stored_bytes),
+      disk: sum(stats.models, (one) => one.cache.disk_bytes),
+    };
+    this.samples.push(sample);
+    while (this.samples.length > MAX_SAMPLES || this.samples[0].time < sample.time - MINUTES * 60) this.samples.shift();
+  }
+
+  /** Keeps how fast each open request decodes, from the difference between two looks. */
+  measure(before, stats) {
+    const old = new Map((before?.requests ?? []).map((one) => [one.id, one]));
+    const passed = before ? stats.time - before.time : 0;
+    const speeds = new Map();
+    for (const one of stats.requests) {
+      const was = old.get(one.id);
+      if (was && passed > 0) {
+        const now = (one.completion_tokens - was.completion_tokens) / passed;
+        const known = this.speeds.get(one.id);
+        speeds.set(one.id, known === undefined ? now : 0.5 * known + 0.5 * now);
+      }
+    }
+    this.speeds = speeds;
+  }
+
+  /** Returns how far a figure of the samples has grown within so many seconds. */
+  grown(name, within) {
+    const last = this.samples.at(-1);
+    if (!last) return 0;
+    const first = this.samples.find((one) => one.time >= last.time - within) ?? last;
+    return last[name] - first[name];
+  }
+
+  async listen() {
+    for (;;) {
+      try {
+        const headers = this.lastId ? { "Last-Event-ID": this.lastId } : {};
+        for await (const { data, id } of this.api.events("v1/events", { headers })) {
+          if (id) this.lastId = id;
+          if (data) this.note(JSON.parse(data));
+        }
+      } catch {
+        // Stats say what is wrong; the stream is tried again.
+      }
+      await new Promise((done) => setTimeout(done, 2000));
+    }
+  }
+
+  note(event) {
+    const kind = event.type.split(".")[0];
+    if (kind === "request") this.noteRequest(event);
+    else if (kind === "lost") {
+      this.lost += event.count ?? 1;
+      this.poll();
+    } else {
+      this.changes += 1;
+      this.marks.push({ ...event, at: performance.now() });
+      if (this.marks.length > 200) this.marks.shift();
+      if (kind === "model") this.poll();
+    }
+    this.changed();
+  }
+
+  noteRequest(event) {
+    const known = this.requests.get(event.id) ?? { id: event.id, received: event.time, isWhole: event.type === "request.queued" };
+    const { type, time, ...fields } = event;
+    Object.assign(known, fields);
+    if (type === "request.started") Object.assign(known, { started: time, phase: "prefill" });
+    else if (type === "request.first_token") Object.assign(known, { first: time, first_ms: event.ms, phase: "decode" });
+    else if (type === "request.ended") {
+      Object.assign(known, { ended: time, phase: "ended" });
+      known.received = Math.min(known.received, time - event.total_ms / 1000);
+      this.changes += 1;
+      this.poll();
+    } else if (type === "request.queued") {
+      known.phase = "waiting";
+      this.poll();
+    }
+    this.requests.set(event.id, known);
+    while (this.requests.size > MAX_REQUESTS) this.requests.delete(this.requests.keys().next().value);
+  }
+}
+
+export function sum(list, value) {
+  return list.reduce((total, one) => total + value(one), 0);
+}

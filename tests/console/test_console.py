@@ -1,0 +1,520 @@
+"""The console in a real Chromium: every view with live traffic, and nothing that a page must not do."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+
+from server.api.console import console_files
+from server.app import create_app, create_pool_app
+from server.config import ServerConfig
+from server.pool.pool import ModelPool
+from server.service import open_service
+from tests.console.hostile import TEXTS
+from tests.support.browser import BROWSER, browser
+from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.live_server import running
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found; CHROMIUM may name one")
+
+SYSTEM = {"role": "system", "content": "You are a careful assistant. You answer in one short sentence. " * 4}
+ADA = {"role": "user", "content": "My name is Ada and I live in Paris."}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server of the demo model, with a disk tier."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    config = ServerConfig(models=("demo",), cache_disk_bytes=1 << 28, cache_dir=folder, slots=3)
+    service = open_service(config)
+    service.engine.start()
+    try:
+        with running(create_pool_app(ModelPool.of(service.opened), config)) as address:
+            yield address
+    finally:
+        service.engine.stop()
+
+
+class Watched:
+    """What a page did that it must not do."""
+
+    def __init__(self, context: BrowserContext, address: str) -> None:
+        self.problems: list[str] = []
+        self._address = address
+        context.on("request", self._note_request)
+        context.on("console", self._note_line)
+        context.on("weberror", lambda error: self.problems.append(str(error.error)))
+
+    def _note_line(self, line: Any) -> None:
+        # Chromium writes a line for each answer that refuses something, which the page shows as a sentence.
+        is_refusal = re.search(r"status of 40[04]", line.text) and line.location["url"].endswith("/api/pull")
+        if line.type == "error" and not is_refusal:
+            self.problems.append(f"{line.text} {line.location['url']}")
+
+    def _note_request(self, request: Any) -> None:
+        if not request.url.startswith((self._address, "blob:", "data:")):
+            self.problems.append(f"asked {request.url}")
+
+
+@pytest.fixture
+def page(chromium: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page of its own; at its end nothing may have gone wrong in it."""
+    address = request.getfixturevalue("demo")
+    context = chromium.new_context(viewport={"width": 1200, "height": 800})
+    context.set_default_timeout(20_000)
+    watched = Watched(context, address)
+    yield context.new_page()
+    context.close()
+    assert watched.problems == []
+
+
+def ask(address: str, *messages: Any, **fields: Any) -> Any:
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, **fields}
+    answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def say(page: Page, text: str) -> None:
+    """Sends a message and waits for the end of its answer."""
+    before = page.locator(".message.assistant").count()
+    field = page.get_by_label("Message", exact=True)
+    field.fill(text)
+    field.press("Enter")
+    expect(page.locator(".message.assistant")).to_have_count(before + 1)
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+
+
+def test_now_shows_what_was_saved_and_the_first_steps_work(page: Page, demo: str) -> None:
+    page.goto(demo)
+    if page.get_by_role("button", name="Two chats").count():
+        page.get_by_role("button", name="Two chats").click()
+        expect(page.locator(".said").first).to_contain_text("tokens reused. Bob:")
+        page.get_by_role("button", name="An edit that branches").click()
+        expect(page.locator(".said").nth(1)).to_contain_text("Second:")
+    ask(demo, SYSTEM, ADA)
+    expect(page.locator(".headline")).to_contain_text("Tokens not evaluated again")
+    expect(page.locator(".lane")).to_have_count(3)
+    expect(page.locator(".view.now")).to_contain_text("The last 15 minutes")
+    assert page.title() == "Now · mlx-serve"
+
+
+def test_a_running_request_has_a_lane(page: Page, demo: str) -> None:
+    page.goto(demo)
+    page.get_by_text("slots answer").wait_for()
+    with httpx.stream(
+        "POST", f"{demo}/v1/chat/completions", timeout=60,
+        json={"messages": [ADA], "stream": True, "max_tokens": 2000, "ignore_eos": True, "session_id": "lane"},
+    ) as answer:  # fmt: skip
+        pieces = answer.iter_bytes()
+        next(pieces)
+        lane = page.locator(".lane:not(.idle)")
+        expect(lane).to_contain_text("lane")
+        expect(lane).to_contain_text("tokens")
+    expect(page.locator(".lane:not(.idle)")).to_have_count(0)
+
+
+def test_the_tree_is_walked_with_the_keyboard(page: Page, demo: str) -> None:
+    ask(demo, SYSTEM, ADA, session_id="tree-one")
+    ask(demo, SYSTEM, {"role": "user", "content": "My name is Bob and I live in Rome."}, session_id="tree-two")
+    page.goto(f"{demo}/#/tree")
+    canvas = page.locator("canvas")
+    canvas.focus()
+    found = ""
+    for key in ("ArrowDown", *["ArrowRight"] * 3, "ArrowDown", *["ArrowRight"] * 3):
+        canvas.press(key)
+        page.wait_for_timeout(400)
+        found += page.locator("aside blockquote").inner_text()
+    assert "You are a careful assistant" in found
+    expect(page.locator(".view.tree aside")).to_contain_text("Evaluating it again")
+    canvas.press("Enter")
+    expect(page.get_by_role("navigation", name="Way from the root")).to_be_visible()
+    canvas.press("Escape")
+    page.locator(".users button").first.click()
+    expect(page.locator("#toasts")).to_contain_text("stays")
+
+
+def test_ten_thousand_edges_are_drawn(page: Page, demo: str) -> None:
+    page.goto(f"{demo}/#/tree")
+    page.locator("canvas").wait_for()
+    drawn = page.evaluate(
+        """async () => {
+            const { boxesOf, treeOf } = await import("/console/lib/icicle.js");
+            const node = (id, parent, start) => ({ id, parent, start, stop: start + 50, tokens: 50, bytes: 9, tier: "memory", preview: "x" });
+            const nodes = [];
+            for (let id = 1; id <= 10000; id += 1) nodes.push(node(id, id <= 100 ? null : Math.floor(id / 10), 0));
+            const tree = treeOf({ nodes, disk_nodes: [] }, (one, tokens) => tokens);
+            const boxes = boxesOf(tree, 900, 400);
+            return { boxes: boxes.length, edges: boxes.reduce((all, one) => all + (one.edge ? 1 : one.count), 0), count: tree.count,
+                     right: Math.max(...boxes.map((one) => one.x + one.width)) };
+        }"""
+    )
+    assert drawn["count"] == 10_001 and drawn["boxes"] < 4000 and drawn["right"] <= 900.001
+    assert drawn["edges"] == 10_001, "what is too narrow is drawn together, and counted"
+
+
+def test_what_is_only_on_disk_hangs_where_memory_ends(page: Page, demo: str) -> None:
+    page.goto(demo)
+    tree = page.evaluate(
+        """async () => {
+            const { treeOf } = await import("/console/lib/icicle.js");
+            const cache = {
+                nodes: [{ id: 7, parent: null, start: 0, stop: 100, tokens: 100, bytes: 1, tier: "live", preview: "a", disk_tokens: 100 }],
+                disk_nodes: [
+                    { id: 1, parent: null, start: 0, stop: 160, tokens: 160, bytes: 160, preview: "a", memory_tokens: 100, memory_id: 7 },
+                    { id: 2, parent: 1, start: 160, stop: 200, tokens: 40, bytes: 40, preview: "b", memory_tokens: 0, memory_id: 7 },
+                    { id: 3, parent: null, start: 0, stop: 30, tokens: 30, bytes: 30, preview: "c", memory_tokens: 0, memory_id: null },
+                ],
+            };
+            const said = (edge) => ({ key: edge.key, tokens: edge.tokens, start: edge.start, children: edge.children.map(said) });
+            return said(treeOf(cache, (one, tokens) => tokens)).children;
+        }"""
+    )
+    memory, other = tree
+    assert memory["key"] == "m7" and other["key"] == "d3" and other["tokens"] == 30
+    (rest,) = memory["children"]
+    assert (rest["key"], rest["tokens"], rest["start"]) == ("d1", 60, 100)
+    assert [one["key"] for one in rest["children"]] == ["d2"]
+
+
+def test_a_session_shows_its_turns_and_the_words_that_changed(page: Page, demo: str) -> None:
+    long = [{"role": "user", "content": f"Remember the number {number}."} for number in range(30)]
+    turns = [SYSTEM, *[one for user in long for one in (user, {"role": "assistant", "content": "Yes."})]]
+    ask(demo, *turns, ADA, session_id="edited")
+    changed = [*turns]
+    changed[5] = {"role": "user", "content": "Remember the word violet."}
+    ask(demo, *changed, ADA, session_id="edited")
+    page.goto(f"{demo}/#/sessions")
+    page.get_by_role("link", name="edited").click()
+    expect(page.locator(".turns li")).to_have_count(2)
+    expect(page.locator(".words ins").first).to_contain_text("violet")
+    expect(page.locator(".advice")).to_be_visible()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    expect(page.get_by_role("button", name="Unpin")).to_be_visible()
+    assert "edited" in httpx.get(f"{demo}/v1/cache?limit=0").json()["pinned_sessions"]
+    page.get_by_role("button", name="Unpin").click()
+    page.get_by_role("button", name="Forget").click()
+    expect(page).to_have_url(re.compile("#/sessions$"))
+    assert httpx.get(f"{demo}/v1/sessions/edited").status_code == 404
+
+
+def test_requests_are_a_waterfall_that_can_be_filtered(page: Page, demo: str) -> None:
+    page.goto(f"{demo}/#/requests")
+    page.get_by_label("Session or id").wait_for()
+    page.wait_for_timeout(500)
+    for name in ("fall-one", "fall-two"):
+        ask(demo, ADA, session_id=name)
+    expect(page.get_by_role("button", name="fall-one")).to_be_visible()
+    page.get_by_label("Session or id").fill("two")
+    expect(page.get_by_role("button", name="fall-one")).to_have_count(0)
+    page.get_by_role("button", name="fall-two").click()
+    expect(page.locator("tr.details")).to_contain_text("/v1/chat/completions")
+    page.get_by_label("Status").select_option("failed")
+    expect(page.get_by_text("No request is like that.")).to_be_visible()
+
+
+def test_models_are_listed_and_a_pull_that_fails_says_why(page: Page, demo: str) -> None:
+    page.goto(f"{demo}/#/models")
+    expect(page.locator(".models li.loaded")).to_contain_text("demo")
+    page.get_by_label("Pull a model").fill("no-such-family-of-models")
+    page.get_by_role("button", name="Pull", exact=True).click()
+    expect(page.locator(".panel .bad")).to_contain_text("no-such-family-of-models")
+    page.get_by_role("button", name="Dismiss").click()
+    expect(page.locator(".panel .bad")).to_have_count(0)
+
+
+def test_a_chat_streams_branches_and_is_kept(page: Page, demo: str) -> None:
+    page.goto(f"{demo}/#/chat/new")
+    say(page, "My name is Ada and I live in Paris.")
+    say(page, "What is my name?")
+    expect(page.locator(".message.assistant footer").last).to_contain_text(re.compile(r"reused \d+ of \d+ tokens"))
+    page.locator(".message.user").last.get_by_role("button", name="Edit").click()
+    editor = page.get_by_label("Edit the message")
+    editor.fill("Where do I live?")
+    page.get_by_role("button", name="Send as another way").click()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    user = page.locator(".message.user").last
+    expect(user).to_contain_text("2/2")
+    expect(page.locator(".message.assistant").last).to_contain_text("Paris")
+    user.get_by_role("button", name="Earlier way").click()
+    expect(page.locator(".message.user").last).to_contain_text("What is my name?")
+    expect(page.locator(".message.assistant").last).to_contain_text("Ada")
+    page.locator(".message.assistant").last.get_by_role("button", name="Again").click()
+    expect(page.locator(".message.assistant").last).to_contain_text("2/2")
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    expect(page).to_have_url(re.compile(r"#/chat/[0-9a-f-]{36}$"))
+    page.reload()
+    expect(page.locator(".message.user").last).to_contain_text("What is my name?")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export").click()
+    exported = json.loads(Path(download.value.path()).read_text())
+    assert exported["format"] == "mlx-serve-chat" and len(exported["nodes"]) == 7
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+    page.locator("input[type=file]").set_input_files(download.value.path())
+    expect(page.locator(".message")).to_have_count(4)
+
+
+def test_an_answer_is_stopped_and_gone_on_with(page: Page, demo: str) -> None:
+    page.goto(f"{demo}/#/chat/new")
+    page.get_by_text("System prompt and settings").click()
+    page.get_by_label("Longest answer, tokens").fill("4")
+    page.get_by_label("Longest answer, tokens").press("Tab")
+    say(page, "My name is Ada and I live in Paris.")
+    answer = page.locator(".message.assistant").last
+    expect(answer).to_contain_text("cut off at the limit")
+    short = answer.locator(".text").inner_text()
+    answer.get_by_role("button", name="Go on").click()
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    longer = page.locator(".message.assistant .text").last.inner_text()
+    assert longer.startswith(short) and len(longer) > len(short)
+
+
+def test_a_chat_by_keyboard_alone(page: Page, demo: str) -> None:
+    page.goto(demo)
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent") == "Chat":
+            break
+    page.keyboard.press("Enter")
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+    page.keyboard.type("My name is Bob and I live in Rome.")
+    page.keyboard.press("Enter")
+    expect(page.locator(".message.assistant")).to_have_count(1)
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    page.keyboard.press("ArrowUp")
+    expect(page.get_by_label("Edit the message")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("Message", exact=True)).to_be_focused()
+
+
+def test_two_tabs_do_not_overwrite_each_other(page: Page, demo: str) -> None:
+    page.goto(f"{demo}/#/chat/new")
+    say(page, "My name is Ada and I live in Paris.")
+    expect(page).to_have_url(re.compile(r"#/chat/[0-9a-f-]{36}$"))
+    other = page.context.new_page()
+    other.goto(page.url)
+    expect(other.locator(".message")).to_have_count(2)
+    say(other, "Where do I live?")
+    expect(page.locator(".message")).to_have_count(4)
+    say(page, "What is my name?")
+    expect(other.locator(".message")).to_have_count(6)
+
+
+def test_a_key_is_asked_for_once(chromium: Browser) -> None:
+    app = create_app(FakeEngine(), fake_model(), ServerConfig(api_key="sesame"))
+    with running(app) as address:
+        context = chromium.new_context()
+        page = context.new_page()
+        page.goto(address)
+        for given in ("wrong", "sesame"):
+            page.get_by_label("Key", exact=True).fill(given)
+            page.get_by_role("button", name="Use it").click()
+        expect(page.locator(".headline")).to_be_visible()
+        page.goto(f"{address}/#/sessions")
+        expect(page.get_by_text("No conversation yet")).to_be_visible()
+        page.reload()
+        expect(page.get_by_text("No conversation yet")).to_be_visible()
+        context.close()
+
+
+def harmless(page: Page) -> None:
+    """Asserts that no text has become anything else."""
+    found = page.evaluate(
+        """() => ({
+            ran: window.__ran ?? null,
+            elements: [...document.querySelectorAll("#main script, #main img, #main iframe, #main object, #main embed, #main base, #main link, #main meta, #main math, #main style, #main video, #main audio")].length,
+            handlers: [...document.querySelectorAll("#main *, dialog *")].filter((one) => [...one.attributes].some(({ name }) => name.startsWith("on") || name === "style" || name === "srcdoc")).length,
+            links: [...document.querySelectorAll("#main a[href]")].map((one) => one.protocol).filter((one) => !["http:", "https:"].includes(one)),
+        })"""
+    )
+    assert found == {"ran": None, "elements": 0, "handlers": 0, "links": []}
+
+
+def test_hostile_texts_stay_texts(chromium: Browser) -> None:
+    answer = [""]
+    engine = FakeEngine(lambda request: Script(texts=(answer[0],)))
+    app = create_app(engine, fake_model(id="<img src=x onerror=__ran=1>"), ServerConfig())
+    assert len(TEXTS) >= 200
+    with running(app) as address:
+        context = chromium.new_context()
+        watched = Watched(context, address)
+        page = context.new_page()
+        page.goto(f"{address}/#/requests")
+        page.get_by_label("Session or id").wait_for()
+        page.wait_for_timeout(500)
+        for text in TEXTS:
+            answer[0] = text
+            body = {"messages": [{"role": "user", "content": text}], "session_id": text[:256]}
+            httpx.post(f"{address}/v1/chat/completions", json=body, timeout=20)
+        expect(page.locator(".waterfall tbody tr").first).to_be_visible()
+        for view in ("requests", "sessions", "now", "models"):
+            page.goto(f"{address}/#/{view}")
+            page.wait_for_timeout(400)
+            harmless(page)
+        page.goto(f"{address}/#/chat/new")
+        for text in TEXTS[:8]:
+            answer[0] = text
+            page.get_by_role("button", name="New chat").click()
+            say(page, text)
+            harmless(page)
+        harmless(page)
+        rendered = page.evaluate(
+            """async (texts) => {
+                const { markdown } = await import("/console/chat/render.js");
+                const place = document.querySelector(".thread");
+                return texts.map((text) => { place.replaceChildren(...markdown(text)); return place.textContent.length; });
+            }""",
+            [
+                f"{before}{text}{after}"
+                for text in TEXTS
+                for before, after in (("", ""), ("- ", "\n"), ("| a |\n|---|\n| ", " |"))
+            ],
+        )
+        assert len(rendered) == 3 * len(TEXTS)
+        page.evaluate("""async (texts) => { const { markdown } = await import("/console/chat/render.js");
+            document.querySelector(".thread").replaceChildren(...texts.flatMap((text) => markdown(text))); }""", TEXTS)  # fmt: skip
+        harmless(page)
+        context.close()
+    assert watched.problems == []
+
+
+MARKDOWN = {
+    "a *b* **c** `d` ~~e~~": [["p", "a b c d e"]],
+    "# Title\ntext": [["h4", "Title"], ["p", "text"]],
+    "```py\nx = '*'\n```": [["figure", "pyCopyx = '*'"]],
+    "```\nnever closed": [["figure", "textCopynever closed"]],
+    "- a\n- b\n  - c\n\n1. d": [["ul", "abc"], ["ol", "d"]],
+    "> a\n> b": [["blockquote", "a\nb"]],
+    "| a | b |\n|---|:-:|\n| 1 | 2 |": [["div", "ab12"]],
+    "[x](https://example.org/y)": [["p", "xexample.org"]],
+    "[x](javascript:alert(1))": [["p", "[x](javascript:alert(1))"]],
+    "![x](https://example.org/y.png)": [["p", "xexample.org"]],
+    "<b>a</b> &amp; b": [["p", "<b>a</b> &amp; b"]],
+    "snake_case_name and 2*3*4": [["p", "snake_case_name and 234"]],
+    "a  \nb": [["p", "ab"]],
+    "---": [["hr", ""]],
+    "\\*a\\*": [["p", "*a*"]],
+}
+ENDLESS = ["*" * 50_000, "[" * 50_000, "`" * 49_999 + "a", "> " * 50_000, "- " * 20_000, "**a " * 20_000, "_a " * 20_000,
+           "|" * 50_000 + "\n|---|", "[a](" * 20_000, "  " * 20_000 + "- a", "\n".join("  " * n + "- a" for n in range(400)),
+           "`a``b```c" * 8_000, "~~~" * 20_000, "1. " * 20_000, "*_*_" * 20_000, "https://a" * 20_000]  # fmt: skip
+
+
+def test_markdown_is_read_as_people_expect(page: Page, demo: str) -> None:
+    page.goto(demo)
+    shown = page.evaluate(
+        """async (texts) => {
+            const { markdown } = await import("/console/chat/render.js");
+            return texts.map((text) => markdown(text).map((node) => [node.localName, node.textContent]));
+        }""",
+        list(MARKDOWN),
+    )
+    assert dict(zip(MARKDOWN, shown, strict=True)) == MARKDOWN
+
+
+def test_no_text_keeps_the_page_busy(page: Page, demo: str) -> None:
+    page.goto(demo)
+    page.set_default_timeout(20_000)
+    lengths = page.evaluate(
+        """async (texts) => {
+            const { markdown } = await import("/console/chat/render.js");
+            return texts.map((text) => markdown(text).length);
+        }""",
+        ENDLESS,
+    )
+    assert len(lengths) == len(ENDLESS) and all(lengths)
+
+
+@pytest.mark.parametrize("view", ["now", "tree", "sessions", "requests", "chat", "models"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_every_view_can_be_used_by_all(page: Page, demo: str, view: str, width: int) -> None:
+    ask(demo, ADA, session_id="for all")
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(f"{demo}/#/{view}")
+    page.wait_for_timeout(700)
+    found = page.evaluate(ACCESSIBILITY)
+    assert found == []
+
+
+def test_the_colours_are_told_apart() -> None:
+    css = console_files()["app.css"].content.decode()
+    blocks = re.findall(r"color-scheme: (?:light|dark);(.*?)}", css, re.DOTALL)
+    palettes = [dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{3,6})", block)) for block in blocks]
+    assert len(palettes) == 3 and palettes[1] == palettes[2]
+    for colours in palettes:
+        for ground in ("page", "panel", "code"):
+            for ink in ("ink", "soft"):
+                assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground, colours)
+        for ground in ("page", "panel"):
+            for ink in ("accent", "good", "bad", "live", "memory", "disk"):
+                assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground, colours)
+        for tier in ("live", "memory", "disk"):
+            assert contrast(colours["on-tier"], colours[tier]) >= 4.5, (tier, colours)
+        assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast ratio of WCAG 2."""
+    lights = sorted((luminance(one), luminance(other)))
+    return (lights[1] + 0.05) / (lights[0] + 0.05)
+
+
+def luminance(colour: str) -> float:
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+ACCESSIBILITY = """() => {
+    const problems = [];
+    const seen = (node) => node.checkVisibility({ visibilityProperty: true });
+    const nameOf = (node) => {
+        const labelled = (node.getAttribute("aria-labelledby") ?? "").split(" ").map((id) => document.getElementById(id)?.textContent ?? "").join("");
+        const label = [...(node.labels ?? [])].map((one) => one.textContent).join("");
+        return (node.getAttribute("aria-label") || labelled || label || node.textContent || node.title || "").trim();
+    };
+    if (!document.documentElement.lang) problems.push("no language");
+    if (document.querySelectorAll("h1").length !== 1) problems.push("not one h1");
+    if (document.querySelectorAll("main").length !== 1) problems.push("not one main");
+    const ids = [...document.querySelectorAll("[id]")].map((node) => node.id);
+    if (new Set(ids).size !== ids.length) problems.push("an id twice");
+    for (const node of document.querySelectorAll("a[href], button, input, select, textarea, summary, canvas, [role=img], [role=application], [tabindex]")) {
+        if (seen(node) && node !== document.querySelector("main") && !nameOf(node)) problems.push(`no name: ${node.outerHTML.slice(0, 120)}`);
+    }
+    for (const node of document.querySelectorAll("[aria-describedby], [aria-labelledby]")) {
+        for (const id of (node.getAttribute("aria-describedby") ?? node.getAttribute("aria-labelledby")).split(" ")) {
+            if (!document.getElementById(id)) problems.push(`names nothing: ${id}`);
+        }
+    }
+    for (const node of document.querySelectorAll("ul, ol, menu")) {
+        for (const child of node.children) if (node.localName !== "menu" && child.localName !== "li") problems.push(`${child.localName} in a list`);
+    }
+    for (const node of document.querySelectorAll("dl > *")) if (!["div", "dt", "dd"].includes(node.localName)) problems.push(`${node.localName} in dl`);
+    for (const node of document.querySelectorAll("table")) {
+        if (seen(node) && !node.querySelector("th[scope]")) problems.push("a table without heads");
+    }
+    let level = 1;
+    for (const node of document.querySelectorAll("main h2, main h3, main h4")) {
+        if (!seen(node)) continue;
+        const own = Number(node.localName[1]);
+        if (own > level + 2) problems.push(`${node.localName} after h${level}`);
+        level = own;
+    }
+    for (const node of document.querySelectorAll("[tabindex]")) if (Number(node.getAttribute("tabindex")) > 0) problems.push("a tabindex above 0");
+    for (const node of document.querySelectorAll("[role=button] button, a button, button a")) problems.push("a control in a control");
+    if (document.documentElement.scrollWidth > innerWidth) problems.push(`wider than the window: ${document.documentElement.scrollWidth}`);
+    return problems;
+}"""
