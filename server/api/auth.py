@@ -4,6 +4,7 @@ Each key has a namespace of its own, even where the server requires none; no oth
 """
 
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,6 +16,7 @@ from server.api_keys import ApiKey, namespace_of_key
 from server.config import ServerConfig
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
+OWN_NAMES = LOOPBACK | {"localhost"}
 OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 """Headers that proxies add: somebody else is asking."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -75,13 +77,23 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
 def is_from_this_machine(request: Request) -> bool:
     """Whether a person on the server's own machine asks, by a program or by the console in a browser.
 
-    A page of another origin, which `--cors` may have let in, and what comes through a proxy are somebody else's.
+    A page of another origin, which `--cors` may have let in, and what comes through a proxy are somebody else's. So is
+    what names the server otherwise than by the loopback address: it may come through a proxy that adds no header, or
+    from a page whose own name was made to point here.
     """
+    origin, host = request.headers.get("origin"), request.headers.get("host", "127.0.0.1")
     is_forwarded = any(name in request.headers for name in OF_OTHERS)
-    origin, host = request.headers.get("origin"), request.headers.get("host")
-    is_own_page = origin is None or (host is not None and is_same_server(origin, host))
+    is_own_page = origin is None or is_same_server(origin, host)
     is_near = request.client is not None and request.client.host in LOOPBACK
-    return is_near and is_own_page and not is_forwarded
+    return is_near and _is_own_name(host) and is_own_page and not is_forwarded
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a `Host` header names the loopback address."""
+    try:
+        return urlsplit(f"//{host}").hostname in OWN_NAMES
+    except ValueError:
+        return False
 
 
 def visible_namespace(request: Request, config: ServerConfig) -> str:

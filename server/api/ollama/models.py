@@ -111,7 +111,7 @@ class ShowBody(BodyModel):
 
 
 async def root(request: Request) -> Response:
-    """Says that the server is there, as clients probe it. Whoever wants a page is told that there is none."""
+    """Says that the server is there, as clients probe it. Without the console, browsers are told of no page."""
     if "text/html" in request.headers.get("accept", ""):
         raise ApiError(Code.UNKNOWN_PATH, explain_unknown_path(request.method, request.url.path))
     return PlainTextResponse(RUNNING)

@@ -19,7 +19,7 @@ MAX_BYTES = 150_000
 
 def client(host: str = "127.0.0.1", **settings: object) -> TestClient:
     app = create_app(FakeEngine(), fake_model(), ServerConfig(**settings))  # type: ignore[arg-type]
-    return TestClient(app, client=(host, 5000))
+    return TestClient(app, base_url="http://127.0.0.1:8080", client=(host, 5000))
 
 
 def test_a_browser_gets_the_page_and_a_program_what_it_always_got() -> None:
@@ -76,6 +76,8 @@ def test_without_keys_it_is_for_the_servers_own_machine() -> None:
         assert client("192.168.1.9").get(path, headers=HTML).status_code == 403
         forwarded = client().get(path, headers={**HTML, "X-Forwarded-For": "192.168.1.9"})
         assert forwarded.status_code == 403 and "--api-key" in forwarded.text
+        renamed = client().get(path, headers={**HTML, "Host": "mac.local:8080"})
+        assert renamed.status_code == 403, "a page whose name was made to point here is not this machine's"
 
 
 def test_with_keys_the_page_needs_none_and_everything_else_does() -> None:

@@ -15,7 +15,7 @@ HERE, ELSEWHERE = "127.0.0.1", "192.168.1.9"
 def serving(host: str = HERE, api_key: str | None = None) -> TestClient:
     """A client at an address, of a server on which `theirs` was asked under another salt."""
     app = create_app(FakeEngine(), fake_model(), ServerConfig(api_key=api_key))
-    client = TestClient(app, client=(host, 50_000))
+    client = TestClient(app, base_url="http://127.0.0.1:8080", client=(host, 50_000))
     body = {"messages": [{"role": "user", "content": "Hi"}], "session_id": "theirs", "cache_salt": "x"}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     assert client.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
@@ -42,6 +42,9 @@ def test_who_sits_at_the_machine_sees_all(host: str) -> None:
         (HERE, None, {"Forwarded": "for=10.0.0.1"}),
         (HERE, None, {"X-Real-IP": "10.0.0.1"}),
         (HERE, None, {"Via": "1.1 proxy"}),
+        (HERE, None, {"Host": "mac.local:8080"}),
+        (HERE, None, {"Host": "127.0.0.1.example.internal"}),
+        (HERE, None, {"Host": "mac.local", "Origin": "http://mac.local"}),
         (HERE, None, {"Authorization": "Bearer mine"}),
         (HERE, "secret", {"Authorization": "Bearer secret"}),
     ],
