@@ -77,9 +77,9 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
 def is_from_this_machine(request: Request) -> bool:
     """Whether a person on the server's own machine asks, by a program or by the console in a browser.
 
-    A page of another origin, which `--cors` may have let in, and what comes through a proxy are somebody else's. So is
-    what names the server otherwise than by the loopback address: it may come through a proxy that adds no header, or
-    from a page whose own name was made to point here.
+    A page of another origin, which `--cors` may have let in, and what comes through a proxy are somebody else's. So
+    is what names the server otherwise than by the loopback address: it may come through a proxy that adds no header,
+    or from a page whose own name was made to point here.
     """
     origin, host = request.headers.get("origin"), request.headers.get("host", "127.0.0.1")
     is_forwarded = any(name in request.headers for name in OF_OTHERS)

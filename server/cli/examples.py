@@ -15,6 +15,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "verify": ("mlx-serve verify qwen3:8b",),
     "create": ("mlx-serve create writer -f Modelfile",),
     "ps": ("mlx-serve ps --json",),
+    "top": ("mlx-serve top", "mlx-serve top --once --json"),
     "stop": ("mlx-serve stop qwen3:8b",),
     "pull": ("mlx-serve pull qwen3:0.6b", "mlx-serve pull mlx-community/Qwen3-4B-4bit"),
     "doctor": ("mlx-serve doctor", "mlx-serve doctor --file requests.jsonl --speed 400"),
@@ -31,6 +32,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "service logs": ("mlx-serve service logs --follow",),
     "service remove": ("mlx-serve service remove",),
     "cache": ("mlx-serve cache list",),
+    "cache tree": ("mlx-serve cache tree --depth 3",),
     "cache list": ("mlx-serve cache list --json",),
     "cache rm": ("mlx-serve cache rm --all",),
 }

@@ -309,6 +309,29 @@ def ps(
 
 
 @app.command()
+def top(
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
+    ] = None,
+    api_key: _Key = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print what it does now, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print the object of /v1/stats.")] = False,
+) -> None:
+    """Watch what a server does: slots, queue, memory, what was saved."""
+    from server.cli.top import show_once, watch
+
+    address = url or _usual_url()
+    if once or as_json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        show_once(address, api_key, as_json=as_json)
+    else:
+        watch(address, api_key, interval)
+
+
+@app.command()
 def stop(
     model: Annotated[str, typer.Argument(metavar="NAME", help="A loaded model, as `mlx-serve ps` shows it.")],
     api_key: _Key = None,
@@ -401,7 +424,7 @@ def print_gateway_config(
 
 
 cache_app = typer.Typer(
-    help="List or delete the conversations that --cache-disk keeps.",
+    help="Show the tree of a running server; list or delete the conversations that --cache-disk keeps.",
     invoke_without_command=True,
     epilog=epilog("cache"),
 )
@@ -425,6 +448,27 @@ def list_cache(
     from server.cli.cache import show
 
     show(_cache_folder(cache_dir), as_json=as_json)
+
+
+@cache_app.command("tree")
+def show_cache_tree(
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
+    ] = None,
+    api_key: _Key = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Where several models are loaded.")] = None,
+    namespace: Annotated[str | None, typer.Option(metavar="TEXT", help="Another one, for the owner.")] = None,
+    depth: Annotated[int | None, typer.Option(metavar="NUMBER", min=1, help="How many edges deep to go.")] = None,
+    limit: Annotated[int, typer.Option(metavar="NUMBER", min=1, max=10_000, help="The most edges to list.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the object of /v1/cache.")] = False,
+) -> None:
+    """Show the prefix tree of a running server: what is shared, where it lies, and how large it is."""
+    from server.cli.tree import show_tree
+
+    query: dict[str, str | int] = {"limit": limit}
+    query |= {name: value for name, value in (("model", model), ("namespace", namespace)) if value is not None}
+    show_tree(url or _usual_url(), api_key, query, depth, as_json=as_json)
 
 
 @cache_app.command("rm")

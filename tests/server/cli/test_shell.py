@@ -77,7 +77,7 @@ COMPLETERS = [
     ("line", "words"),
     [
         ("mlx-serve ser", ["serve", "service"]),
-        ("mlx-serve cache ", ["list", "rm"]),
+        ("mlx-serve cache ", ["list", "rm", "tree"]),
         ("mlx-serve serve --log-f", ["--log-format"]),
         ("mlx-serve serve demo --log-format ", ["json", "text"]),
         ("mlx-serve serve --log-level de", ["debug"]),

@@ -1,0 +1,191 @@
+"""What `mlx-serve top` shows of a server, from the object of `/v1/stats`: lines for a terminal of any size."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from models.sizes import size_text
+
+BAR = 20
+NARROW = 60
+"""Columns below which only the most telling figures are shown."""
+HELP = (
+    "q, Ctrl-C      leave",
+    "up, down       move through the requests",
+    "h              this page, and back",
+    "",
+    "saved          prompt tokens that were restored, hence not evaluated again,",
+    "               and the seconds that evaluating them would have taken",
+    "live, stored   state of past tokens in slots, and kept beside them",
+    "again          prompt tokens that were evaluated again, by why; the console",
+    "               and mlx-serve doctor name the words at fault",
+)
+
+
+@dataclass(frozen=True)
+class TopPage:
+    """What is looked at, besides the figures."""
+
+    url: str
+    width: int
+    height: int
+    first: int = 0
+    """How many requests are scrolled past."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Tokens per second by request, where they are known."""
+    problem: str | None = None
+    """Why the figures are old."""
+    shows_help: bool = False
+
+
+def clean(text: str) -> str:
+    """Returns a text in which nothing can move the cursor."""
+    return "".join(letter if letter.isprintable() else "·" for letter in text)
+
+
+def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
+    """Returns the lines, no more than fit."""
+    found = [_head(stats, screen)]
+    if screen.problem is not None:
+        found.append(Text(f"{screen.problem}; trying again", "red"))
+    if screen.shows_help:
+        found += [Text(""), *map(Text, HELP)]
+    elif stats is not None:
+        found += _body(stats, screen, screen.height - len(found))
+    for line in found:
+        line.truncate(screen.width, overflow="ellipsis")
+    return found[: screen.height]
+
+
+def max_scroll(stats: Mapping[str, Any] | None) -> int:
+    """Returns how far the requests can be scrolled."""
+    return 0 if stats is None else max(0, len(stats["requests"]) - 1)
+
+
+def _head(stats: Mapping[str, Any] | None, screen: TopPage) -> Text:
+    if stats is None:
+        return Text.assemble(("mlx-serve", "bold"), f"  {screen.url}")
+    up = f"up {duration(stats['uptime_seconds'])}"
+    return Text.assemble(("mlx-serve", "bold"), f" {stats['version']}  {up}  {stats['status']}  {screen.url}")
+
+
+def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
+    is_narrow = screen.width < NARROW
+    found = [*_totals(stats, is_narrow=is_narrow), Text("")]
+    for model in stats["models"]:
+        found += _model(model, is_narrow=is_narrow)
+    found += [Text(f"{clean(one['id'])} is being loaded: {clean(one['step'])}") for one in stats["loading"]]
+    if not stats["models"] and not stats["loading"]:
+        found.append(Text("no model is loaded"))
+    found.append(Text(""))
+    again = _again(stats)
+    room = max(1, height - len(found) - len(again) - 1)
+    return [*found, *_requests(stats["requests"], screen, room), *again]
+
+
+def _totals(stats: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
+    totals = stats["totals"]
+    share = f"{totals['cached_tokens'] / totals['prompt_tokens']:.0%}" if totals["prompt_tokens"] else "0%"
+    saved = f"{count(totals['cached_tokens'])} tokens ({share})"
+    yield Text.assemble("saved ", (saved, "bold"), f", {duration(totals['saved_seconds'])}")
+    ended = f"requests {count(totals['requests'])}, failed {totals['failed']}, left early {totals['cancelled']}"
+    yield Text(f"requests {count(totals['requests'])}" if is_narrow else f"{ended}, sessions {stats['sessions']}")
+
+
+def _model(model: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
+    slots, cache = model["slots"], model["cache"]
+    busy, bar = slots["prefilling"] + slots["decoding"], BAR // 2 if is_narrow else BAR
+    yield Text.assemble((clean(model["id"]), "bold"), f"  {busy} of {slots['total']} slots, {model['waiting']} wait")
+    budget = cache["budget_bytes"]
+    held = [(cache["live_bytes"], "green"), (cache["stored_bytes"], "blue")]
+    said = f"live {size_text(cache['live_bytes'])}, stored {size_text(cache['stored_bytes'])} of {size_text(budget)}"
+    yield Text.assemble("memory ", gauge(held, budget, bar), f" {said}")
+    if model["disk_budget_bytes"] is not None:
+        disk = size_text(cache["disk_bytes"])
+        held = [(cache["disk_bytes"], "yellow")]
+        of_disk = f" {disk} of {size_text(model['disk_budget_bytes'])}"
+        yield Text.assemble("disk   ", gauge(held, model["disk_budget_bytes"], bar), of_disk)
+
+
+def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int) -> Iterator[Text]:
+    if not requests:
+        yield Text("no request is running", "dim")
+        return
+    is_narrow = screen.width < NARROW
+    yield Text(_row("SLOT", "SESSION", "PHASE", "PROMPT", "OUTPUT", "TIME", is_narrow=is_narrow), "bold")
+    order = sorted(requests, key=lambda one: (one["slot"] is None, one["slot"] or 0, one["received"]))
+    first = min(screen.first, max(0, len(order) - 1))
+    shown = order[first : first + max(1, room - 1)]
+    for one in shown:
+        yield Text(_request(one, screen.speeds.get(one["id"]), is_narrow=is_narrow))
+    left = len(order) - first - len(shown)
+    if first or left:
+        yield Text(f"{first} before, {left} behind: up and down move", "dim")
+
+
+def _request(one: Mapping[str, Any], speed: float | None, *, is_narrow: bool) -> str:
+    done = one["cached_tokens"] + one["evaluated_tokens"]
+    is_prefill = one["phase"] == "prefill"
+    prompt = f"{done / max(1, one['prompt_tokens']):.0%} of " if is_prefill else ""
+    output = f"{count(one['completion_tokens'])}"
+    if speed and not is_prefill:
+        output += f" {speed:.0f}/s"
+    return _row(
+        "-" if one["slot"] is None else str(one["slot"]),
+        clean(one["session_id"] or "-"),
+        one["phase"],
+        f"{prompt}{count(one['prompt_tokens'])}",
+        output,
+        duration(one["seconds"]),
+        is_narrow=is_narrow,
+    )
+
+
+def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: str, *, is_narrow: bool) -> str:
+    if is_narrow:
+        return f"{slot:>3} {_fitted(session, 14)} {phase:<7} {prompt:>10}"
+    return f"{slot:>4} {_fitted(session, 24)} {phase:<8} {prompt:>14} {output:>14} {time:>8}"
+
+
+def _again(stats: Mapping[str, Any]) -> list[Text]:
+    lost = [one for one in stats["totals"]["misses"] if one["tokens"]]
+    if not lost:
+        return []
+    said = ", ".join(f"{one['reason'].replace('_', ' ')} {count(one['tokens'])}" for one in lost)
+    return [Text(""), Text(f"again  {said}")]
+
+
+def gauge(parts: Sequence[tuple[float, str]], whole: float, width: int) -> Text:
+    """Returns a bar of `width` columns; anything above nothing has a column at least."""
+    bar, used = Text("["), 0
+    for amount, style in parts:
+        columns = min(width - used, round(width * amount / whole) if whole else 0)
+        if amount and not columns and used < width:
+            columns = 1
+        bar.append("|" * columns, style)
+        used += columns
+    return bar.append(" " * (width - used)).append("]")
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as people read it."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min"
+    if seconds < 86400:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+    return f"{seconds / 86400:.1f} d"
+
+
+def count(number: float) -> str:
+    """Returns a count with its digits in groups: 12 345."""
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def _fitted(text: str, width: int) -> str:
+    """Returns a text in exactly so many columns."""
+    return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…", width)
