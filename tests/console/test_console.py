@@ -209,6 +209,24 @@ def test_a_session_shows_its_turns_and_the_words_that_changed(page: Page, demo: 
     assert httpx.get(f"{demo}/v1/sessions/edited").status_code == 404
 
 
+def test_the_owner_sees_what_clients_with_a_key_of_their_own_have(page: Page, demo: str) -> None:
+    for key in ("mine", "theirs"):
+        body = {"messages": [SYSTEM, ADA], "max_tokens": 2, "session_id": "same name"}
+        httpx.post(f"{demo}/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    ids = {one["namespace"] for one in httpx.get(f"{demo}/v1/sessions").json()["data"] if one["id"] == "same name"}
+    assert len(ids) == 2
+    page.goto(f"{demo}/#/sessions")
+    links = page.get_by_role("link", name="same name")
+    expect(links).to_have_count(2)
+    for place in (0, 1):
+        links.nth(place).click()
+        expect(page.locator(".turns li")).to_have_count(1)
+        page.goto(f"{demo}/#/sessions")
+    page.goto(f"{demo}/#/tree")
+    page.get_by_label("Namespace").select_option(ids.pop())
+    expect(page.locator(".view.tree")).not_to_contain_text("Nothing is held yet")
+
+
 def test_requests_are_a_waterfall_that_can_be_filtered(page: Page, demo: str) -> None:
     page.goto(f"{demo}/#/requests")
     page.get_by_label("Session or id").wait_for()

@@ -29,6 +29,7 @@ from server.api.ollama.dialect import OllamaDialect, line
 from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE
 from server.api.typed_body import Body, BodyModel, parse_body
 from server.pool.errors import ModelNameNeeded, ModelUnknown, PoolError
+from server.pool.names import LATEST
 from server.pool.source import ModelSource
 
 Result = TypeVar("Result")
@@ -98,7 +99,7 @@ async def copy_model(request: Request) -> Response:
     context, body = await _read(request, CopyBody, IN_COPY)
 
     def copy() -> StoredModel:
-        name = _free(body.destination, "destination")
+        name = _free(context, body.destination, "destination")
         source = _source(context, body.source, "source")
         return _done(lambda: library.copy(source.name, _place(source), name, replaces=True), "destination")
 
@@ -124,7 +125,7 @@ async def _read(request: Request, kind: type[Body], rules: Rules) -> tuple[ApiCo
 
 
 def _create(context: ApiContext, body: CreateBody) -> None:
-    name = _free(_required(body.model or body.name), "model")
+    name = _free(context, _required(body.model or body.name), "model")
     base, making = _asked(body)
     source = _source(context, base, "from")
     _done(lambda: library.create(name, _place(source), source.name, making), "parameters")
@@ -160,11 +161,17 @@ def _required(name: str | None) -> str:
     return name
 
 
-def _free(name: str, param: str) -> str:
+def _free(context: ApiContext, name: str, param: str) -> str:
     try:
-        return parse_free_name(name)
+        free = parse_free_name(name)
     except StoreError as error:
         raise ApiError(Code.INVALID_VALUE, f"{param}: {error}", param) from error
+    short = free.removesuffix(f":{LATEST}")
+    if any(model.adapter_name == short for model in context.pool.served):
+        # Requests for it would go on meaning the adapter.
+        message = f"{param}: {short} is an adapter that this server was started with; choose another name"
+        raise ApiError(Code.INVALID_VALUE, message, param)
+    return free
 
 
 def _source(context: ApiContext, name: str, param: str) -> ModelSource:

@@ -48,6 +48,11 @@ export function rate(value) {
   return `${value >= 100 ? Math.round(value) : value.toFixed(1)} tokens/s`;
 }
 
+/** The address of a session's page. */
+export function sessionLink(id, namespace) {
+  return `#/sessions/${encodeURIComponent(id)}${namespace ? `/${encodeURIComponent(namespace)}` : ""}`;
+}
+
 /** A name as people know it; what the server made up is shortened. */
 export function sessionName(id) {
   if (!id) return "no session yet";

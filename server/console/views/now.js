@@ -2,7 +2,7 @@
 
 import { chart } from "../lib/chart.js";
 import { h, update } from "../lib/dom.js";
-import { bytes, count, percent, rate, seconds, sessionName } from "../lib/format.js";
+import { bytes, count, percent, rate, seconds, sessionLink, sessionName } from "../lib/format.js";
 import { sum } from "../lib/live.js";
 import { firstSteps } from "./first.js";
 
@@ -91,7 +91,7 @@ function lane(app, slot, request) {
     "li",
     { class: `lane ${request.phase}` },
     h("span", { class: "slot" }, slot),
-    h("a", { class: "who", href: request.session_id ? `#/sessions/${encodeURIComponent(request.session_id)}` : "#/requests" }, sessionName(request.session_id)),
+    h("a", { class: "who", href: request.session_id ? sessionLink(request.session_id, request.namespace) : "#/requests" }, sessionName(request.session_id)),
     promptBar(request, done),
     h("span", { class: "what" }, what),
     h("span", { class: "time" }, seconds(request.seconds)),

@@ -1,7 +1,7 @@
 // The latest requests as a waterfall: queue, restore, prefill, decode.
 
 import { h, s, update } from "../lib/dom.js";
-import { clock, count, ms, percent, seconds, sessionName } from "../lib/format.js";
+import { clock, count, ms, percent, seconds, sessionLink, sessionName } from "../lib/format.js";
 
 export const view = { id: "requests", title: "Requests", mount };
 
@@ -93,7 +93,7 @@ function mount(root, app) {
       "tr",
       { class: "details", "data-key": `${one.id}-details` },
       h("td", { colspan: 7 }, h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-        one.session_id && h("a", { href: `#/sessions/${encodeURIComponent(one.session_id)}` }, "The session, turn by turn")),
+        one.session_id && h("a", { href: sessionLink(one.session_id, one.namespace) }, "The session, turn by turn")),
     );
   }
 

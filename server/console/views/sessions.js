@@ -2,7 +2,7 @@
 
 import { reasonOf } from "../lib/api.js";
 import { h, update } from "../lib/dom.js";
-import { ago, count, ms, percent, seconds, sessionName } from "../lib/format.js";
+import { ago, count, ms, percent, seconds, sessionLink, sessionName } from "../lib/format.js";
 import { bar } from "./now.js";
 
 export const view = { id: "sessions", title: "Sessions", mount };
@@ -11,6 +11,7 @@ function mount(root, app) {
   let list = null;
   let detail = null;
   let chosen = null;
+  let namespace = null;
   let error = null;
   let pinned = new Set();
   let seen = -1;
@@ -24,7 +25,7 @@ function mount(root, app) {
     seen = app.live.changes;
     try {
       if (chosen) {
-        detail = await app.api.get(`v1/sessions/${encodeURIComponent(chosen)}${namespaceOf(chosen)}`);
+        detail = await app.api.get(`v1/sessions/${encodeURIComponent(chosen)}${query()}`);
       } else {
         list = await app.api.get("v1/sessions");
       }
@@ -35,9 +36,10 @@ function mount(root, app) {
     draw();
   }
 
-  function namespaceOf(id) {
-    const known = list?.data.find((one) => one.id === id);
-    return known?.namespace ? `?namespace=${encodeURIComponent(known.namespace)}` : "";
+  /** Names the namespace: the one of the address, or else that of the session that is called so. */
+  function query() {
+    const found = namespace ?? list?.data.find((one) => one.id === chosen)?.namespace;
+    return found ? `?namespace=${encodeURIComponent(found)}` : "";
   }
 
   async function act(path, said, method = "post") {
@@ -71,7 +73,7 @@ function mount(root, app) {
     return h(
       "tr",
       { "data-key": `${one.namespace}/${one.id}` },
-      h("th", { scope: "row" }, h("a", { href: `#/sessions/${encodeURIComponent(one.id)}` }, sessionName(one.id)), h("small", {}, one.key ? ` ${one.key}` : "", one.named ? "" : " (named by the server)")),
+      h("th", { scope: "row" }, h("a", { href: sessionLink(one.id, one.namespace) }, sessionName(one.id)), h("small", {}, one.key ? ` ${one.key}` : "", one.named ? "" : " (named by the server)")),
       h("td", { class: "number" }, count(one.num_turns)),
       h("td", { class: "number" }, percent(one.kept)),
       h("td", { class: "number" }, count(one.cached_tokens)),
@@ -95,7 +97,6 @@ function mount(root, app) {
     if (error) return h("p", { class: "empty" }, error);
     if (!detail || detail.id !== chosen) return h("p", { class: "empty" }, "Asking the server …");
     const path = `v1/sessions/${encodeURIComponent(chosen)}`;
-    const query = namespaceOf(chosen);
     const isPinned = pinned.has(chosen);
     return h(
       "article",
@@ -106,11 +107,11 @@ function mount(root, app) {
         {},
         h("button", { type: "button", title: "Its state is not given up for others", onclick: async () => {
           const said = isPinned ? "It may be given up again." : "Its state stays, also that of turns to come.";
-          if (await act(`${path}/${isPinned ? "unpin" : "pin"}${query}`, said)) isPinned ? pinned.delete(chosen) : pinned.add(chosen);
+          if (await act(`${path}/${isPinned ? "unpin" : "pin"}${query()}`, said)) isPinned ? pinned.delete(chosen) : pinned.add(chosen);
           draw();
         } }, isPinned ? "Unpin" : "Pin"),
         h("button", { type: "button", onclick: async () => {
-          if (await act(`${path}${query}`, "Forgotten.", "del")) app.navigate("#/sessions");
+          if (await act(`${path}${query()}`, "Forgotten.", "del")) app.navigate("#/sessions");
         } }, "Forget"),
       ),
       adviceOf(detail),
@@ -119,8 +120,9 @@ function mount(root, app) {
   }
 
   return {
-    show([id] = []) {
+    show([id, of] = []) {
       chosen = id || null;
+      namespace = of || null;
       detail = null;
       draw();
       refreshWithList();

@@ -2,7 +2,7 @@
 
 import { reasonOf } from "../lib/api.js";
 import { h, update } from "../lib/dom.js";
-import { bytes, count, seconds, sessionName } from "../lib/format.js";
+import { bytes, count, seconds, sessionLink, sessionName } from "../lib/format.js";
 import { boxAt, boxesOf, treeOf } from "../lib/icicle.js";
 
 export const view = { id: "tree", title: "Tree", mount };
@@ -68,6 +68,7 @@ function mount(root, app) {
       if (state.model) query.set("model", state.model);
       if (state.namespace !== null) query.set("namespace", state.namespace);
       take(await app.api.get(`v1/cache?${query}`));
+      goWhereSomethingIs();
       state.error = null;
     } catch (error) {
       state.error = reasonOf(error);
@@ -76,6 +77,14 @@ function mount(root, app) {
     nextFetch = performance.now() + Math.max(1000, 10 * (performance.now() - begun));
     drawControls();
     draw();
+  }
+
+  /** A client that sends any key has a namespace of its own: the owner's own is often empty. */
+  function goWhereSomethingIs() {
+    const { nodes, disk_nodes: onDisk, namespaces } = state.cache;
+    if (state.namespace !== null || nodes.length || onDisk.length || !namespaces?.length) return;
+    state.namespace = namespaces[0].namespace;
+    state.later = setTimeout(() => refresh(true), 0);
   }
 
   function take(cache) {
@@ -311,7 +320,7 @@ function mount(root, app) {
       h("blockquote", {}, text, detail?.truncated && " …"),
       h("dl", { class: "facts" }, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
       detail?.sessions.length ? h("section", {}, h("h3", {}, "Used by"), h("ul", { class: "users" }, detail.sessions.map((id) =>
-        h("li", {}, h("a", { href: `#/sessions/${encodeURIComponent(id)}` }, sessionName(id)), " ", h("button", { type: "button", class: "link", onclick: () => pin(id) }, "pin"))))) : null,
+        h("li", {}, h("a", { href: sessionLink(id, state.cache.namespace) }, sessionName(id)), " ", h("button", { type: "button", class: "link", onclick: () => pin(id) }, "pin"))))) : null,
     ];
   }
 

@@ -149,6 +149,15 @@ def test_other_dialects_and_vectors_know_them(server: Server) -> None:
     assert vectors["base"] != vectors["poet"] != vectors["cook"]
 
 
+def test_no_name_is_made_that_an_adapter_has(server: Server) -> None:
+    base = next(iter(server.pool.models))
+    body = {"model": "poet", "from": base}
+    refused = server.http.post("/api/create", json=body)
+    assert refused.status_code == 400 and "poet is an adapter" in refused.json()["error"]
+    copied = server.http.post("/api/copy", json={"source": base, "destination": "poet"})
+    assert copied.status_code == 400 and "poet is an adapter" in copied.json()["error"]
+
+
 def test_cache_and_sessions_are_told_by_adapter(server: Server) -> None:
     server.http.post("/v1/cache/clear?model=poet", json={})
     for model in ("base", "poet"):
