@@ -166,7 +166,7 @@ def _free(context: ApiContext, name: str, param: str) -> str:
         free = parse_free_name(name)
     except StoreError as error:
         raise ApiError(Code.INVALID_VALUE, f"{param}: {error}", param) from error
-    short = free.removesuffix(f":{LATEST}")
+    short = free.removesuffix(LATEST)
     if any(model.adapter_name == short for model in context.pool.served):
         # Requests for it would go on meaning the adapter.
         message = f"{param}: {short} is an adapter that this server was started with; choose another name"
