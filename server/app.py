@@ -51,6 +51,7 @@ from server.api.openai.completions import CompletionBody
 from server.api.openai.routes import OPENAI
 from server.api.openapi import DescribedPath, Document, Operation, Operations
 from server.api.responses.routes import RESPONSES
+from server.api.tracing import Tracing
 from server.api.versioned import with_and_without_v1
 from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.api_keys import KeyRing
@@ -147,6 +148,8 @@ def create_pool_app(
     )
     app.state.openapi = openapi_document(apis)
     context = app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
+    if config.otlp is not None:
+        context.tracing = Tracing(config.otlp, name)
     pool.tell_given_up(context.conversations.note_unloaded)
     pool.tell_changes(context.activity.note_model)
     return app

@@ -186,6 +186,12 @@ class ServerConfig:
         "Let anyone who reaches the address use the server; by default a key is needed where others can reach it.",
         flag="--insecure-no-key",
     )
+    otlp: str | None = _setting(
+        None,
+        "Address of an OpenTelemetry collector that gets a trace of each request, such as http://127.0.0.1:4318.",
+        flag="--otlp",
+        unit="URL",
+    )
     console: bool = _setting(
         True,
         "Serve no page; by default / is one in a browser, on the server's own machine or with a key.",

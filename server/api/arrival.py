@@ -28,6 +28,8 @@ class Arrival:
     """Those that it may go on from."""
     key_name: str | None = None
     """The name of its key, for the log."""
+    trace_parent: str | None = None
+    """The header that says which trace of the client it belongs to."""
 
     def begin(self, request: GenerationRequest, model_id: str, figures: AnswerFigures) -> OpenRequest:
         """Notes that a request of the engine was submitted for it."""

@@ -26,6 +26,8 @@ from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.rerank_format import Reading, RerankFormat
 from models.store.defaults import ModelDefaults
+from server.api.answer_figures import AnswerFigures
+from server.api.arrival import Arrival
 from server.api.errors import ApiError, Code, stopped
 from server.api.live.activity import Activity
 from server.api.live.event_log import EventLog
@@ -35,7 +37,7 @@ from server.api.planning import Planning
 from server.api.previews import Previews
 from server.api.rate_limits import RateLimits
 from server.api.refusals import Refusals
-from server.api.session_records import SessionRecords
+from server.api.session_records import SessionRecords, TurnRecord
 from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.diagnosis.conversations import Conversations
@@ -310,6 +312,25 @@ class HoldPort(Protocol):
         ...
 
 
+class TracingPort(Protocol):
+    """Who is told of each request that has ended; `server.api.tracing.Tracing` is the real one. Event loop only."""
+
+    def note_ended(
+        self,
+        arrival: Arrival,
+        request: GenerationRequest,
+        model_id: str,
+        figures: AnswerFigures,
+        turn: TurnRecord | None,
+    ) -> None:
+        """Takes a request with all of its choices; `turn` is None for one that never held a slot."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is left. For any thread; may take a few seconds."""
+        ...
+
+
 class PoolPort(Protocol):
     """The part of the model pool that the HTTP side uses. Event loop only, but for what says otherwise."""
 
@@ -402,6 +423,8 @@ class ApiContext:
     activity: Activity = field(init=False)
     started: float = field(default_factory=time.monotonic)
     """Reading of `time.monotonic()` when the server came up."""
+    tracing: TracingPort | None = None
+    """Sends traces, if they are wanted."""
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -361,6 +361,7 @@ def _arrival(context: ApiContext, request: Request, received: float) -> Arrival:
         on_turn=context.sessions.record,
         conversations=context.conversations,
         key_name=key_name_of(request.scope),
+        trace_parent=request.headers.get("traceparent"),
     )
 
 
@@ -369,6 +370,8 @@ def _note_end(context: ApiContext, arrival: Arrival, answer: Answer, exchange: E
     model_id, figures, turn = exchange.model.id, answer.figures, answer.turn
     saved = context.activity.note_counted(model_id, exchange.request.namespace, figures, turn)
     context.metrics.note_ended(model_id, arrival.endpoint, arrival.received, figures, turn, saved)
+    if context.tracing is not None:
+        context.tracing.note_ended(arrival, exchange.request, model_id, figures, turn)
 
 
 def _begun_choices(

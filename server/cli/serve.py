@@ -31,6 +31,7 @@ from cache.errors import DiskInUse, FolderUnusable
 from models import weights
 from models.names import resolve
 from server import claims
+from server.api.tracing import check_otlp
 from server.api_keys import KeyRing
 from server.app import create_pool_app, replace_keys, start_draining
 from server.claims import Claim, OwnClaim
@@ -75,6 +76,8 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         _check_exposure(config, address)
         keys = read_keys(config)
         _check_cache_dir(config)
+        if config.otlp is not None:
+            check_otlp(config.otlp)
         max_connections = find_max_connections()
         claim, others = _claim(runtime, stack)
         around = Surroundings(others, fast_blas, urls(address, port))
@@ -245,6 +248,8 @@ async def _serve(
     except OSError as error:
         raise _cannot_listen(config.host, config.port, error) from error
     await stopper.finish()
+    if app.state.api.tracing is not None:
+        await asyncio.to_thread(app.state.api.tracing.close)
     return 0
 
 
@@ -329,4 +334,5 @@ def show_banner(console: Console, service: Service, config: ServerConfig, around
     for label, text in facts(service, config, around):
         console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
     example = example_call(around.urls[0], service.asked_for.id, config.needs_key)
-    console.print(f"\nTry it:\n{example}\n\nCtrl-C stops the server.\n", markup=False)
+    page = f"Open {around.urls[0]}/ in a browser to see it think. " if config.console else ""
+    console.print(f"\nTry it:\n{example}\n\n{page}Ctrl-C stops the server.\n", markup=False)
