@@ -238,6 +238,7 @@ def test_requests_are_a_waterfall_that_can_be_filtered(page: Page, demo: str) ->
     expect(page.get_by_role("button", name="fall-one")).to_have_count(0)
     page.get_by_role("button", name="fall-two").click()
     expect(page.locator("tr.details")).to_contain_text("/v1/chat/completions")
+    expect(page.locator("tr.details")).to_contain_text("temperature 0, at most 12 tokens")
     page.get_by_label("Status").select_option("failed")
     expect(page.get_by_text("No request is like that.")).to_be_visible()
 

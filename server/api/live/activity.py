@@ -57,7 +57,18 @@ class OpenRequest:
     def begin(self) -> None:
         """Tells that it is queued."""
         self.session_id = self.request.session_id
-        self._tell("request.queued", endpoint=self.endpoint, prompt_tokens=len(self.request.tokens))
+        request = self.request
+        self._tell(
+            "request.queued",
+            endpoint=self.endpoint,
+            prompt_tokens=len(request.tokens),
+            max_tokens=request.max_tokens,
+            temperature=request.sampling.temperature,
+            top_p=request.sampling.top_p,
+            top_k=request.sampling.top_k,
+            min_p=request.sampling.min_p,
+            seed=request.sampling.seed,
+        )
 
     def observe(self, event: Event, session_id: str | None) -> None:
         """Tells of an event that `figures` have counted; `session_id` is what its conversation is called by now."""

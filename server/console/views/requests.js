@@ -81,6 +81,7 @@ function mount(root, app) {
       ["Session", one.session_id ?? "–"],
       ["Key", one.key ?? "none"],
       ["Slot", one.slot ?? "–"],
+      ["Sampling", samplingOf(one)],
       ["Known to the cache", one.match_tokens === undefined ? "–" : `${count(one.match_tokens)} tokens`],
       ["Restored", one.cached_tokens === undefined ? "–" : `${count(one.cached_tokens)} tokens${one.tier ? ` from ${one.tier === "live" ? "the slot itself" : one.tier}` : ""}, ${ms(one.restore_ms)}`],
       ["Evaluated", one.evaluated_tokens === undefined ? "–" : `${count(one.evaluated_tokens)} tokens, ${ms(one.prompt_ms)}`],
@@ -108,6 +109,12 @@ function statusOf(one) {
   if (!one.ended) return "open";
   if (one.finish === "cancelled") return "cancelled";
   return String(one.finish).startsWith("failed") ? "failed" : "done";
+}
+
+function samplingOf(one) {
+  if (one.temperature === undefined) return "–";
+  const parts = [`temperature ${one.temperature}`, one.top_p < 1 && `top p ${one.top_p}`, one.top_k > 0 && `top k ${one.top_k}`, one.min_p > 0 && `min p ${one.min_p}`, one.seed !== null && `seed ${one.seed}`];
+  return [...parts.filter(Boolean), `at most ${count(one.max_tokens)} tokens`].join(", ");
 }
 
 /** Returns the seconds of each phase, so far where the request runs. */

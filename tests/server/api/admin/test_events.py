@@ -115,7 +115,7 @@ def stats(client: httpx.Client, **headers: str) -> Any:
 
 def test_a_request_is_told_of_from_its_arrival_to_its_end(server: httpx.Client) -> None:
     listening = Listening(server)
-    first = ask(server, SYSTEM, USER, session_id="s1")
+    first = ask(server, SYSTEM, USER, session_id="s1", temperature=0.25, seed=5)
     listening.wait_for("request.ended")
     queued, started, *progress, token, ended = listening.of("request.")
     names = [event["type"] for event in (queued, started, token, ended)]
@@ -125,6 +125,7 @@ def test_a_request_is_told_of_from_its_arrival_to_its_end(server: httpx.Client) 
     assert {event["id"] for event in listening.of("request.")} == {first["id"]}
     assert {event["session_id"] for event in listening.of("request.")} == {"s1"}
     assert queued["endpoint"] == "/v1/chat/completions" and queued["prompt_tokens"] == tokens
+    assert (queued["max_tokens"], queued["temperature"], queued["seed"]) == (4, 0.25, 5)
     assert started["cached_tokens"] == 0 and started["tier"] is None and started["slot"] in (0, 1)
     assert [one["evaluated"] for one in progress] == sorted(one["evaluated"] for one in progress)
     assert progress[-1]["total"] == tokens
