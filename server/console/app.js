@@ -90,8 +90,14 @@ function drawStatus() {
   const { stats, error } = live;
   const line = document.getElementById("status");
   line.className = `status ${error ? "bad" : "good"}`;
-  if (error) line.textContent = error instanceof TypeError ? "The server does not answer." : error.message;
+  if (error?.status === 401) update(line, h("button", { type: "button", onclick: giveKey }, "Give a key"));
+  else if (error) line.textContent = error instanceof TypeError ? "The server does not answer." : error.message;
   else if (stats) line.textContent = `${stats.status === "ok" ? "up" : stats.status} ${seconds(stats.uptime_seconds)}`;
+}
+
+function giveKey() {
+  api.isDeclined = false;
+  live.poll();
 }
 
 function setTheme(name) {

@@ -15,6 +15,8 @@ export class Api {
   constructor(askForKey) {
     this.askForKey = askForKey;
     this.asking = null;
+    /** Whether the visitor would not give a key: nothing asks again until that is taken back. */
+    this.isDeclined = false;
   }
 
   get key() {
@@ -48,9 +50,11 @@ export class Api {
   /** Returns whether there is another key now than the one that was refused. */
   async otherKey(refused) {
     if (this.key !== refused) return true;
+    if (this.isDeclined) return false;
     this.asking ??= this.askForKey(refused ? "The server does not know this key." : "This server asks for a key.");
     const given = await this.asking;
     this.asking = null;
+    this.isDeclined = !given;
     if (!given) return false;
     this.key = given;
     return true;
