@@ -53,7 +53,7 @@ def test_what_is_refused_is_listed(
 
 def test_every_key_and_every_salt_sees_its_own_and_the_owner_all() -> None:
     app = create_app(FakeEngine(), fake_model(), ServerConfig())
-    client = TestClient(app, client=("127.0.0.1", 50000))
+    client = TestClient(app, base_url="http://127.0.0.1", client=("127.0.0.1", 50000))
     ask(client, key="a", temperature=-1)
     ask(client, key="a", temperature=-2, cache_salt="x")
     assert len(refused(client, "a")) == len(refused(client, "a", "?cache_salt=x")) == 1

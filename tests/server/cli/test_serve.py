@@ -24,6 +24,7 @@ import mlx.core as mx
 import pytest
 
 from models.inference.sampling_params import SamplingParams
+from server.app import create_app
 from server.claims import Claim, running
 from server.cli.addresses import is_for_this_machine, urls
 from server.cli.serve import _Stopper, bind
@@ -33,6 +34,7 @@ from server.errors import StartError
 from server.memory_budget import Machine, choose_pool_bytes
 from server.service import _bound_pool, model_id, open_service, read_sampling
 from server.settings import KEY_VARIABLE
+from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.server_process import COMMAND, Process
 from tests.support.tiny_models import write
 
@@ -193,8 +195,8 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
 
     async def signal_twice() -> None:
         pool = SimpleNamespace(num_running=num_open, drain=asyncio.sleep, stop=list)
-        app = SimpleNamespace(state=SimpleNamespace(api=SimpleNamespace()))
-        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, pool), cast(Any, app), 0)
+        app = create_app(FakeEngine(), fake_model(), ServerConfig())
+        stopper = _Stopper(cast(Any, SimpleNamespace()), cast(Any, pool), app, 0)
         stopper.signalled()
         stopper.signalled()
 
