@@ -2,7 +2,7 @@
 
 import { Api } from "./lib/api.js";
 import { h, toast, update } from "./lib/dom.js";
-import { seconds } from "./lib/format.js";
+import { clock, seconds } from "./lib/format.js";
 import { Live } from "./lib/live.js";
 import { view as chat } from "./views/chat.js";
 import { view as models } from "./views/models.js";
@@ -90,8 +90,10 @@ function drawStatus() {
   const { stats, error } = live;
   const line = document.getElementById("status");
   line.className = `status ${error ? "bad" : "good"}`;
+  main.classList.toggle("stale", live.isGone);
   if (error?.status === 401) update(line, h("button", { type: "button", onclick: giveKey }, "Give a key"));
-  else if (error) line.textContent = error instanceof TypeError ? "The server does not answer." : error.message;
+  else if (live.isGone) line.textContent = `The server does not answer${stats ? `; what is shown is of ${clock(stats.time)}` : ""}.`;
+  else if (error) line.textContent = error.message;
   else if (stats) line.textContent = `${stats.status === "ok" ? "up" : stats.status} ${seconds(stats.uptime_seconds)}`;
 }
 

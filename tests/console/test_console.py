@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -363,6 +364,22 @@ def test_a_key_is_asked_for_once(chromium: Browser) -> None:
         page.reload()
         expect(page.get_by_text("No conversation yet")).to_be_visible()
         context.close()
+
+
+def test_a_server_that_has_gone_leaves_what_was_last_known_and_says_so(chromium: Browser) -> None:
+    app = create_app(FakeEngine(), fake_model(), ServerConfig())
+    context = chromium.new_context()
+    page = context.new_page()
+    with running(app) as address:
+        page.goto(address)
+        expect(page.get_by_text(re.compile("^up "))).to_be_visible()
+        expect(page.locator("main.stale")).to_have_count(0)
+    expect(page.get_by_text("The server does not answer; what is shown is of ")).to_be_visible(timeout=30_000)
+    expect(page.locator("main.stale")).to_have_count(1)
+    with running(app, port=urlsplit(address).port or 0):
+        expect(page.get_by_text(re.compile("^up "))).to_be_visible(timeout=30_000)
+        expect(page.locator("main.stale")).to_have_count(0)
+    context.close()
 
 
 def harmless(page: Page) -> None:

@@ -14,9 +14,9 @@ START_SECONDS = 20.0
 
 
 @contextmanager
-def running(app: ASGIApp, limits: Limits = Limits()) -> Iterator[str]:  # noqa: B008 - frozen
-    """Serves `app` while the block runs; gives its base address, without a slash at the end."""
-    config = HttpConfig(app, limits, host="127.0.0.1", port=0, timeout_graceful_shutdown=2)
+def running(app: ASGIApp, limits: Limits = Limits(), port: int = 0) -> Iterator[str]:  # noqa: B008 - frozen
+    """Serves `app` while the block runs; gives its base address, without a slash at the end. Port 0 is a free one."""
+    config = HttpConfig(app, limits, host="127.0.0.1", port=port, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, name="uvicorn", daemon=True)
     thread.start()

@@ -17,6 +17,11 @@ export function count(number) {
   return Math.round(number ?? 0).toString().replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
 }
 
+/** A figure with its noun: 1 edge, 12 edges. */
+export function counted(number, noun) {
+  return `${count(number)} ${noun}${Math.round(number ?? 0) === 1 ? "" : "s"}`;
+}
+
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value < 1) return `${Math.round(value * 1000)} ms`;

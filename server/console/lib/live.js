@@ -5,6 +5,7 @@ const MAX_SAMPLES = MINUTES * 60;
 const MAX_REQUESTS = 200;
 const BUSY_MS = 1000;
 const IDLE_MS = 4000;
+const ANSWER_MS = 15000;
 
 export class Live {
   constructor(api) {
@@ -21,6 +22,8 @@ export class Live {
     this.lastId = null;
     this.listeners = new Set();
     this.queued = false;
+    this.isLooking = false;
+    this.isWanted = false;
   }
 
   start() {
@@ -44,17 +47,34 @@ export class Live {
     }, 100);
   }
 
+  /** Looks now, or once more after the look that is under way. */
   async poll() {
     clearTimeout(this.timer);
+    this.isWanted = true;
+    if (this.isLooking) return;
+    this.isLooking = true;
+    while (this.isWanted) {
+      this.isWanted = false;
+      await this.look();
+    }
+    this.isLooking = false;
+    const isBusy = this.stats?.requests.length || this.stats?.loading.length;
+    this.timer = setTimeout(() => this.poll(), document.hidden ? 5 * IDLE_MS : isBusy ? BUSY_MS : IDLE_MS);
+  }
+
+  async look() {
     try {
-      this.take(await this.api.get("v1/stats"));
+      this.take(await this.api.get("v1/stats", { signal: AbortSignal.timeout(ANSWER_MS) }));
       this.error = null;
     } catch (error) {
       this.error = error;
     }
     this.changed();
-    const isBusy = this.stats?.requests.length || this.stats?.loading.length;
-    this.timer = setTimeout(() => this.poll(), document.hidden ? 5 * IDLE_MS : isBusy ? BUSY_MS : IDLE_MS);
+  }
+
+  /** Whether nobody answers, and what is shown is of the past. */
+  get isGone() {
+    return this.error instanceof TypeError || this.error?.name === "TimeoutError";
   }
 
   take(stats) {

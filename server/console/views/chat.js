@@ -68,7 +68,8 @@ function mount(root, app) {
       if (!chat.model) chat.model = models.find((one) => one.loaded)?.id ?? models[0]?.id ?? null;
       drawOptions();
     } catch (error) {
-      app.toast(reasonOf(error));
+      // That nobody answers is said at the top of the page.
+      if (!(error instanceof TypeError)) app.toast(reasonOf(error));
     }
   }
 

@@ -13,6 +13,8 @@ export function firstSteps(app, changed) {
   const said = new Map();
   let running = null;
 
+  const keepsOnDisk = () => app.live.stats?.models.some((one) => one.cache.keeps_on_disk);
+
   async function ask(messages, session) {
     const body = { messages: [{ role: "system", content: SYSTEM }, ...messages], session_id: session, max_tokens: 24, temperature: 0 };
     const answer = await app.api.post("v1/chat/completions", body);
@@ -37,7 +39,7 @@ export function firstSteps(app, changed) {
     {
       id: "share",
       title: "Two chats, one system prompt",
-      text: "Ada's chat evaluates the prompt; Bob's finds the first part of it there.",
+      text: () => "Ada's chat evaluates the prompt; Bob's finds the first part of it there.",
       run: async () => {
         const first = await ask([ADA], "tour-ada");
         const second = await ask([BOB], "tour-bob");
@@ -47,7 +49,7 @@ export function firstSteps(app, changed) {
     {
       id: "branch",
       title: "An edit that branches",
-      text: "The same chat goes on in two ways. Both are kept, and what they share is there once.",
+      text: () => "The same chat goes on in two ways. Both are kept, and what they share is there once.",
       run: async () => {
         const reply = await ask([ADA], "tour-ada");
         const turn = { role: "assistant", content: reply.text };
@@ -59,11 +61,13 @@ export function firstSteps(app, changed) {
     {
       id: "restart",
       title: "A restart that finds everything",
-      text: "Stop the server with Ctrl-C, start it with --cache-disk 4GB, click here, stop it, start it again, click again: the tokens come from disk.",
+      text: () =>
+        keepsOnDisk()
+          ? "Click here, stop the server with Ctrl-C, start it again, click again: the tokens come from disk."
+          : "Stop the server with Ctrl-C, start it with --cache-disk 4GB, click here, stop it, start it again, click again: the tokens come from disk.",
       run: async () => {
         const reply = await ask([ADA, { role: "assistant", content: "Nice to meet you, Ada!" }, WHO], "tour-disk");
-        const keeps = app.live.stats?.models.some((one) => one.cache.keeps_on_disk);
-        return `${count(reply.reused)} of ${count(reply.all)} tokens reused.${keeps ? "" : " This server keeps nothing on disk: it was started without --cache-disk."}`;
+        return `${count(reply.reused)} of ${count(reply.all)} tokens reused.${keepsOnDisk() ? "" : " This server keeps nothing on disk: it was started without --cache-disk."}`;
       },
     },
   ];
@@ -80,7 +84,7 @@ export function firstSteps(app, changed) {
             "li",
             {},
             h("button", { type: "button", class: "primary", onclick: () => running || run(step), "aria-disabled": running ? "true" : null }, step.title),
-            h("p", {}, step.text),
+            h("p", {}, step.text()),
             said.has(step.id) && h("p", { class: "said", role: "status" }, said.get(step.id)),
           ),
         )),

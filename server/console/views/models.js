@@ -2,7 +2,7 @@
 
 import { reasonOf } from "../lib/api.js";
 import { h, update } from "../lib/dom.js";
-import { bytes, count, percent } from "../lib/format.js";
+import { bytes, count, counted, percent } from "../lib/format.js";
 import { bar } from "./now.js";
 
 export const view = { id: "models", title: "Models", mount };
@@ -129,7 +129,7 @@ function mount(root, app) {
       "li",
       { class: one.loaded ? "loaded" : "", "data-key": one.id },
       h("div", {}, h("b", {}, one.id), h("small", {}, facts.join(" · "))),
-      h("span", { class: "state" }, step ? `loading: ${step}` : one.loaded ? (stats ? `loaded, ${count(stats.cache.nodes)} edges, ${bytes(stats.cache.stored_bytes + stats.cache.live_bytes)} of state` : "loaded") : "on disk"),
+      h("span", { class: "state" }, step ? `loading: ${step}` : one.loaded ? (stats ? `loaded, ${counted(stats.cache.nodes, "edge")}, ${bytes(stats.cache.stored_bytes + stats.cache.live_bytes)} of state` : "loaded") : "on disk"),
       h(
         "menu",
         {},

@@ -2,7 +2,7 @@
 
 import { chart } from "../lib/chart.js";
 import { h, update } from "../lib/dom.js";
-import { bytes, count, percent, rate, seconds, sessionLink, sessionName } from "../lib/format.js";
+import { bytes, count, counted, percent, rate, seconds, sessionLink, sessionName } from "../lib/format.js";
 import { sum } from "../lib/live.js";
 import { firstSteps } from "./first.js";
 
@@ -146,7 +146,7 @@ function memory(stats) {
           h("span", { class: "bar", role: "img", "aria-label": `${bytes(cache.disk_bytes)} of ${bytes(diskBudget)} on disk` }, bar((100 * cache.disk_bytes) / diskBudget, "disk")),
           h("span", { class: "amount" }, h("span", { class: "disk" }, `files ${bytes(cache.disk_bytes)}`), `of ${bytes(diskBudget)}`),
         ],
-        h("p", { class: "hint" }, `${count(cache.nodes)} edges · ${count(moved.page_ins)} times paged in, ${count(moved.page_outs)} out · ${count(cache.evictions)} given up${diskBudget ? ` · ${bytes(moved.disk_written_bytes)} written, ${bytes(moved.disk_read_bytes)} read` : ""}`),
+        h("p", { class: "hint" }, `${counted(cache.nodes, "edge")} · ${counted(moved.page_ins, "time")} paged in, ${count(moved.page_outs)} out · ${count(cache.evictions)} given up${diskBudget ? ` · ${bytes(moved.disk_written_bytes)} written, ${bytes(moved.disk_read_bytes)} read` : ""}`),
       );
     }),
   );
@@ -182,7 +182,7 @@ function misses(stats) {
   return h(
     "section",
     { class: "panel" },
-    h("h2", {}, "Evaluated again", h("small", {}, `${count(lost)} tokens`)),
+    h("h2", {}, "Evaluated again", h("small", {}, counted(lost, "token"))),
     h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "Why"), h("th", { scope: "col", class: "number" }, "Times"), h("th", { scope: "col", class: "number" }, "Tokens"))),
       h("tbody", {}, found.map((one) => h("tr", {}, h("th", { scope: "row" }, REASONS[one.reason] ?? one.reason.replaceAll("_", " ")), h("td", { class: "number" }, count(one.count)), h("td", { class: "number" }, count(one.tokens)))))),
     h("p", { class: "hint" }, h("a", { href: "#/sessions" }, "Sessions"), " shows which words changed, and what to do."),

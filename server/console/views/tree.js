@@ -2,7 +2,7 @@
 
 import { reasonOf } from "../lib/api.js";
 import { h, update } from "../lib/dom.js";
-import { bytes, count, seconds, sessionLink, sessionName } from "../lib/format.js";
+import { bytes, count, counted, seconds, sessionLink, sessionName } from "../lib/format.js";
 import { boxAt, boxesOf, treeOf } from "../lib/icicle.js";
 
 export const view = { id: "tree", title: "Tree", mount };
@@ -302,7 +302,7 @@ function mount(root, app) {
   }
 
   function facts(edge) {
-    if (edge.id === null) return h("p", { id: "tree-chosen", role: "status" }, `All prompts: ${count(edge.count - 1)} edges, ${state.by === "tokens" ? `${count(edge.total)} tokens` : bytes(edge.total)}.`);
+    if (edge.id === null) return h("p", { id: "tree-chosen", role: "status" }, `All prompts: ${counted(edge.count - 1, "edge")}, ${state.by === "tokens" ? counted(edge.total, "token") : bytes(edge.total)}.`);
     const detail = state.detail;
     const text = detail?.text ?? edge.preview;
     const rows = [
@@ -313,7 +313,7 @@ function mount(root, app) {
       detail?.seconds != null && ["Evaluating it again", `about ${seconds(detail.seconds)}`],
       edge.restore_point && ["Restore point", POINTS[edge.restore_point] ?? edge.restore_point],
       edge.pinned && ["Pinned", "it is not given up"],
-      ["Below it", `${count(edge.count - 1)} edges`],
+      ["Below it", counted(edge.count - 1, "edge")],
     ].filter(Boolean);
     return [
       h("p", { class: "sr", id: "tree-chosen", role: "status" }, `${edge.preview.slice(0, 60)}, ${count(edge.tokens)} tokens, ${TIERS[edge.tier]}, ${count(edge.children.length)} branches`),
