@@ -306,6 +306,21 @@ def cache_folder() -> Path:
     return Path(HF_HUB_CACHE)
 
 
+def cache_stamp() -> tuple[tuple[str, int], ...]:
+    """Returns what changes when a repository of the cache comes, goes, or gets a file or a name for a revision.
+
+    It is found without a look at the files themselves: each folder and the time at which it was changed, in
+    nanoseconds.
+    """
+    repositories = cache_folder().glob("models--*")
+    folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
+    stamps = []
+    for folder in sorted(folders):
+        with contextlib.suppress(OSError):
+            stamps.append((str(folder), folder.stat().st_mtime_ns))
+    return tuple(stamps)
+
+
 def _cached(name: str, repository: RepositoryName) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError

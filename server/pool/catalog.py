@@ -18,6 +18,7 @@ from models.errors import ModelBroken, ModelError, StoreError
 from models.names import (
     BUILT_IN,
     InstalledModel,
+    cache_stamp,
     find_installed,
     find_stored,
     folder_of,
@@ -32,7 +33,8 @@ from server.pool.source import ModelSource
 logger = logging.getLogger(__name__)
 
 LISTING_SECONDS = 5.0
-"""How old a list of what is installed may be: making it looks at every file of the cache."""
+"""How old a list of what is installed may be where no folder of the cache has changed since; making it looks at every
+file of the cache."""
 
 
 class Catalog(Protocol):
@@ -73,7 +75,8 @@ class InstalledCatalog:
         self._has_others = has_others
         self._listed: Sequence[ModelSource] = ()
         self._listed_at: float | None = None
-        self._listed_stored: Sequence[StoredModel] = ()
+        self._seen: object = None
+        """Our own names and the cache's folders as they were then."""
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ModelSource | None:
@@ -90,15 +93,15 @@ class InstalledCatalog:
         return self._known(found[0]) or self._identified(ModelSource(*found)).plain
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns those of the command line, then the others; what was pulled just now may be missing."""
+        """Returns those of the command line, then the others."""
         if not self._has_others:
             return self._named
-        stored = _all_stored()
+        seen = _all_stored(), cache_stamp()
         with self._lock:
             is_old = self._listed_at is None or time.monotonic() - self._listed_at > LISTING_SECONDS
-            if is_old or stored != self._listed_stored:
+            if is_old or seen != self._seen:
                 self._listed = _installed_sources()
-                self._listed_at, self._listed_stored = time.monotonic(), stored
+                self._listed_at, self._seen = time.monotonic(), seen
             others = map(self._identified, self._listed)
         return [*self._named, *(one for one in others if not self._is_named(one))]
 

@@ -20,7 +20,10 @@ from server.service import open_service
 from tests.console.hostile import TEXTS
 from tests.support.browser import BROWSER, browser
 from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.fake_hub import running_hub
+from tests.support.hub_client import serving_beside
 from tests.support.live_server import running
+from tests.support.tiny_models import write
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found; CHROMIUM may name one")
 
@@ -265,6 +268,36 @@ def test_models_are_listed_and_a_pull_that_fails_says_why(page: Page, demo: str)
     expect(page.locator(".panel .bad")).to_contain_text("no-such-family-of-models")
     page.get_by_role("button", name="Dismiss").click()
     expect(page.locator(".panel .bad")).to_have_count(0)
+
+
+def test_a_model_is_pulled_loaded_asked_and_unloaded(chromium: Browser, tmp_path: Path) -> None:
+    model = write("llama", tmp_path / "model")
+    with running_hub() as hub, serving_beside(hub, tmp_path / "home") as address:
+        hub.repositories["org/tiny"] = {file.name: file.read_bytes() for file in model.iterdir()}
+        hub.pause_after_bytes = 10_000
+        context = chromium.new_context()
+        watched = Watched(context, address)
+        page = context.new_page()
+        page.goto(f"{address}/#/models")
+        page.get_by_label("Pull a model").fill("org/tiny")
+        page.get_by_role("button", name="Pull", exact=True).click()
+        expect(page.get_by_role("progressbar", name="Pulling org/tiny")).to_be_visible()
+        hub.pause_after_bytes = None
+        hub.resume.set()
+        expect(page.get_by_text("org/tiny is here.")).to_be_visible()
+        pulled = page.locator(".models li").filter(has_text="org/tiny")
+        expect(pulled).to_contain_text("on disk")
+        pulled.get_by_role("button", name="Load").click()
+        expect(pulled).to_contain_text("loaded, ")
+        pulled.get_by_role("link", name="Chat").click()
+        expect(page.get_by_role("combobox", name="Model")).to_have_value("org/tiny")
+        say(page, "Hello!")
+        page.goto(f"{address}/#/models")
+        expect(pulled).to_contain_text("1 edge")
+        pulled.get_by_role("button", name="Unload").click()
+        expect(pulled).to_contain_text("on disk")
+        context.close()
+    assert watched.problems == []
 
 
 def test_a_chat_streams_branches_and_is_kept(page: Page, demo: str) -> None:

@@ -80,8 +80,10 @@ function morph(node, next) {
   }
   for (const { name, value } of next.attributes) if (node.getAttribute(name) !== value) node.setAttribute(name, value);
   for (const name of HANDLERS) node[name] = next[name];
+  // Before the children: options that are new are taken from `next`, and its choice with them.
+  const { isGiven, value } = next;
   sync(node, next);
-  if (next.isGiven && document.activeElement !== node && node.value !== next.value) node.value = next.value;
+  if (isGiven && document.activeElement !== node && node.value !== value) node.value = value;
 }
 
 const HANDLERS = ["onclick", "onchange", "oninput", "onkeydown", "onsubmit", "ontoggle"];

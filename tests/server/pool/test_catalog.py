@@ -1,12 +1,16 @@
 """Which models may be asked for, and that a name is never a path."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from models.names import DEMO_FOLDER
+from models.names import BUILT_IN, DEMO_FOLDER
+from server.pool import catalog
 from server.pool.catalog import InstalledCatalog
 from server.pool.source import ModelSource
+from tests.models.test_names import write_download
 
 NAMED = ModelSource("qwen3:0.6b", Path("/models/qwen"))
 
@@ -29,6 +33,26 @@ def test_installed_models_are_found_unless_the_server_has_one_only() -> None:
 def test_a_model_is_listed_once() -> None:
     demo = ModelSource("demo", DEMO_FOLDER)
     assert [source.id for source in InstalledCatalog([demo]).all()].count("demo") == 1
+
+
+def test_what_comes_and_goes_is_listed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(catalog, "LISTING_SECONDS", 1e9)
+    known = InstalledCatalog([NAMED])
+
+    def listed() -> list[str]:
+        return [source.name for source in known.all()]
+
+    built_in = listed()
+    assert built_in == ["qwen3:0.6b", *BUILT_IN]
+    folder = write_download(tmp_path, "org/model", shards=2)
+    assert listed() == [*built_in, "org/model"]
+    (folder / "model-1.safetensors").unlink()
+    assert listed() == built_in
+    (folder / "model-1.safetensors").write_bytes(b"x")
+    assert listed() == [*built_in, "org/model"]
+    shutil.rmtree(tmp_path / "models--org--model")
+    assert listed() == built_in
 
 
 def test_a_name_is_never_taken_for_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,15 @@
 """`/api/pull` of a real server and a hub on loopback, through the `ollama` package."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import httpx
 import ollama
 import pytest
 
-from tests.models.test_hub import MODEL, PULL, WEIGHTS
+from tests.models.test_hub import MODEL, WEIGHTS
 from tests.support.fake_hub import FakeHub, running_hub
+from tests.support.hub_client import DEADLINE_SECONDS, serving_beside
 
-DEADLINE_SECONDS = 120.0
 SMALL = "mlx-community/Qwen3-0.6B-4bit"
 
 
@@ -26,16 +23,8 @@ def hub() -> Iterator[FakeHub]:
 
 @pytest.fixture(scope="module")
 def address(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    home = tmp_path_factory.mktemp("home")
-    environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": hub.url, "XDG_RUNTIME_DIR": str(home)}
-    command = [sys.executable, "-c", PULL, "serve", "demo", "--port", "0", "--cache-memory", "64MiB"]
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        yield next(line.split()[1].removesuffix("/v1") for line in process.stdout if line.startswith("address"))
-    finally:
-        process.terminate()
-        process.communicate(timeout=DEADLINE_SECONDS)
+    with serving_beside(hub, tmp_path_factory.mktemp("home")) as address:
+        yield address
 
 
 @pytest.fixture
