@@ -21,8 +21,8 @@ from tests.console.hostile import TEXTS
 from tests.support.browser import BROWSER, browser
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.fake_hub import running_hub
-from tests.support.hub_client import serving_beside
 from tests.support.live_server import running
+from tests.support.pulling_server import serving_beside
 from tests.support.tiny_models import write
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found; CHROMIUM may name one")
@@ -148,6 +148,7 @@ def test_the_tree_is_walked_with_the_keyboard(page: Page, demo: str) -> None:
     ask(demo, SYSTEM, ADA, session_id="tree-one")
     ask(demo, SYSTEM, {"role": "user", "content": "My name is Bob and I live in Rome."}, session_id="tree-two")
     page.goto(f"{demo}/#/tree")
+    expect(page.get_by_label("Width by")).to_be_visible()
     canvas = page.locator("canvas")
     canvas.focus()
     found = ""

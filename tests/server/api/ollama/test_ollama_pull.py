@@ -8,7 +8,7 @@ import pytest
 
 from tests.models.test_hub import MODEL, WEIGHTS
 from tests.support.fake_hub import FakeHub, running_hub
-from tests.support.hub_client import DEADLINE_SECONDS, serving_beside
+from tests.support.pulling_server import DEADLINE_SECONDS, serving_beside
 
 SMALL = "mlx-community/Qwen3-0.6B-4bit"
 
