@@ -31,7 +31,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "service status": ("mlx-serve service status --json",),
     "service logs": ("mlx-serve service logs --follow",),
     "service remove": ("mlx-serve service remove",),
-    "cache": ("mlx-serve cache list",),
+    "cache": ("mlx-serve cache",),
     "cache tree": ("mlx-serve cache tree --depth 3",),
     "cache list": ("mlx-serve cache list --json",),
     "cache rm": ("mlx-serve cache rm --all",),

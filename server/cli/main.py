@@ -424,7 +424,7 @@ def print_gateway_config(
 
 
 cache_app = typer.Typer(
-    help="Show the tree of a running server; list or delete the conversations that --cache-disk keeps.",
+    help="Show the prefix tree of a running server, or what --cache-disk keeps. Without a command: `tree`.",
     invoke_without_command=True,
     epilog=epilog("cache"),
 )
@@ -436,7 +436,7 @@ _CacheDir = Annotated[str | None, typer.Option(metavar="TEXT", help="The folder 
 @cache_app.callback()
 def _cache(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        show_cache_tree()
 
 
 @cache_app.command("list")

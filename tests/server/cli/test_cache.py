@@ -130,11 +130,6 @@ def test_a_name_that_two_folders_have_must_be_whole(parent: Path, capsys: pytest
     assert "several folders" in run(capsys, parent, "rm", "gemma")[2]
 
 
-def test_alone_it_says_what_it_can_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert execute(["cache"]) == 0
-    assert "rm" in capsys.readouterr().out
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_folder_that_cannot_be_read_is_told(parent: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parent.chmod(0)

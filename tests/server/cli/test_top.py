@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from server.cli.top import Watched
 from server.cli.top_view import BAR, TopPage, clean, gauge, lines, max_scroll
 from server.cli.tree_view import tree_lines
 from server.config import ServerConfig
+from server.doctor import fetch
 from server.errors import StartError
 from server.pool.pool import ModelPool
 from server.service import open_service
@@ -204,12 +206,15 @@ def demo() -> Iterator[str]:
         service.engine.stop()
 
 
-def test_the_tree_of_a_running_server_is_printed() -> None:
+def test_the_tree_of_a_running_server_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with demo() as address:
         for text in ("My name is Ada.", "My name is Bob."):
             body = {"messages": [SYSTEM, {"role": "user", "content": text}], "max_tokens": 1}
             assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 200
         printed = run("cache", "tree", address).output
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        monkeypatch.setattr(fetch, "DEFAULT_URL", address)
+        assert run("cache").output == printed
         assert "You are a careful assistant" in printed and "├ " in printed and "└ " in printed
         assert "restored 1×" in printed
         assert json.loads(run("cache", "tree", address, "--json", "--limit", "1").output)["truncated"]
