@@ -2,9 +2,11 @@
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from models.fast_blas import ADVICE
 from models.precision import Precision
@@ -50,6 +52,9 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
         per_day = config.cache_disk_write_bytes_per_day
         limit = f", at most {size_text(per_day)} written a day" if per_day is not None else ""
         yield "disk", f"{size_text(config.cache_disk_bytes)} in {config.cache_dir}{limit}"
+        room_bytes = _room_bytes(service, config)
+        if room_bytes is not None and room_bytes < config.cache_disk_bytes:
+            yield "", f"of which the disk has room for {size_text(room_bytes)}"
     yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
     if config.insecure_no_key and not config.needs_key:
         yield "key", "none: anyone who reaches the address can use this server"
@@ -89,6 +94,15 @@ def _cache_text(service: Service, config: ServerConfig) -> str:
     elif service.memory.others_bytes:
         source = ", beside others (--cache-memory)"
     return f"{size_text(budget_bytes)}{tokens}{source}"
+
+
+def _room_bytes(service: Service, config: ServerConfig) -> int | None:
+    """Returns what the disk has free, and what of it is state already; None where it cannot be looked at."""
+    try:
+        free_bytes = shutil.disk_usage(Path(config.cache_dir).expanduser()).free
+    except OSError:
+        return None
+    return free_bytes + service.engine.stats().cache.disk_bytes
 
 
 def _rest_text(service: Service) -> str:

@@ -1,6 +1,8 @@
 """What a person reads when a server has started, and before it has."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +64,17 @@ def test_the_blas_is_named_or_how_to_get_one(
         fast_blas or "MLX's own, slow with long prompts; apt install libopenblas0-pthread"
     )
     assert "blas" not in told(replace(service, seconds_per_token=None))
+
+
+def test_a_disk_with_less_room_than_it_may_take_is_told(service: Service, tmp_path: Path) -> None:
+    def lines(num_bytes: int, folder: Path) -> list[str]:
+        config = ServerConfig(cache_disk_bytes=num_bytes, cache_dir=str(folder))
+        return [text for _, text in facts(service, config, ALONE)]
+
+    free_bytes = shutil.disk_usage(tmp_path).free
+    assert any(line.startswith("of which the disk has room for ") for line in lines(2 * free_bytes, tmp_path))
+    assert not any("has room" in line for line in lines(free_bytes // 2, tmp_path))
+    assert not any("has room" in line for line in lines(2 * free_bytes, tmp_path / "missing"))
 
 
 def test_weights_that_are_not_held_as_stored_say_so(service: Service) -> None:
