@@ -17,7 +17,7 @@ function block(one) {
       return h("p", {}, one.inline.map(span));
     case "heading":
       // The page's own headings come first, so that of an answer is never higher than these.
-      return h(`h${Math.min(6, one.level + 3)}`, { class: `level-${one.level}` }, one.inline.map(span));
+      return h(`h${Math.min(6, one.level + 2)}`, { class: `level-${one.level}` }, one.inline.map(span));
     case "code":
       return h(
         "figure",

@@ -342,7 +342,7 @@ function mount(root, app) {
     return h(
       "article",
       { class: `message ${node.role}`, "data-key": node.id, "aria-busy": isRunning ? "true" : null },
-      h("h3", { class: "by" }, node.role === "user" ? "You" : node.role === "tool" ? "Tool" : (node.model ?? "Model")),
+      h("h2", { class: "by" }, node.role === "user" ? "You" : node.role === "tool" ? "Tool" : (node.model ?? "Model")),
       node.reasoning && h("details", { class: "thought" }, h("summary", {}, isRunning && !node.content ? "Thinking …" : "Thought"), h("div", {}, node.reasoning)),
       h("div", { class: "text" }, node.role === "assistant" ? markdown(node.content) : h("p", { class: "plain" }, node.content), isRunning && h("span", { class: "caret", "aria-hidden": "true" })),
       (node.tool_calls ?? []).filter(Boolean).map((call) => toolCall(node, call, answered, isRunning)),

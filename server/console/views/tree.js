@@ -317,9 +317,9 @@ function mount(root, app) {
     ].filter(Boolean);
     return [
       h("p", { class: "sr", id: "tree-chosen", role: "status" }, `${edge.preview.slice(0, 60)}, ${count(edge.tokens)} tokens, ${TIERS[edge.tier]}, ${count(edge.children.length)} branches`),
-      h("blockquote", {}, text, detail?.truncated && " …"),
+      h("blockquote", { tabindex: 0, "aria-label": "Text of the edge" }, text, detail?.truncated && " …"),
       h("dl", { class: "facts" }, rows.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))),
-      detail?.sessions.length ? h("section", {}, h("h3", {}, "Used by"), h("ul", { class: "users" }, detail.sessions.map((id) =>
+      detail?.sessions.length ? h("section", {}, h("h2", {}, "Used by"), h("ul", { class: "users" }, detail.sessions.map((id) =>
         h("li", {}, h("a", { href: sessionLink(id, state.cache.namespace) }, sessionName(id)), " ", h("button", { type: "button", class: "link", onclick: () => pin(id) }, "pin"))))) : null,
     ];
   }
