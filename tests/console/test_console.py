@@ -295,7 +295,7 @@ def test_a_model_is_pulled_loaded_asked_and_unloaded(chromium: Browser, tmp_path
         expect(page.get_by_role("combobox", name="Model")).to_have_value("org/tiny")
         say(page, "Hello!")
         page.goto(f"{address}/#/models")
-        expect(pulled).to_contain_text("1 edge")
+        expect(pulled).to_contain_text(re.compile(r"[1-9]\d* edges?,"))
         pulled.get_by_role("button", name="Unload").click()
         expect(pulled).to_contain_text("on disk")
         context.close()

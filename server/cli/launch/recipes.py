@@ -98,7 +98,8 @@ def _aider_variables(target: LaunchTarget) -> Variables:
 
 
 def _aider_arguments(target: LaunchTarget) -> Sequence[str]:
-    return ["--model", f"openai/{target.model}"]
+    # Of a model that it has no price for, aider warns and asks whether to open a page about it.
+    return ["--model", f"openai/{target.model}", "--no-show-model-warnings"]
 
 
 RECIPES: Mapping[str, Recipe] = {
