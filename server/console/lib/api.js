@@ -28,8 +28,11 @@ export class Api {
     else sessionStorage.removeItem(KEY);
   }
 
-  /** Returns the answer; asks for a key where one is needed. Throws ApiError, and TypeError where nobody answers. */
-  async fetch(path, { method = "GET", body, signal, headers = {} } = {}) {
+  /**
+   * Returns the answer; asks for a key where one is needed. Throws ApiError, TypeError where nobody answers, and
+   * TimeoutError where the server takes longer than `timeout` ms; the time in which a key is asked for does not count.
+   */
+  async fetch(path, { method = "GET", body, signal, timeout, headers = {} } = {}) {
     for (;;) {
       const used = this.key;
       const sent = { ...headers };
@@ -37,7 +40,7 @@ export class Api {
       if (body !== undefined) sent["Content-Type"] = "application/json";
       const answer = await fetch(new URL(path, document.baseURI), {
         method,
-        signal,
+        signal: timeout ? AbortSignal.timeout(timeout) : signal,
         headers: sent,
         body: body === undefined ? undefined : JSON.stringify(body),
       });

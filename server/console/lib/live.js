@@ -64,7 +64,7 @@ export class Live {
 
   async look() {
     try {
-      this.take(await this.api.get("v1/stats", { signal: AbortSignal.timeout(ANSWER_MS) }));
+      this.take(await this.api.get("v1/stats", { timeout: ANSWER_MS }));
       this.error = null;
     } catch (error) {
       this.error = error;
