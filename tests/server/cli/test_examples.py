@@ -44,8 +44,9 @@ def test_an_example_is_understood(example: str) -> None:
     words = shlex.split(example.rpartition("|")[2].partition(">")[0])
     assert words.pop(0) == "mlx-serve"
     command = ROOT
-    while getattr(command, "commands", None):
+    while words and getattr(command, "commands", None):
         command = command.commands[words.pop(0)]
+    assert not getattr(command, "commands", None) or command.invoke_without_command, "it lacks a command"
     with command.make_context(command.name, words):
         pass
 
