@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """Spreads a run of everything over the cores; a part runs in this process, with its output and its debugger."""
     is_part = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.getoption("keyword")
     return 0 if is_part else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in a line for each reason why tests were skipped: a program is missing, or the machine is another one."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -66,6 +66,12 @@ def listening(address: str, count: int) -> Iterator[None]:
             reader.wait()
 
 
+def measured(address: str, model: str, num_listeners: int) -> tuple[float, float]:
+    """Returns what `speed` does, while so many listen."""
+    with listening(address, num_listeners):
+        return speed(address, model)
+
+
 def main() -> None:
     """Measures, and prints a line for each pair and the median."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -79,10 +85,11 @@ def main() -> None:
     try:
         with running(create_pool_app(ModelPool.of(service.opened), config)) as address:
             speed(address, service.model.id)
-            for _ in range(options.blocks):
-                alone, alone_time = speed(address, service.model.id)
-                with listening(address, LISTENERS):
-                    heard, heard_time = speed(address, service.model.id)
+            for number in range(options.blocks):
+                # The second of a pair is not always the same one: a machine has its moods.
+                counts = (0, LISTENERS) if number % 2 == 0 else (LISTENERS, 0)
+                taken = {count: measured(address, service.model.id, count) for count in counts}
+                (alone, alone_time), (heard, heard_time) = taken[0], taken[LISTENERS]
                 speeds.append(heard / alone)
                 times.append(heard_time / alone_time)
                 print(
