@@ -11,7 +11,7 @@ This module knows neither HTTP nor MLX. Everything here may run on any thread, s
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -27,6 +27,7 @@ from models.prompt.outline import NO_OUTLINE, Outline
 from models.prompt.pieces import Pieces, Tail, encode, token_ends
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.template_shapes import Adaptation, adaptation_for
+from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.text_comparison import shared_length
 from models.unicode_text import well_formed
 
@@ -71,6 +72,7 @@ _MAX_FAR_SEARCHES = 64
 _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
+_ASKS: Message = {"role": "user", "content": "a"}
 _MARKS = ("qendx", "q7endx", "qend0fx")
 """Texts that no template changes; none can overlap with itself."""
 _TEMPLATE_FAULTS = (
@@ -122,6 +124,7 @@ class ChatRenderer:
         self._added_ids = np.array(sorted(added), dtype=np.int32)
         self._pieces = _pieces_of(self._backend, added, str(getattr(tokenizer, "chat_template", None) or ""))
         self._adaptations: dict[bool, Adaptation] = {}
+        self._definitions = ToolDefinitions(self._prompt_with_tools)
 
     @property
     def reads_tools(self) -> bool:
@@ -162,6 +165,18 @@ class ChatRenderer:
         outline = conversation.outline(text, tokenized.before)
         kept = tuple(sorted(point for point in points if point.offset > 0))
         return RenderedPrompt(tokenized.ids, kept, text, outline, tokenized.tail, conversation.begun(text))
+
+    def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
+        """Returns definitions for the middle of a conversation; `ToolDefinitions.block` says more."""
+        return self._definitions.block(names, tools, place)
+
+    def _prompt_with_tools(self, tools: Sequence[Tool]) -> str | None:
+        adaptation = self._adaptation(with_tools=True)
+        shown = adaptation.tools([_without_cache_control(tool) for tool in tools])
+        try:
+            return _apply(self._tokenizer, adaptation.messages([_ASKS]), shown, generation_prompt=True)
+        except ChatTemplateError:
+            return None
 
     def _adaptation(self, *, with_tools: bool) -> Adaptation:
         """Returns what the template needs said in another way; found by rendering samples once."""

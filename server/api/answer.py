@@ -185,3 +185,49 @@ class Answer:
         if is_whole and self._exchange.conversation is not None:
             renderer = self._exchange.model.renderer
             renderer.remember_reply(self._exchange.prompt, "".join(self._texts), self._token_ids)
+
+
+class AnswerInParts:
+    """An answer, and those with which it goes on by itself: each is a request of the engine and a line of the log."""
+
+    def __init__(self, engine: EnginePort, exchange: Exchange, arrival: Arrival) -> None:
+        """Submits the first request; raises QueueFull or EngineStopped at once."""
+        self._engine = engine
+        self._arrival = arrival
+        self.parts = [(exchange, Answer(engine, exchange, arrival))]
+
+    @property
+    def last(self) -> Answer:
+        """The part that runs, or ran last."""
+        return self.parts[-1][1]
+
+    @property
+    def has_started(self) -> bool:
+        """Whether its first request holds a slot, or did."""
+        return self.parts[0][1].has_started
+
+    def progress(self) -> str:
+        """Returns in a few words what it is waiting for."""
+        return self.last.progress()
+
+    def leave_log(self) -> None:
+        """Has `close` log nothing of the part that runs."""
+        self.last.leave_log()
+
+    async def events(self) -> AsyncIterator[OutputEvent]:
+        """Yields the events of all parts as those of one answer."""
+        following: Exchange | None = self.parts[0][0]
+        while following is not None:
+            following = None
+            async for event in self.last.events():
+                if isinstance(event, Finished):
+                    following = await self.parts[0][0].next_part(event)
+                if following is None and not (isinstance(event, Started) and len(self.parts) > 1):
+                    yield event
+            if following is not None:
+                self.last.close()
+                self.parts.append((following, Answer(self._engine, following, self._arrival)))
+
+    def close(self) -> None:
+        """Cancels what still runs and logs it, once; call it on every way out."""
+        self.last.close()

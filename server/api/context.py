@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar
@@ -24,6 +24,7 @@ from models.output.token_search import TokenSearch
 from models.output.tool_formats.find import ToolSyntax, tool_parser
 from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.tool_definitions import Tool
 from models.rerank_format import Reading, RerankFormat
 from models.store.defaults import ModelDefaults
 from server.api.answer_figures import AnswerFigures
@@ -76,6 +77,13 @@ class PromptRenderer(Protocol):
         """Returns the prompt of a conversation, or raises ChatTemplateError.
 
         If it `continues`, the prompt ends behind the text of the last message, which is the assistant's.
+        """
+        ...
+
+    def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
+        """Returns definitions of tools for the middle of a conversation, as the template writes them at its head.
+
+        `models.prompt.tool_definitions.ToolDefinitions.block` says what `place` is for.
         """
         ...
 

@@ -20,11 +20,15 @@ class Conversation:
     renderer: PromptRenderer
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
-    """As the client wrote them, so that the prompt keeps their order and wording; empty for none."""
+    """Those at the head of the prompt, as the client wrote them, so that it keeps their order and wording."""
     template_arguments: Mapping[str, Any]
     namespace: str
+    callable_tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the answer may call: without what was removed, with what was loaded since."""
     continues: bool = False
     """Whether the last message is the assistant's, and the answer goes on with it."""
+    forbids_calls: bool = False
+    """Whether the answer must not call tools that its prompt shows."""
 
     def render(self) -> RenderedPrompt:
         """Returns the prompt that asks for an answer; raises the renderer's errors."""
@@ -70,13 +74,19 @@ def open_conversation(
     template_arguments: Mapping[str, Any] | None = None,
     namespace: str = "",
     *,
+    callable_tools: Sequence[Mapping[str, Any]] | None = None,
     continues: bool = False,
+    forbids_calls: bool = False,
 ) -> Conversation:
-    """Returns the conversation of a request, with what the model's name adds where the request says nothing."""
+    """Returns the conversation of a request, with what the model's name adds where the request says nothing.
+
+    All `tools` may be called unless `callable_tools` says otherwise, or none where the request `forbids_calls`.
+    """
     defaults = model.defaults
     arguments = {**defaults.template_arguments, **(template_arguments or {})}
     shown = defaults.conversation(messages)
-    return Conversation(model.renderer, shown, tools, arguments, namespace, continues)
+    allowed = () if forbids_calls else tools if callable_tools is None else callable_tools
+    return Conversation(model.renderer, shown, tools, arguments, namespace, allowed, continues, forbids_calls)
 
 
 def can_continue(model: ServedModel) -> bool:

@@ -32,7 +32,10 @@ from server.engine.events import Finished, Started
 from server.engine.request import GenerationRequest
 
 OutputEvent: TypeAlias = Started | Piece | Finished
-"""What an answer is written from: one `Started`, pieces in order, one `Finished`. Errors are raised instead."""
+"""What an answer is written from: one `Started`, pieces in order, one `Finished`. Errors are raised instead.
+
+An answer in several parts has the `Started` of the first and the `Finished` of the last.
+"""
 Payload: TypeAlias = Mapping[str, Any]
 
 
@@ -117,7 +120,7 @@ class Exchange(ABC):
         """What the prompt was made of, to be compared with other requests."""
         self.parser: OutputParser = PlainParser()
         if conversation is not None:
-            self.parser = model.output_parser(conversation.tools, prompt.text, prompt.begun)
+            self.parser = model.output_parser(conversation.callable_tools, prompt.text, prompt.begun)
 
     @abstractmethod
     def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
@@ -126,6 +129,10 @@ class Exchange(ABC):
     @abstractmethod
     async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
         """Returns the body of an answer that is not streamed."""
+
+    async def next_part(self, finished: Finished) -> "Exchange | None":
+        """Returns the request with which the answer goes on by itself behind `finished`; None where it has ended."""
+        return None
 
     def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         """Takes what is told of the tokens of the output that comes next; called only where the request asks."""

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.prompt.chat_template import RenderedPrompt
-from server.api.answer import Answer
+from server.api.answer import Answer, AnswerInParts
 from server.api.arrival import Arrival
 from server.api.auth import key_name_of, known_key_of, namespace_of
 from server.api.body import check_amount, check_messages, not_finite, parse_object, read_body
@@ -266,7 +266,7 @@ class _LaterStream:
         self._loading = loading
         self._received = received
         self._permit = permit
-        self._answer: Answer | ChoicesAnswer | None = None
+        self._answer: AnswerInParts | ChoicesAnswer | None = None
         self._close: Callable[[], None] = lambda: permit.close(0)
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -316,7 +316,7 @@ def _keep_alive(hold: HoldPort | None, seconds: float | None) -> None:
 class _Begun:
     """An answer under way, and how it is written: one of `frames` and `body` is called, `close` on every way out."""
 
-    answer: Answer | ChoicesAnswer
+    answer: AnswerInParts | ChoicesAnswer
     frames: Callable[[], AsyncIterator[bytes]]
     body: Callable[[], Awaitable[Payload]]
     close: Callable[[], None]
@@ -341,7 +341,7 @@ def _begin(
         if isinstance(opened, Choices):
             answers = ChoicesAnswer(engine, opened, arrival)
             return _begun_choices(context, arrival, opened, answers, engine, permit, use)
-        answer = Answer(engine, opened, arrival)
+        answer = AnswerInParts(engine, opened, arrival)
     except BaseException:
         use.close()
         raise
@@ -349,7 +349,7 @@ def _begin(
         answer,
         lambda: opened.frames(answer.events()),
         lambda: opened.body(answer.events()),
-        partial(_close, context, arrival, answer, opened, engine, permit, use),
+        partial(_close, context, arrival, answer, engine, permit, use),
     )
 
 
@@ -442,7 +442,7 @@ def _client_of(request: Request) -> str:
     return f"{host} {dialect_of(request).api_key(request.headers)}"
 
 
-def _heartbeat(dialect: Dialect, answer: Answer | ChoicesAnswer) -> bytes:
+def _heartbeat(dialect: Dialect, answer: AnswerInParts | ChoicesAnswer) -> bytes:
     progress = answer.progress()
     return dialect.heartbeat(progress) if answer.has_started else dialect.early_heartbeat(progress)
 
@@ -460,8 +460,7 @@ async def _whole(begun: _Begun) -> Response:
 def _close(
     context: ApiContext,
     arrival: Arrival,
-    answer: Answer,
-    exchange: Exchange,
+    answer: AnswerInParts,
     engine: EnginePort,
     permit: Permit,
     use: InUse[Opened],
@@ -469,9 +468,11 @@ def _close(
     """Ends an answer on every way out."""
     answer.close()
     use.close()
-    permit.close(len(exchange.request.tokens) + len(answer.token_ids))
-    _note_end(context, arrival, answer, exchange)
-    _prepare_next_turn(context, answer, exchange, engine)
+    permit.close(sum(len(exchange.request.tokens) + len(part.token_ids) for exchange, part in answer.parts))
+    for exchange, part in answer.parts:
+        _note_end(context, arrival, part, exchange)
+    exchange, last = answer.parts[-1]
+    _prepare_next_turn(context, last, exchange, engine)
 
 
 def _close_choices(

@@ -1,6 +1,7 @@
 """Grammars of answers that are or hold tool calls, in the model's own format. For formats whose calls are JSON."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,7 +10,10 @@ from models.errors import InvalidGrammar
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind
 from models.output.json_schema import close_objects
 from models.output.tool_format import ToolFormat
+from models.output.tool_formats.bare import BareFormat
+from models.output.tool_formats.harmony import HarmonyFormat
 from server.api.context import ServedModel
+from server.api.conversation import Conversation
 from server.api.errors import ApiError, Code
 from server.api.structured_output import AnswerGrammar
 
@@ -44,6 +48,31 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
     markers = _markers(model, syntax)
     lines = [f"start: {_calls(is_single=forced.is_single)}", _CALL.format(markers[0]), *_call_rules(markers, allowed)]
     return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)))
+
+
+def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:
+    """Returns what binds the calls within an answer of text: that there are none, or the schemas of strict tools."""
+    if not conversation.forbids_calls:
+        return strict_calls(model, conversation.callable_tools)
+    return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
+
+
+def can_forbid_calls(model: ServedModel) -> bool:
+    """Whether tools may be shown that are not to be called; else they are left out of the prompt."""
+    if isinstance(model.tool_syntax, HarmonyFormat):
+        return False
+    return model.tool_syntax is None or model.grammars is not None
+
+
+def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
+    """Returns the grammar of text without the beginning of a call. Markers that are special tokens are no text."""
+    start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
+    markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
+    excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
+    if isinstance(syntax, BareFormat):
+        excluded.append(rf"\s*{syntax.call_start}(?s:.*)")
+    terminal = " & ".join(["/(?s:.*)/", *(f"~/{pattern.replace('/', chr(92) + '/')}/" for pattern in excluded)])
+    return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, f"start: TEXT\nTEXT: {terminal}"))
 
 
 def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:

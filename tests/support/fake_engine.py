@@ -8,7 +8,7 @@ which requests were cancelled.
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from cache.restore_points import RestorePoint, RestorePointKind
 from models.output.tool_format import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
+from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.rerank_format import Judgement, Reading
 from server.api.context import ServedModel
 from server.engine.command import Command
@@ -207,6 +208,7 @@ class FakeRenderer:
         self.opening = opening
         self.calls: list[dict[str, Any]] = []
         self.replies: list[tuple[str, tuple[int, ...]]] = []
+        self.definitions = ToolDefinitions(lambda tools: "".join(f"{json.dumps(tool)}\n" for tool in tools))
 
     def render(
         self,
@@ -227,6 +229,9 @@ class FakeRenderer:
             begun = self._text(messages[-1]["content"])
             return RenderedPrompt(self._tokens(text), (end,), text, begun=f"<assistant>{begun}" if begun else "")
         return RenderedPrompt(self._tokens(text), (end,), text + self.opening)
+
+    def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
+        return self.definitions.block(names, tools, place)
 
     def encode(self, text: str) -> RenderedPrompt:
         return RenderedPrompt(self._tokens(text))

@@ -21,6 +21,8 @@ class BareFormat:
     """Whether an answer that begins with this text, no white space before it, may be calls."""
     parse: Callable[[str, Any], Any]
     """(text, tools) to a list of `{"name", "arguments"}`; raises where the text is anything else."""
+    call_start: str
+    """A regular expression: how an answer begins that is calls, behind white space and the first of the frames."""
     frames: tuple[str, ...] = ()
     """Markers that may stand around the calls and belong to the format."""
 

@@ -31,4 +31,6 @@ def _parse(text: str, tools: Any) -> list[Any]:
 _ARGUMENTS = frozenset({"parameters", "arguments"})
 _KEYS = _ARGUMENTS | {"type", "name"}
 
-LLAMA_JSON = BareFormat(_may_be_call, _parse, frames=(PYTHON_TAG,))
+_CALL_START: Final = r'\{\s*("type"\s*:\s*"function"|"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)")'
+
+LLAMA_JSON = BareFormat(_may_be_call, _parse, _CALL_START, frames=(PYTHON_TAG,))

@@ -39,4 +39,9 @@ class _JsonNames(ast.NodeTransformer):
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
-PYTHONIC = BareFormat(_may_be_call, _parse, frames=("<|python_start|>", "<|python_end|>", "<|python_tag|>"))
+PYTHONIC = BareFormat(
+    _may_be_call,
+    _parse,
+    r"\[\s*[A-Za-z_][\w.]*\s*\(",
+    frames=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
+)

@@ -3,10 +3,12 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from server.api.anthropic.tool_search import SEARCH_TOOLS
+from server.api.anthropic.tool_search import VERSION as SEARCH_VERSION
 from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
 
@@ -40,18 +42,56 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _only_text(value: Any) -> Any:
-    """Says what a model of text cannot be shown."""
+_NOT_TEXT: Final = ("image", "document", "file", "audio", "video")
+_READ: Final = (
+    *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    *("tool_reference", "tool_addition", "tool_removal", "server_tool_use", "tool_search_tool_result"),
+)
+"""Types of blocks that are read as what they are."""
+
+
+def _known(value: Any) -> Any:
+    """Takes a block of an unknown type as the text that it holds; refuses what a model of text cannot be shown."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("image", "document", "file", "audio", "video"):
+    if not isinstance(kind, str) or (kind in _READ and not _runs_elsewhere(value)):
+        return value
+    if kind in _NOT_TEXT:
         raise PydanticCustomError("no_images", "this model takes no images and no documents, only text")
-    if isinstance(kind, str) and (kind == "server_tool_use" or kind.endswith("_tool_result")):
+    if kind == "server_tool_use" or kind.endswith("_tool_result"):
         reason = "{kind} is of a tool that runs on Anthropic's servers, and here there is none"
         raise PydanticCustomError("no_server_tools", reason, {"kind": kind[:100]})
-    return value
+    text = _text_of(value)
+    if text is None:
+        raise PydanticCustomError("unknown_block", "{kind} is no block that is known here", {"kind": kind[:100]})
+    return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
 
 
-TextOnly: TypeAlias = Annotated[TextBlock, BeforeValidator(_only_text)]
+def _runs_elsewhere(block: dict[str, Any]) -> bool:
+    return block["type"] == "server_tool_use" and block.get("name") not in SEARCH_TOOLS
+
+
+def _text_of(block: dict[str, Any]) -> str | None:
+    """Returns the text of a block of an unknown type; None where it holds anything else."""
+    held = block.get("text", block.get("content"))
+    if isinstance(held, str):
+        return held
+    parts = [_text_of(part) if isinstance(part, dict) else None for part in held] if isinstance(held, list) else []
+    texts = [part for part in parts if part is not None]
+    return "\n".join(texts) if texts and len(texts) == len(parts) else None
+
+
+class ToolReferenceBlock(BodyModel):
+    """A tool that was found, and may be called from here on."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+
+ResultContent: TypeAlias = Annotated[
+    Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")], BeforeValidator(_known)
+]
+TextOnly: TypeAlias = Annotated[TextBlock, BeforeValidator(_known)]
 
 
 class ToolResultBlock(BodyModel):
@@ -59,7 +99,7 @@ class ToolResultBlock(BodyModel):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[TextOnly] | None, BeforeValidator(_as_blocks)] = None
+    content: Annotated[list[ResultContent] | None, BeforeValidator(_as_blocks)] = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -89,18 +129,126 @@ class RedactedThinkingBlock(BodyModel):
     data: str
 
 
-ContentBlock: TypeAlias = Annotated[
-    Annotated[
-        TextBlock | ToolResultBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock,
-        Field(discriminator="type"),
-    ],
-    BeforeValidator(_only_text),
-]
+def _own_tool(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "custom" and kind not in SEARCH_TOOLS:
+        message = "{kind} is known to Anthropic's servers and models only; give the tool a name and an input_schema"
+        raise PydanticCustomError("no_server_tools", message, {"kind": kind[:100]})
+    return kind
+
+
+class ToolDefinition(BodyModel):
+    """A tool that the model may call, and the client runs, but for searches for tools."""
+
+    type: Annotated[str | None, BeforeValidator(_own_tool)] = None
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    """Whether a forced call is refused where its schema holds a keyword that is not known."""
+    defer_loading: bool | None = None
+    """Whether the tool is left out of the prompt until the conversation refers to it."""
+    cache_control: CacheControl | None = None
+    """Counted, and otherwise without effect: the end of the tools is always a restore point."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, value: Any) -> Any:
+        """Takes a search for tools as the function that the model is shown."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        name = kind.removesuffix(SEARCH_VERSION) if isinstance(kind, str) else ""
+        if name not in SEARCH_TOOLS:
+            return value
+        return {"cache_control": value.get("cache_control"), **SEARCH_TOOLS[name], "type": name, "name": name}
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it is a search for tools, which the server runs."""
+        return self.type in SEARCH_TOOLS
+
+
+class ServerToolUseBlock(BodyModel):
+    """A search for tools that the assistant made, and that ran here."""
+
+    type: Literal["server_tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class FoundTools(BodyModel):
+    """What a search for tools has found, or why it failed."""
+
+    type: str
+    tool_references: list[ToolReferenceBlock] = Field(default_factory=list)
+    error_code: str | None = None
+
+
+class ToolSearchResultBlock(BodyModel):
+    """What came of a search for tools."""
+
+    type: Literal["tool_search_tool_result"]
+    tool_use_id: str
+    content: FoundTools
+    cache_control: CacheControl | None = None
+
+
+class ChangedTool(BodyModel):
+    """A tool that is added or removed: by its name, or as it is defined."""
+
+    type: Literal["tool_reference", "tool_definition"]
+    name: str | None = None
+    definition: ToolDefinition | None = None
+
+    @property
+    def tool_name(self) -> str:
+        """What the tool is called."""
+        return self.definition.name if self.definition is not None else self.name or ""
+
+    @model_validator(mode="after")
+    def _is_named(self) -> "ChangedTool":
+        if (self.name if self.type == "tool_reference" else self.definition) is None:
+            needed = "name" if self.type == "tool_reference" else "definition"
+            raise PydanticCustomError("missing", "A {type} needs a {needed}", {"type": self.type, "needed": needed})
+        return self
+
+
+class ToolAdditionBlock(BodyModel):
+    """A tool that may be called from here on."""
+
+    type: Literal["tool_addition"]
+    tool: ChangedTool
+    cache_control: CacheControl | None = None
+
+
+class ToolRemovalBlock(BodyModel):
+    """A tool that may not be called any more."""
+
+    type: Literal["tool_removal"]
+    tool: ChangedTool
+    cache_control: CacheControl | None = None
+
+
+_Block: TypeAlias = (
+    TextBlock
+    | ToolResultBlock
+    | ToolUseBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ServerToolUseBlock
+    | ToolSearchResultBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock
+)
+ContentBlock: TypeAlias = Annotated[Annotated[_Block, Field(discriminator="type")], BeforeValidator(_known)]
 
 _BLOCKS_OF: Final = {
     "user": ("text", "tool_result"),
-    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
-    "system": ("text",),
+    "assistant": (
+        *("text", "tool_use", "thinking", "redacted_thinking"),
+        *("server_tool_use", "tool_search_tool_result"),
+    ),
+    "system": ("text", "tool_addition", "tool_removal"),
 }
 
 
@@ -119,26 +267,6 @@ class InputMessage(BodyModel):
                 message = "block {index} is a {kind}, which no message of the role {role} holds"
                 raise PydanticCustomError("wrong_role", message, {"index": index, "kind": block.type, "role": role})
         return blocks
-
-
-def _own_tool(kind: Any) -> Any:
-    if isinstance(kind, str) and kind != "custom":
-        message = "{kind} is known to Anthropic's servers and models only; give the tool a name and an input_schema"
-        raise PydanticCustomError("no_server_tools", message, {"kind": kind[:100]})
-    return kind
-
-
-class ToolDefinition(BodyModel):
-    """A tool that the model may call, and the client runs."""
-
-    type: Annotated[Literal["custom"] | None, BeforeValidator(_own_tool)] = None
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    description: str | None = None
-    input_schema: dict[str, Any]
-    strict: bool | None = None
-    """Whether a forced call is refused where its schema holds a keyword that is not known."""
-    cache_control: CacheControl | None = None
-    """Counted, and otherwise without effect: the end of the tools is always a restore point."""
 
 
 class ToolChoiceOption(BodyModel):
@@ -211,6 +339,11 @@ class PromptBody(BodyModel):
         effort = self.output_config.effort if self.output_config is not None else None
         return _EFFORTS.get(effort, effort) if effort is not None else None
 
+    @property
+    def forbids_calls(self) -> bool:
+        """Whether the body has tools and forbids that they are called."""
+        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.type == "none"
+
     def thinking_wish(self) -> ThinkingWish:
         """Returns what the body wants of thoughts; what it leaves open, the template decides."""
         option = self.thinking
@@ -227,7 +360,7 @@ class PromptBody(BodyModel):
         yield from self.system or ()
         for message in self.messages:
             for block in message.content:
-                if isinstance(block, TextBlock | ToolUseBlock | ToolResultBlock):
+                if not isinstance(block, ThinkingBlock | RedactedThinkingBlock):
                     yield block
                 if isinstance(block, ToolResultBlock):
                     yield from block.content or ()

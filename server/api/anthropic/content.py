@@ -1,5 +1,6 @@
 """The blocks of an answer as they grow from pieces of output, and the stream's events that tell of them. Pure."""
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
@@ -35,7 +36,24 @@ class ToolUseBlockBody(TypedDict):
     input: dict[str, Any]
 
 
-BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody
+class ServerToolUseBody(TypedDict):
+    """A complete call of a search for tools, which ran on the server."""
+
+    type: Literal["server_tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolSearchResultBody(TypedDict):
+    """What a search for tools has found, or Anthropic's word for why it failed."""
+
+    type: Literal["tool_search_tool_result"]
+    tool_use_id: str
+    content: dict[str, Any]
+
+
+BlockBody: TypeAlias = TextBlockBody | ThinkingBlockBody | ToolUseBlockBody | ServerToolUseBody | ToolSearchResultBody
 
 
 @dataclass
@@ -62,19 +80,27 @@ class _OpenThought:
 class _OpenCall:
     id: str
     name: str
+    is_search: bool = False
     parts: list[str] = field(default_factory=list)
     """Of the JSON text of its input."""
 
-    def body(self) -> ToolUseBlockBody:
-        return {"type": "tool_use", "id": self.id, "name": self.name, "input": read_object("".join(self.parts)) or {}}
+    def body(self) -> ToolUseBlockBody | ServerToolUseBody:
+        given = read_object("".join(self.parts)) or {}
+        if self.is_search:
+            return {"type": "server_tool_use", "id": self.id, "name": self.name, "input": given}
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": given}
 
 
 class AnswerContent:
     """The content of one answer."""
 
-    def __init__(self, *, shows_thoughts: bool = True) -> None:
-        """`shows_thoughts`: else the blocks of thoughts are empty, and their signatures hold them."""
+    def __init__(self, *, shows_thoughts: bool = True, searches: Container[str] = ()) -> None:
+        """`shows_thoughts`: else the blocks of thoughts are empty, and their signatures hold them.
+
+        `searches` are the names of the searches for tools that the server runs.
+        """
         self._shows_thoughts = shows_thoughts
+        self._searches = searches
         self._ended: list[BlockBody] = []
         self._open: _OpenText | _OpenThought | _OpenCall | None = None
         self._num_streamed = 0
@@ -100,7 +126,9 @@ class AnswerContent:
                 delta = self._grow(text, {"type": "thinking_delta", "thinking": text})
                 return [*events, delta] if self._shows_thoughts else events
             case ToolCallStarted(call_id, name):
-                return self._begin(_OpenCall(_own_id(call_id), name))
+                is_search = name in self._searches
+                prefix = "srvtoolu_" if is_search else "toolu_"
+                return self._begin(_OpenCall(_own_id(call_id, prefix), name, is_search))
             case ToolArguments(text):
                 return [self._grow(text, {"type": "input_json_delta", "partial_json": text})]
             case ToolCallEnded():
@@ -118,6 +146,16 @@ class AnswerContent:
         if body["type"] != "thinking":
             return [self._stop()]
         return [self._delta({"type": "signature_delta", "signature": body["signature"]}), self._stop()]
+
+    def add_results(self, results: Sequence[ToolSearchResultBody]) -> list[BlockEvent]:
+        """Adds what searches have found, behind all that was said; returns the events that tell of it."""
+        events = self.close()
+        for result in results:
+            self._ended.append(result)
+            self._num_streamed += 1
+            start = {"type": "content_block_start", "index": self._index, "content_block": result}
+            events += [start, self._stop()]
+        return events
 
     def _begin(self, block: _OpenText | _OpenThought | _OpenCall) -> list[BlockEvent]:
         events = self.close()
@@ -151,6 +189,6 @@ def _append(blocks: list[BlockBody], block: BlockBody) -> None:
         blocks.append(block)
 
 
-def _own_id(call_id: str) -> str:
+def _own_id(call_id: str, prefix: str) -> str:
     """Returns the id of a call as Anthropic's clients know them; one that the model wrote itself stays."""
-    return f"toolu_{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
+    return f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id

@@ -1,32 +1,47 @@
 """A body's system prompt, messages and tools as chat templates read them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeAlias
 
 from models.prompt.chat_template import Message
+from models.prompt.tool_definitions import Tool
 from server.api.anthropic.body_types import (
     MAX_CACHE_POINTS,
     InputMessage,
     PromptBody,
+    ServerToolUseBlock,
     TextBlock,
     ThinkingBlock,
+    ToolAdditionBlock,
     ToolDefinition,
+    ToolRemovalBlock,
     ToolResultBlock,
+    ToolSearchResultBlock,
     ToolUseBlock,
 )
 from server.api.anthropic.signature import thought_of
 from server.api.context import ServedModel
 from server.api.conversation import Conversation, check_continuable, open_conversation
 from server.api.errors import ApiError, Code
+from server.api.tool_grammar import can_forbid_calls
 from server.config import ServerConfig
 from server.prompt_hygiene import with_constant_headers
 
 _ERROR_PREFIX = "Error: "
 
+Define: TypeAlias = Callable[[Sequence[str], Mapping[str, Tool], str], str]
+"""(names, tools by name, place in the conversation) to the definitions of these tools."""
+
 
 def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig, namespace: str) -> Conversation:
     """Returns what the prompt is rendered from; raises ApiError for what no conversation may hold."""
-    continues = body.messages[-1].role == "assistant"
+    last = body.messages[-1]
+    # Behind what a search of its own has found, the answer goes on as behind any result.
+    continues = last.role == "assistant" and not (
+        last.content and isinstance(last.content[-1], ToolSearchResultBlock)
+    )
     if continues:
         _check_begun(body, model)
     num_points = body.num_cache_points()
@@ -36,10 +51,16 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     # An empty text, as forms of clients send it, is no system prompt.
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
-    messages = [*system, *template_messages(body.messages)]
+    if body.tools and not body.forbids_calls and not model.renderer.reads_tools:
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
+    reader = _Reader(body.tools or (), _definer(body, model, namespace))
+    messages = [*system, *reader.read(body.messages)]
+    is_hidden = body.forbids_calls and not can_forbid_calls(model)
     return open_conversation(
         model,
-        tools=_offered_tools(body, model),
+        tools=[] if is_hidden else [as_function(tool) for tool in body.tools or () if not tool.defer_loading],
+        callable_tools=reader.callable_tools(),
+        forbids_calls=body.forbids_calls,
         messages=with_constant_headers(messages) if config.prompt_hygiene else messages,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
@@ -67,33 +88,97 @@ def _cannot_begin(why: str) -> ApiError:
     return ApiError(Code.INVALID_VALUE, message, "messages")
 
 
-def template_messages(messages: Sequence[InputMessage]) -> list[Message]:
-    """Returns the messages as chat templates read them: each result of a tool is a message of its own."""
-    return [shown for message in messages for shown in _template_messages(message)]
+class _Reader:
+    """Reads messages as templates do, each result as one of its own; follows which tools may be called."""
 
+    def __init__(self, tools: Sequence[ToolDefinition], define: Define) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._define = define
+        self._callable = {name for name, tool in self._tools.items() if not tool.defer_loading}
 
-def _template_messages(message: InputMessage) -> Iterator[Message]:
-    if message.role == "assistant":
-        yield _assistant_message(message.content)
-        return
-    texts: list[TextBlock] = []
-    for block in message.content:
-        if isinstance(block, TextBlock):
-            texts.append(block)
+    def callable_tools(self) -> list[Tool]:
+        """Returns the tools that may be called behind the messages that were read."""
+        return [as_function(tool) for name, tool in self._tools.items() if name in self._callable]
+
+    def read(self, messages: Sequence[InputMessage]) -> list[Message]:
+        """Returns the messages for the template."""
+        return [shown for place, message in enumerate(messages) for shown in self._read(message, place)]
+
+    def _read(self, message: InputMessage, place: int) -> Iterator[Message]:
+        said: list[Any] = []
+        for number, block in enumerate(message.content):
+            if isinstance(block, ToolResultBlock | ToolSearchResultBlock):
+                if said:
+                    yield _message(message.role, said)
+                    said = []
+                yield self._result(block)
+            elif isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
+                said.append(self._changed(block, f"{place}.{number}"))
+            else:
+                said.append(block)
+        if said or not message.content:
+            yield _message(message.role, said)
+
+    def _changed(self, block: ToolAdditionBlock | ToolRemovalBlock, place: str) -> TextBlock:
+        """Adds or removes a tool; returns what the model is told of it."""
+        name = block.tool.tool_name
+        if isinstance(block, ToolRemovalBlock):
+            self._callable.discard(name)
+            return TextBlock(type="text", text=f"{name} is no longer available.", cache_control=block.cache_control)
+        if block.tool.definition is not None:
+            self._tools[name] = block.tool.definition
+        return TextBlock(type="text", text=self._loaded([name], place), cache_control=block.cache_control)
+
+    def _loaded(self, names: Sequence[str], place: str) -> str:
+        """Returns the definitions of tools, which may be called from here on."""
+        self._callable.update(name for name in names if name in self._tools)
+        return self._define(
+            names, {name: as_function(self._tools[name]) for name in names if name in self._tools}, place
+        )
+
+    def _result(self, block: ToolResultBlock | ToolSearchResultBlock) -> Message:
         if isinstance(block, ToolResultBlock):
-            if texts:
-                yield {"role": message.role, "content": _parts(texts)}
-                texts = []
-            yield _tool_message(block)
-    if texts or not message.content:
-        yield {"role": message.role, "content": _parts(texts)}
+            parts = self._result_parts(block)
+            parts = _as_error(parts) if block.is_error else parts
+        else:
+            names = [reference.tool_name for reference in block.content.tool_references]
+            failed = (
+                f"{_ERROR_PREFIX}{block.content.error_code}" if block.content.error_code else "No tool was found."
+            )
+            parts = [{"text": self._loaded(names, block.tool_use_id) if names else failed}]
+        message: dict[str, Any] = {"role": "tool", "content": parts, "tool_call_id": block.tool_use_id}
+        return (
+            message if block.cache_control is None else {**message, "cache_control": block.cache_control.model_dump()}
+        )
+
+    def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
+        """Returns texts as they are, and neighbouring references as one block of definitions."""
+        parts: list[dict[str, Any]] = []
+        for kind, group in groupby(block.content or (), type):
+            found: list[Any] = list(group)
+            if kind is TextBlock:
+                parts += _parts(found)
+                continue
+            marks = [mark.model_dump() for one in found if (mark := one.cache_control) is not None]
+            text = self._loaded([one.tool_name for one in found], f"{block.tool_use_id}.{len(parts)}")
+            parts.append({"text": text, **({"cache_control": marks[-1]} if marks else {})})
+        return parts
+
+
+def template_messages(messages: Sequence[InputMessage]) -> list[Message]:
+    """Returns messages without changes of tools as chat templates read them."""
+    return _Reader((), lambda names, tools, place: "").read(messages)
+
+
+def _message(role: str, blocks: Sequence[Any]) -> Message:
+    return _assistant_message(blocks) if role == "assistant" else {"role": role, "content": _parts(blocks)}
 
 
 def _assistant_message(blocks: Sequence[Any]) -> Message:
     """Returns an answer that was given: what it thought, all of its text, then its calls."""
     thoughts = [thought_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
-    calls = [_call(one) for one in blocks if isinstance(one, ToolUseBlock)]
+    calls = [_call(one) for one in blocks if isinstance(one, ToolUseBlock | ServerToolUseBlock)]
     # A text may have been split into blocks anywhere, so its parts are joined as they are.
     message: dict[str, Any] = {"role": "assistant", "content": [{"text": "".join(texts)}] if texts else []}
     if any(thoughts):
@@ -104,16 +189,8 @@ def _assistant_message(blocks: Sequence[Any]) -> Message:
     return {**message, "cache_control": marks[-1].model_dump()} if marks else message
 
 
-def _call(block: ToolUseBlock) -> dict[str, Any]:
+def _call(block: ToolUseBlock | ServerToolUseBlock) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-
-
-def _tool_message(block: ToolResultBlock) -> Message:
-    parts = _parts(block.content or ())
-    if block.is_error:
-        parts = _as_error(parts)
-    message: dict[str, Any] = {"role": "tool", "content": parts, "tool_call_id": block.tool_use_id}
-    return message if block.cache_control is None else {**message, "cache_control": block.cache_control.model_dump()}
 
 
 def _as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -127,20 +204,26 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
     return [block.model_dump(include={"text", "cache_control"}, exclude_none=True) for block in blocks]
 
 
-def _offered_tools(body: PromptBody, model: ServedModel) -> list[Mapping[str, Any]]:
-    """Returns the tools in the form that templates are written for."""
-    if not body.tools or (body.tool_choice is not None and body.tool_choice.type == "none"):
-        return []
-    if not model.renderer.reads_tools:
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
-    return [{"type": "function", "function": _function(tool)} for tool in body.tools]
-
-
-def _function(tool: ToolDefinition) -> dict[str, Any]:
+def as_function(tool: ToolDefinition) -> dict[str, Any]:
+    """Returns a tool in the form that templates are written for."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
     function["parameters"] = tool.input_schema
     if tool.strict is not None:
         function["strict"] = tool.strict
-    return function
+    return {"type": "function", "function": function}
+
+
+def _definer(body: PromptBody, model: ServedModel, namespace: str) -> Define:
+    """Returns what writes definitions; a conversation is told apart by its namespace and its first message."""
+
+    def define(names: Sequence[str], tools: Mapping[str, Tool], place: str) -> str:
+        first = hashlib.sha256(repr(_texts_of(body.messages[0])).encode()).digest()
+        return model.renderer.tool_definitions(names, tools, (namespace, first, place))
+
+    return define
+
+
+def _texts_of(message: InputMessage) -> list[str]:
+    return [block.text for block in message.content if isinstance(block, TextBlock)]

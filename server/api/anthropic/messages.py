@@ -1,17 +1,22 @@
 """`POST /v1/messages`: the answer to a conversation, streamed or whole."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Literal, NotRequired, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from models.errors import ModelError
+from models.output.pieces import Piece
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.anthropic.body_types import InputMessage, MessagesBody
-from server.api.anthropic.content import AnswerContent, BlockBody
-from server.api.anthropic.conversation import read_conversation, template_messages
+from server.api.anthropic.content import AnswerContent, BlockBody, ServerToolUseBody, ToolSearchResultBody
+from server.api.anthropic.conversation import as_function, read_conversation, template_messages
 from server.api.anthropic.fields import IN_MESSAGES
 from server.api.anthropic.params import find_model, read_params
+from server.api.anthropic.tool_search import SearchFailed, find_tools
 from server.api.anthropic.usage import (
     DiagnosticsBody,
     MessagesUsage,
@@ -25,11 +30,15 @@ from server.api.context import ApiContext, ServedModel
 from server.api.conversation import Conversation
 from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.endpoint import generate
+from server.api.errors import ApiError
 from server.api.params import Incoming, build_request
 from server.api.sse import sse_event
 from server.api.typed_body import parse_body
-from server.engine.events import Finished, Started
+from server.engine.events import Finished, FinishReason, Started
 from server.engine.request import GenerationRequest
+
+MAX_PARTS = 8
+"""So many times an answer goes on by itself; then the client is to have it go on."""
 
 
 class ContextManagementBody(TypedDict):
@@ -62,6 +71,10 @@ async def create_message(request: Request) -> Response:
 def open_message(context: ApiContext, incoming: Incoming) -> Exchange:
     """Returns the checked request; raises ApiError and the renderer's errors."""
     body = parse_body(MessagesBody, dict(incoming.fields), IN_MESSAGES)
+    return _open(context, incoming, body)
+
+
+def _open(context: ApiContext, incoming: Incoming, body: MessagesBody) -> "MessageExchange":
     model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, model, context.config, namespace)
@@ -75,7 +88,11 @@ def open_message(context: ApiContext, incoming: Incoming) -> Exchange:
         model=model,
         config=context.config,
     )
-    return MessageExchange(body, model, request, prompt, conversation)
+
+    def go_on(longer: MessagesBody, number: int) -> MessageExchange:
+        return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer)
+
+    return MessageExchange(body, model, request, prompt, conversation, go_on)
 
 
 class MessageExchange(Exchange):
@@ -88,12 +105,21 @@ class MessageExchange(Exchange):
         request: GenerationRequest,
         prompt: RenderedPrompt,
         conversation: Conversation,
+        go_on: Callable[[MessagesBody, int], "MessageExchange"],
     ) -> None:
+        """`go_on` returns the exchange of a longer body, as the part of the answer with that number."""
         # A prompt that is only evaluated has no answer that a next turn could hold.
         held = None if request.is_prime else conversation
         super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=held)
         self._body = body
-        self._content = AnswerContent(shows_thoughts=body.shows_thoughts)
+        searches = {tool.name for tool in body.tools or () if tool.is_search}
+        self._content = AnswerContent(shows_thoughts=body.shows_thoughts, searches=searches)
+        self._go_on = go_on
+        self._untold: list[dict[str, Any]] = []
+        """Events of what searches have found, which go out before the next one."""
+        self._finished: list[Finished] = []
+        """The end of each part."""
+        self._following: MessageExchange | None = None
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
         """Yields the start, each block's start, growth and end, why the answer ended, and its proper end."""
@@ -115,14 +141,64 @@ class MessageExchange(Exchange):
                     assert started is not None
                     return self._whole(started, event)
                 case _:
-                    self._content.add(event)
+                    self._add(event)
         raise AssertionError("the events of a request end with Finished")
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
         reply = InputMessage.model_validate({"role": "assistant", "content": self._content.blocks})
-        (said,) = template_messages([reply])
+        said, *found = template_messages([reply])
+        if found:
+            # How definitions are worded is known where the next request is read.
+            return []
         return [said if self.conversation is None else self.conversation.whole(said)]
+
+    async def next_part(self, finished: Finished) -> Exchange | None:
+        """Runs the searches that the model has called for; the answer goes on with what they found."""
+        self._finished.append(finished)
+        part = self._following or self
+        calls = [block for block in part._content.blocks if block["type"] in ("tool_use", "server_tool_use")]
+        searches = [call for call in calls if call["type"] == "server_tool_use"]
+        self._untold += self._content.add_results([self._run(search) for search in searches])
+        is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None
+        if not searches or is_over or len(searches) < len(calls) or len(self._finished) >= MAX_PARTS:
+            return None
+        try:
+            self._following = await asyncio.to_thread(self._go_on, self._longer(), len(self._finished) + 1)
+        except (ApiError, ModelError):  # no space is left: the client may go on by itself
+            return None
+        return self._following
+
+    def _run(self, search: ServerToolUseBody) -> ToolSearchResultBody:
+        deferred = [as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
+        content: dict[str, Any]
+        try:
+            names = find_tools(search["name"], search["input"], deferred)
+            references = [{"type": "tool_reference", "tool_name": name} for name in names]
+            content = {"type": "tool_search_tool_search_result", "tool_references": references}
+        except SearchFailed as error:
+            content = {"type": "tool_search_tool_result_error", "error_code": str(error)}
+        return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
+
+    def _longer(self) -> MessagesBody:
+        """Returns the body with what was answered so far; no call is forced any more."""
+        messages, said = self._body.messages, self._content.blocks
+        if self.conversation is not None and self.conversation.continues:
+            messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
+        reply = InputMessage.model_validate({"role": "assistant", "content": said})
+        spent = sum(part.timings.predicted_tokens for part in self._finished)
+        longer: dict[str, Any] = {"messages": [*messages, reply], "max_tokens": max(self._body.max_tokens - spent, 1)}
+        choice = self._body.tool_choice
+        if choice is not None and choice.type in ("any", "tool"):
+            longer["tool_choice"] = None
+        return self._body.model_copy(update=longer)
+
+    def _add(self, piece: Piece) -> list[dict[str, Any]]:
+        """Takes a piece of any part; returns the events that tell of it, and of what was found before."""
+        if self._following is not None:
+            self._following._content.add(piece)
+        untold, self._untold = self._untold, []
+        return [*untold, *self._content.add(piece)]
 
     def _told(self, event: OutputEvent, started: Started | None) -> list[dict[str, Any]]:
         """Returns the events of the stream that tell of one of the engine's."""
@@ -131,9 +207,10 @@ class MessageExchange(Exchange):
                 return [{"type": "message_start", "message": self._message(event)}, {"type": "ping"}]
             case Finished():
                 assert started is not None, "a request starts before it finishes"
-                return [*self._content.close(), self._last_delta(started, event), {"type": "message_stop"}]
+                ended = [*self._untold, *self._content.close()]
+                return [*ended, self._last_delta(started, event), {"type": "message_stop"}]
             case _:
-                return self._content.add(event)
+                return self._add(event)
 
     def _message(self, started: Started) -> MessageAnswer:
         """Returns the answer before its first token."""
@@ -158,7 +235,7 @@ class MessageExchange(Exchange):
             "content": self._content.blocks,
             "stop_reason": self._stop_reason(finished),
             "stop_sequence": finished.stop_text,
-            "usage": usage_at_end(self._usage(started), finished),
+            "usage": usage_at_end(self._usage(started), self._finished),
             "diagnostics": diagnostics_of(started, self.request.session_id, finished),
         }
 
@@ -166,7 +243,7 @@ class MessageExchange(Exchange):
         delta: dict[str, Any] = {
             "type": "message_delta",
             "delta": {"stop_reason": self._stop_reason(finished), "stop_sequence": finished.stop_text},
-            "usage": usage_at_end(self._usage(started), finished),
+            "usage": usage_at_end(self._usage(started), self._finished),
             "diagnostics": diagnostics_of(started, self.request.session_id, finished),
         }
         if self._body.context_management is not None:
@@ -177,4 +254,9 @@ class MessageExchange(Exchange):
         return usage_at_start(self.request, started, caches_all=self._body.cache_control is not None)
 
     def _stop_reason(self, finished: Finished) -> str:
-        return stop_reason(finished, made_calls=self.parser.made_calls, max_tokens=self._body.max_tokens)
+        spent = sum(part.timings.predicted_tokens for part in self._finished[:-1])
+        kinds = [block["type"] for block in self._content.blocks]
+        is_by_itself = finished.reason is FinishReason.STOP and finished.stop_text is None
+        if is_by_itself and kinds and kinds[-1] == "tool_search_tool_result" and "tool_use" not in kinds:
+            return "pause_turn"
+        return stop_reason(finished, made_calls="tool_use" in kinds, max_tokens=self._body.max_tokens - spent)

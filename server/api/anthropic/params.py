@@ -10,7 +10,7 @@ from server.api.conversation import Conversation
 from server.api.errors import ApiError, Code
 from server.api.params import GenerationParams
 from server.api.structured_output import AnswerGrammar, json_grammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, calls_in_text, forced_calls
 
 _OWN_NAMES = "claude-"
 """What the names of Anthropic's own models begin with."""
@@ -42,7 +42,9 @@ def read_params(body: MessagesBody, conversation: Conversation, model: ServedMod
         body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         max_thinking_tokens=body.thinking_wish().max_tokens,
-        is_single_call=bool(conversation.tools) and body.tool_choice is not None and body.tool_choice.is_single,
+        is_single_call=bool(conversation.callable_tools)
+        and body.tool_choice is not None
+        and body.tool_choice.is_single,
         grammar=_grammar(body, conversation, model),
     )
 
@@ -61,13 +63,13 @@ def _sampling(body: MessagesBody, model: ServedModel) -> SamplingParams:
 
 def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
     """Returns what binds the answer: the calls that are forced, or the schema of its text."""
-    choice, tools = body.tool_choice, conversation.tools
+    choice, tools = body.tool_choice, conversation.callable_tools
     if choice is not None and choice.type in ("any", "tool"):
         name = choice.name if choice.type == "tool" else None
         return forced_calls(model, tools, ForcedCalls(None if name is None else (name,), choice.is_single))
     wanted = _output_format(body)
     if wanted is None:
-        return strict_calls(model, tools)
+        return calls_in_text(model, conversation)
     return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 

@@ -1,5 +1,6 @@
 """What answers of the Messages API say of their tokens, of reuse, and of their end."""
 
+from collections.abc import Sequence
 from typing import Final, NotRequired, TypedDict
 
 from cache.restore_points import RestorePointKind
@@ -71,11 +72,12 @@ def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: 
     }
 
 
-def usage_at_end(at_start: MessagesUsage, finished: Finished) -> MessagesUsage:
-    """Returns the counts of a finished request."""
-    usage: MessagesUsage = {**at_start, "output_tokens": finished.timings.predicted_tokens}
-    if finished.reasoning_tokens is not None:
-        usage["output_tokens_details"] = {"thinking_tokens": finished.reasoning_tokens}
+def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
+    """Returns the counts of a finished answer: the prompt of its first part, and what all parts have put out."""
+    usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
+    thought = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
+    if thought:
+        usage["output_tokens_details"] = {"thinking_tokens": sum(thought)}
     return usage
 
 

@@ -36,7 +36,7 @@ from server.api.openai.params import read_params, refuse_going_on, refuse_lone_s
 from server.api.openai.usage import finish_reason
 from server.api.params import Incoming, build_request
 from server.api.structured_output import AnswerGrammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, calls_in_text, can_forbid_calls, forced_calls
 from server.api.typed_body import parse_body
 from server.config import ServerConfig
 from server.engine.events import Finished
@@ -65,7 +65,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | Sever
         replace(
             params,
             max_thinking_tokens=body.thinking_wish().max_tokens,
-            is_single_call=body.parallel_tool_calls is False and bool(conversation.tools),
+            is_single_call=body.parallel_tool_calls is False and bool(conversation.callable_tools),
             grammar=_grammar(body, params.grammar, conversation, model),
         ),
         prompt,
@@ -91,6 +91,7 @@ def read_conversation(
     return open_conversation(
         model,
         tools=_offered_tools(body, incoming, model),
+        forbids_calls=body.forbids_calls,
         messages=_messages(body, config),
         template_arguments=_template_arguments(body),
         namespace=namespace,
@@ -100,7 +101,7 @@ def read_conversation(
 
 def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> list[Mapping[str, Any]]:
     """Returns the tools as the client wrote them, so that the prompt keeps its order and wording."""
-    if not body.tools or (body.tool_choice is not None and body.tool_choice.mode == "none"):
+    if not body.tools or (body.forbids_calls and not can_forbid_calls(model)):
         return []
     if not model.renderer.reads_tools:
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
@@ -111,14 +112,14 @@ def _grammar(
     body: ChatBody, wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel
 ) -> AnswerGrammar | None:
     """Returns what binds the answer: the calls that are forced, or what is `wanted` of a text."""
-    choice, tools = body.tool_choice, conversation.tools
+    choice, tools = body.tool_choice, conversation.callable_tools
     if choice is not None and choice.mode == "required":
         refuse_going_on(body, "an answer ends with the calls that are forced")
         is_single = choice.is_named or body.parallel_tool_calls is False
         return forced_calls(model, tools, ForcedCalls(choice.names, is_single))
     if wanted is None:
         # What only measures goes on behind the end of turn, where no grammar does.
-        return None if body.ignore_eos else strict_calls(model, tools)
+        return None if body.ignore_eos else calls_in_text(model, conversation)
     return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 

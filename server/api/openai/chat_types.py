@@ -235,6 +235,11 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """And so many of the likeliest tokens in its place."""
 
+    @property
+    def forbids_calls(self) -> bool:
+        """Whether the body has tools and forbids that they are called."""
+        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.mode == "none"
+
     def num_top_logprobs(self) -> int | None:
         """Returns how many of the likeliest tokens are told with each token; raises ApiError for some with none."""
         if not self.logprobs and self.top_logprobs:

@@ -115,6 +115,11 @@ class InputBody(BodyModel):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
+    @property
+    def forbids_calls(self) -> bool:
+        """Whether the body has tools and forbids that they are called."""
+        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.mode == "none"
+
     def thinking_wish(self) -> ThinkingWish:
         """Returns what the body wants of thoughts."""
         return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)

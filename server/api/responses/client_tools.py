@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+SEARCH: Final = "tool_search"
+"""How the model is shown a search for tools that the client runs."""
 INPUT: Final = "input"
 """The argument that holds the input of a custom tool."""
 _SEPARATOR: Final = "__"
@@ -16,6 +18,7 @@ class ClientTool:
     name: str
     namespace: str | None = None
     is_custom: bool = False
+    is_search: bool = False
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,23 @@ class ToolSet:
     """The tools of one request."""
 
     shown: Sequence[Mapping[str, Any]] = ()
-    """Functions, as chat templates read them."""
+    """Functions at the head of the prompt, as chat templates read them."""
+    loaded: Sequence[Mapping[str, Any]] = ()
+    """Functions that a search of the client has found since."""
     by_name: Mapping[str, ClientTool] | None = None
     """By the name that the model is shown."""
+
+    @property
+    def callable_tools(self) -> list[Mapping[str, Any]]:
+        """All functions that the model may call."""
+        return [*self.shown, *self.loaded]
+
+    def with_found(self, found: "ToolSet") -> "ToolSet":
+        """Returns these tools and those that a search has found; a tool that was there already stays as it was."""
+        known = {tool["function"]["name"] for tool in self.callable_tools}
+        new = [tool for tool in found.shown if tool["function"]["name"] not in known]
+        by_name = {**(found.by_name or {}), **(self.by_name or {})}
+        return ToolSet(self.shown, [*self.loaded, *new], by_name)
 
     def find(self, name: str) -> ClientTool:
         """Returns the tool that the model calls; one that it has made up is a function."""

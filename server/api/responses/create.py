@@ -1,6 +1,8 @@
 """`POST /v1/responses`: the answer to items, streamed or whole."""
 
 import asyncio
+import hashlib
+import json
 import logging
 import sqlite3
 import time
@@ -25,7 +27,7 @@ from server.api.responses.body_types import ENCRYPTED_THOUGHTS, InputBody, Respo
 from server.api.responses.client_tools import ToolSet
 from server.api.responses.fields import IN_COUNT, IN_RESPONSES
 from server.api.responses.history import RequestItems, read_request_items
-from server.api.responses.items import read_messages
+from server.api.responses.items import read_messages, search_outputs
 from server.api.responses.known_body import parse_known
 from server.api.responses.output import AnswerOutput, Event, ThoughtStyle
 from server.api.responses.response_body import ResponseBody, begun_response, error_of, usage_of
@@ -33,7 +35,7 @@ from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.tools import read_tools
 from server.api.sse import sse_event
 from server.api.structured_output import AnswerGrammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, forced_calls, strict_calls
+from server.api.tool_grammar import ForcedCalls, answer_or_calls, calls_in_text, can_forbid_calls, forced_calls
 from server.api.typed_body import validated
 from server.api.usage import costs_of
 from server.config import ServerConfig
@@ -109,11 +111,13 @@ def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
 def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
     """Returns what a prompt is made of; raises ApiError. Waits for the store."""
     items = read_request_items(body, context.kept(store_of), namespace, name)
-    tools = _offered_tools(body, model)
+    tools, found = _found_tools(_offered_tools(body, model), items, model, namespace)
     conversation = open_conversation(
         model,
-        messages=_messages(body, items, context.config),
+        messages=_messages(body, items, found, context.config),
         tools=tools.shown,
+        callable_tools=tools.callable_tools,
+        forbids_calls=body.forbids_calls,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
     )
@@ -133,15 +137,32 @@ def _count(context: ApiContext, incoming: Incoming) -> Payload:
 
 def _offered_tools(body: InputBody, model: ServedModel) -> ToolSet:
     tools = read_tools(body.tools or ())
-    if not tools.shown or (body.tool_choice is not None and body.tool_choice.mode == "none"):
+    if not tools.shown or (body.forbids_calls and not can_forbid_calls(model)):
         return ToolSet()
     if not model.renderer.reads_tools:
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
     return tools
 
 
-def _messages(body: InputBody, items: RequestItems, config: ServerConfig) -> list[Message]:
-    messages = read_messages([*_instructions(body), *items.history.items, *items.new])
+def _found_tools(
+    tools: ToolSet, items: RequestItems, model: ServedModel, namespace: str
+) -> tuple[ToolSet, dict[str, str]]:
+    """Returns the tools with those that searches have found, and the definitions of these by the call's id."""
+    definitions: dict[str, str] = {}
+    all_items = [*items.history.items, *items.new]
+    for item in search_outputs(all_items):
+        found = read_tools(item["tools"], "input.tools", defers=False)
+        shown = {tool["function"]["name"]: tool for tool in found.shown}
+        first = json.dumps(next((one.get("content") for one in all_items if one.get("role") == "user"), None))
+        place = (namespace, hashlib.sha256(first.encode()).digest(), item["call_id"])
+        text = model.renderer.tool_definitions(list(shown), shown, place) if shown else "No tool was found."
+        definitions[item["call_id"]] = text
+        tools = tools.with_found(found)
+    return tools, definitions
+
+
+def _messages(body: InputBody, items: RequestItems, found: Mapping[str, str], config: ServerConfig) -> list[Message]:
+    messages = read_messages([*_instructions(body), *items.history.items, *items.new], found)
     if not messages:
         raise ApiError(Code.MISSING_PARAMETER, "input: Field required", "input")
     return with_constant_headers(messages) if config.prompt_hygiene else messages
@@ -162,18 +183,18 @@ def _in_chain(incoming: Incoming, session: str | None) -> Incoming:
 
 def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> AnswerGrammar | None:
     """Returns what binds the answer: the calls that are forced, or the format of its text."""
-    wanted, choice, tools = body.answer_grammar(), body.tool_choice, given.conversation.tools
+    wanted, choice, tools = body.answer_grammar(), body.tool_choice, given.conversation.callable_tools
     if choice is not None and choice.mode == "required":
         is_single = choice.is_named or body.parallel_tool_calls is False
         names = _shown_names(given.tools, choice.names) if choice.names is not None else None
         return forced_calls(model, tools, ForcedCalls(names, is_single))
     if wanted is None:
-        return strict_calls(model, tools)
+        return calls_in_text(model, given.conversation)
     return answer_or_calls(model, tools, wanted) if tools else wanted
 
 
 def _is_single_call(body: ResponsesBody, given: ReadInput) -> bool:
-    return body.parallel_tool_calls is False and bool(given.conversation.tools)
+    return body.parallel_tool_calls is False and bool(given.conversation.callable_tools)
 
 
 def _shown_names(tools: ToolSet, names: Sequence[str]) -> tuple[str, ...]:

@@ -7,13 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from models.prompt.chat_template import Message
 from server.api.errors import ApiError, Code
 from server.api.openai.chat_types import ChatMessage, template_messages
-from server.api.responses.client_tools import input_arguments, joined_name
+from server.api.responses.client_tools import SEARCH, input_arguments, joined_name
 from server.api.responses.thoughts import thought_of
 from server.api.typed_body import BodyModel, validated
 
@@ -86,6 +86,20 @@ class OutputItem(BodyModel):
     output: Text
 
 
+class SearchCallItem(BodyModel):
+    """A search for tools that the model made, and the client ran."""
+
+    call_id: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class SearchOutputItem(BodyModel):
+    """The tools that the client has found."""
+
+    call_id: str | None = None
+    tools: list[dict[str, Any]]
+
+
 class ReasoningItem(BodyModel):
     """What the model thought."""
 
@@ -108,6 +122,8 @@ _KINDS: Mapping[str, type[BodyModel]] = {
     "custom_tool_call_output": OutputItem,
     "local_shell_call": ShellCallItem,
     "local_shell_call_output": OutputItem,
+    "tool_search_call": SearchCallItem,
+    "tool_search_output": SearchOutputItem,
     "reasoning": ReasoningItem,
     "item_reference": ReferenceItem,
 }
@@ -117,8 +133,6 @@ SKIPPED_ITEM_TYPES: Final = (
     "file_search_call",
     "code_interpreter_call",
     "image_generation_call",
-    "tool_search_call",
-    "tool_search_output",
     "mcp_list_tools",
     "compaction",
 )
@@ -135,7 +149,7 @@ def _checked(item: Any, param: str, index: int) -> Item:
     if not isinstance(item, dict):
         raise ApiError(Code.INVALID_TYPE, f"{place}: Input should be an item, an object", place)
     kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
-    if isinstance(kind, str) and kind in SKIPPED_ITEM_TYPES:
+    if isinstance(kind, str) and _is_skipped(item):
         return item
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(ITEM_TYPES)
@@ -144,21 +158,35 @@ def _checked(item: Any, param: str, index: int) -> Item:
     return {**item, "type": kind}
 
 
-def read_messages(items: Sequence[Item]) -> list[Message]:
-    """Returns the messages of checked items as chat templates read them; references have been replaced."""
-    return template_messages([ChatMessage.model_validate(message) for message in _chat_messages(items)])
+def _is_skipped(item: Item) -> bool:
+    # A search for tools that another server has run has no call, and its tools stand among the request's.
+    is_search = item.get("type") in ("tool_search_call", "tool_search_output")
+    return item.get("type") in SKIPPED_ITEM_TYPES or (is_search and not item.get("call_id"))
 
 
-def _chat_messages(items: Sequence[Item]) -> list[dict[str, Any]]:
+def search_outputs(items: Sequence[Item]) -> list[Item]:
+    """Returns the checked items that hold the tools which the client has found."""
+    return [item for item in items if item["type"] == "tool_search_output" and not _is_skipped(item)]
+
+
+def read_messages(items: Sequence[Item], found: Mapping[str, str] | None = None) -> list[Message]:
+    """Returns the messages of checked items as chat templates read them; references have been replaced.
+
+    `found` has the definitions of the tools that were found, by the id of the call that searched for them.
+    """
+    return template_messages([ChatMessage.model_validate(message) for message in _chat_messages(items, found or {})])
+
+
+def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     previous = ""
     for item in items:
         kind = item["type"]
-        if kind in SKIPPED_ITEM_TYPES:
+        if _is_skipped(item):
             continue
         said = _assistant_part(item)
         if said is None:
-            messages.append(_other_message(item))
+            messages.append(_other_message(item, found))
         elif not messages or messages[-1]["role"] != "assistant" or (kind == previous == "message"):
             messages.append({"role": "assistant", "content": "", **said})
         else:
@@ -181,6 +209,8 @@ def _assistant_part(item: Item) -> dict[str, Any] | None:
         case "custom_tool_call":
             name = joined_name(item.get("namespace"), item["name"])
             return _call(item, name, json.dumps(input_arguments(item["input"]), ensure_ascii=False))
+        case "tool_search_call":
+            return _call(item, SEARCH, json.dumps(item.get("arguments") or {}, ensure_ascii=False))
         case "local_shell_call":
             return _call(item, LOCAL_SHELL, json.dumps(item["action"], ensure_ascii=False))
     return None
@@ -191,9 +221,11 @@ def _call(item: Item, name: str, arguments: str) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
-def _other_message(item: Item) -> dict[str, Any]:
+def _other_message(item: Item, found: Mapping[str, str]) -> dict[str, Any]:
     if item["type"] == "message":
         return {"role": item["role"], "content": _text(item["content"])}
+    if item["type"] == "tool_search_output":
+        return {"role": "tool", "tool_call_id": item["call_id"], "content": found.get(item["call_id"], "")}
     call_id = item.get("call_id") or item.get("id")
     return {"role": "tool", "tool_call_id": call_id, "content": _text(item["output"])}
 

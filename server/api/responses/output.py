@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.unicode_text import read_object
 from server.api.responses.client_tools import ClientTool, ToolSet
 from server.api.responses.custom_input import CustomInput
 from server.api.responses.thoughts import enclose
@@ -170,6 +171,26 @@ class _OpenCustomCall(_OpenItem):
         return [self.event("custom_tool_call_input.delta", delta=text)] if text else []
 
 
+class _OpenSearchCall(_OpenItem):
+    """A search for tools: it comes whole, for the API has no events for its arguments."""
+
+    def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
+        super().__init__(item_id, index)
+        self._call_id = call_id
+        self._texts: list[str] = []
+
+    def body(self, status: Status) -> ItemBody:
+        item = {"id": self.id, "type": "tool_search_call", "status": status, "call_id": self._call_id}
+        return {**item, "execution": "client", "arguments": read_object("".join(self._texts)) or {}}
+
+    def grow(self, text: str) -> list[Event]:
+        self._texts.append(text)
+        return []
+
+    def end(self) -> list[Event]:
+        return []
+
+
 _Make: TypeAlias = Callable[[str, int], _OpenItem]
 
 
@@ -229,7 +250,10 @@ class AnswerOutput:
         return _OpenThought(item_id, index, self._thoughts)
 
     def _begin_call(self, call_id: str, tool: ClientTool) -> list[Event]:
-        kind, prefix = (_OpenCustomCall, "ctc") if tool.is_custom else (_OpenFunctionCall, "fc")
+        kind: type[_OpenFunctionCall | _OpenCustomCall | _OpenSearchCall] = _OpenFunctionCall
+        prefix = "fc"
+        if tool.is_custom or tool.is_search:
+            kind, prefix = (_OpenCustomCall, "ctc") if tool.is_custom else (_OpenSearchCall, "tsc")
         return self._begin(prefix, lambda item_id, index: kind(item_id, index, call_id, tool))
 
     def _ready(self, kind: type[_OpenItem], prefix: str, make: _Make) -> list[Event]:

@@ -1,8 +1,8 @@
 """The tools of a request: how the model is shown them, and what a call of the model is for the client.
 
 A model knows functions only. A custom tool, whose input is a text, is shown as a function with one argument
-`input`; a namespace as functions whose names begin with its own. Tools that OpenAI runs itself are
-left out or refused.
+`input`; a namespace as functions whose names begin with its own; a search for tools that the client runs as the
+function `tool_search`. Tools that OpenAI runs itself are left out or refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,17 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from server.api.errors import ApiError, Code
-from server.api.responses.client_tools import INPUT, ClientTool, ToolSet, joined_name
+from server.api.responses.client_tools import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 from server.api.typed_body import BodyModel, validated
 
-LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation", "tool_search")
+LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
 """Tools that coding agents offer on every server; the model is not shown them."""
+_QUERY: Final = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
+    "required": ["query"],
+}
+"""What a search for tools takes unless the client says otherwise."""
 
 
 class FunctionTool(BodyModel):
@@ -51,9 +57,20 @@ class NamespaceTool(BodyModel):
     tools: list[dict[str, Any]]
 
 
-def read_tools(tools: Sequence[Any], param: str = "tools") -> ToolSet:
-    """Returns the tools of a checked or unchecked list; raises ApiError (400)."""
+class SearchTool(BodyModel):
+    """A search for tools that the client runs."""
+
+    description: str = "Searches the tools that are not loaded yet. What it finds may be called from then on."
+    parameters: dict[str, Any] = Field(default_factory=lambda: dict(_QUERY))
+
+
+def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = True) -> ToolSet:
+    """Returns the tools of a checked or unchecked list; raises ApiError (400).
+
+    It `defers` tools that say so, where the client has a search by which the model can find them.
+    """
     shown: list[Mapping[str, Any]] = []
+    defers = defers and any(map(_is_client_search, tools))
     by_name: dict[str, ClientTool] = {}
     for place, tool, namespace in _flattened(tools, param):
         function, found = _read(tool, place, namespace)
@@ -61,8 +78,9 @@ def read_tools(tools: Sequence[Any], param: str = "tools") -> ToolSet:
         if name in by_name:
             raise ApiError(Code.INVALID_VALUE, f"{place}.name: there are two tools named {name!r}", f"{place}.name")
         by_name[name] = found
-        shown.append({"type": "function", "function": function})
-    return ToolSet(shown, by_name)
+        if not (defers and tool.get("defer_loading") is True):
+            shown.append({"type": "function", "function": function})
+    return ToolSet(shown, by_name=by_name)
 
 
 def _flattened(tools: Sequence[Any], param: str) -> list[tuple[str, Mapping[str, Any], NamespaceTool | None]]:
@@ -79,7 +97,13 @@ def _flattened(tools: Sequence[Any], param: str) -> list[tuple[str, Mapping[str,
     return found
 
 
+def _is_client_search(tool: Any) -> bool:
+    return bool(_type_of(tool) == "tool_search" and tool.get("execution") == "client")
+
+
 def _is_left_out(tool: Any) -> bool:
+    if _type_of(tool) == "tool_search":
+        return not _is_client_search(tool)
     # Previews of tools end with their date.
     return any(_type_of(tool) in (name, f"{name}_2025_03_11", f"{name}_2025_08_26") for name in LEFT_OUT)
 
@@ -93,12 +117,17 @@ def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) 
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
-            function = validated(FunctionTool, tool, place)
-            shown = function.model_dump(include=set(FunctionTool.model_fields), exclude_none=True)
+            given_function = validated(FunctionTool, tool, place)
+            shown = given_function.model_dump(include=set(FunctionTool.model_fields), exclude_none=True)
             is_custom = False
         case "custom":
             custom = validated(CustomTool, tool, place)
             shown, is_custom = _as_function(custom), True
+        case "tool_search":
+            given = {name: value for name, value in tool.items() if value is not None}
+            search = validated(SearchTool, given, place)
+            function = {"name": SEARCH, "description": search.description, "parameters": search.parameters}
+            return function, ClientTool(SEARCH, is_search=True)
         case kind:
             message = (
                 f"{place}.type: {str(kind)[:40]!r} is no tool that is offered here: functions, custom tools and "

@@ -10,13 +10,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.grammar_compiler import GrammarCompiler
-from server.api.tool_grammar import strict_calls
+from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.tool_formats.llama_json import LLAMA_JSON
+from models.output.tool_formats.pythonic import PYTHONIC
+from server.api.conversation import open_conversation
+from server.api.tool_grammar import calls_in_text, strict_calls
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
-from tests.support.fake_engine import JSON_TOOLS, FakeEngine, fake_model
+from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, fake_model
 
 CHAT = "/v1/chat/completions"
 WEATHER = {
@@ -25,6 +29,7 @@ WEATHER = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+NAMED: dict[str, Any] = {"name": "weather", "parameters": WEATHER}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
     {"type": "function", "function": {"name": "now"}},
@@ -167,6 +172,78 @@ def test_one_call_at_most(live: Live) -> None:
     for seed in range(4):
         choice = live.ask(user("x"), **asked, seed=seed).choices[0]
         assert (len(choice.message.tool_calls), choice.finish_reason) == (1, "tool_calls")
+
+
+def counts(usage: dict[str, Any]) -> tuple[int, int]:
+    """Prompt tokens, and those that were restored, as each API says it."""
+    if "prompt_tokens" in usage:
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    if "input_tokens_details" in usage:
+        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
+    cached = usage["cache_read_input_tokens"]
+    return usage["input_tokens"] + usage["cache_creation_input_tokens"] + cached, cached
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "tools", "none"),
+    [
+        ("/v1/chat/completions", {"messages": [user("Hi")], "max_tokens": 9}, TOOLS, "none"),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 9}, [{"type": "function", **NAMED}], "none"),
+        (
+            "/v1/messages",
+            {"messages": [user("Hi")], "max_tokens": 9},
+            [{"name": "weather", "input_schema": WEATHER}],
+            {"type": "none"},
+        ),
+    ],
+)
+def test_where_no_call_is_wanted_the_prompt_stays_as_it_is(
+    live: Live, path: str, asked: dict[str, Any], tools: Any, none: Any
+) -> None:
+    body = {**asked, "model": live.model, "tools": tools, "cache_salt": path}
+    num_prompt, _ = counts(live.post(path, **body).json()["usage"])
+    live.wait_until_idle()
+    assert counts(live.post(path, **body, tool_choice=none).json()["usage"]) == (num_prompt, num_prompt - 1)
+
+
+def test_a_model_that_wants_to_call_writes_text_where_it_must_not(live: Live) -> None:
+    for seed in range(4):
+        asked = {**ASKED, "logit_bias": CALLS, "max_tokens": 40, "seed": seed}
+        choice = live.ask(user("x"), **asked, tool_choice="none").choices[0]
+        assert not choice.message.tool_calls and "<tool_call>" not in choice.message.content
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "is_allowed"),
+    [
+        (JSON_TOOLS, "a < b, <tool_cal", True),
+        (JSON_TOOLS, "so <tool_call>", False),
+        (replace(JSON_TOOLS, start="[CALL]"), "so [CALL", True),
+        (replace(JSON_TOOLS, start="[CALL]"), "so [CALL]", False),
+        (LLAMA_JSON, '{"name": "Bob", "age": 7}', True),
+        (LLAMA_JSON, ' {"name": "weather", "parameters"', False),
+        (PYTHONIC, "[1, 2] is a list", True),
+        (PYTHONIC, "[weather(", False),
+    ],
+)
+def test_what_begins_a_call_is_no_text(syntax: Any, text: str, is_allowed: bool) -> None:
+    tokenizer: Any = tiny_models.tokenizer()
+    grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
+    model = fake_model(tool_syntax=syntax, grammars=grammars)
+    conversation = open_conversation(model, [user("Hi")], TOOLS, forbids_calls=True)
+    wanted = calls_in_text(model, conversation)
+    assert wanted is not None
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert follows(grammars.compile(wanted.grammar).begin(), tokens) == is_allowed
+
+
+def test_tools_that_cannot_be_forbidden_are_not_shown() -> None:
+    renderer = FakeRenderer()
+    model = fake_model(renderer=renderer, tool_syntax=HarmonyFormat(), grammars=NamingBinder())
+    client = TestClient(create_app(FakeEngine(), model, ServerConfig()))
+    body = {"messages": [user("x")], "tools": TOOLS, "tool_choice": "none"}
+    assert client.post(CHAT, content=json.dumps(body), headers=JSON).status_code == 200
+    assert renderer.calls[0]["tools"] is None
 
 
 CALL = '\n{"name": "weather", "arguments": {"city": "Rome", "days": 1}}\n'

@@ -466,7 +466,7 @@ def test_forced_calls_bind_the_answer(choice: dict[str, Any], start: str, names:
     ]
 
 
-@pytest.mark.parametrize("choice", [None, {"type": "auto", "disable_parallel_tool_use": True}, {"type": "none"}])
+@pytest.mark.parametrize("choice", [None, {"type": "auto", "disable_parallel_tool_use": True}])
 def test_other_choices_bind_nothing(choice: dict[str, Any] | None) -> None:
     served = Served(grammars=Speller())
     served.ask(tools=[TOOL], tool_choice=choice)

@@ -1,0 +1,101 @@
+"""Definitions of tools that a conversation learns of after its beginning, as the model's template writes them.
+
+A template writes tools at the head of a prompt. A tool that is loaded later is written where it is loaded, so that
+nothing before it changes, in the same form: what the template adds to a prompt with one tool for another one.
+
+Pure: knows the template only as a function.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+Tool: TypeAlias = Mapping[str, Any]
+"""`{"type": "function", "function": {"name", "description", "parameters"}}`."""
+Render: TypeAlias = Callable[[Sequence[Tool]], str | None]
+"""Returns a short prompt with some tools; None where the template refuses it."""
+
+MAX_KEPT_CHARACTERS: Final = 16 << 20
+_SAMPLE: Final[Tool] = {
+    "type": "function",
+    "function": {
+        "name": "qsample",
+        "description": "qdescription",
+        "parameters": {"type": "object", "properties": {"qkey": {"type": "string", "description": "d"}}},
+    },
+}
+_SEPARATORS: Final = ", \t\r\n"
+_BRACKETS: Final = ("<>", "{}", "[]", "()")
+
+
+class ToolDefinitions:
+    """Writes definitions for one model. For any thread."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Hashable, str] = OrderedDict()
+        self._num_kept = 0
+        """Characters of the texts that are kept."""
+
+    def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
+        """Returns the definitions of the tools that have these names, as one block.
+
+        `place` says where in which conversation the block stands. A conversation keeps the wording that it saw first,
+        whatever has become of the tools since. A name without a tool is said to be no longer available; a block with
+        one is not kept, for the tool may come back.
+        """
+        key = (place, tuple(names))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        found = [tools[name] for name in names if name in tools]
+        lines = ["<functions>", *map(self._definition, found), "</functions>"] if found else []
+        text = "\n".join([*lines, *(f"{name} is no longer available." for name in names if name not in tools)])
+        if len(found) == len(names):
+            self._keep(key, text)
+        return text
+
+    def _definition(self, tool: Tool) -> str:
+        alone, both = self._render([_SAMPLE]), self._render([_SAMPLE, tool])
+        written = _inserted(alone, both) if alone is not None and both is not None else ""
+        name, sample = tool["function"]["name"], _SAMPLE["function"]["name"]
+        if name in written and sample not in written:
+            return written
+        # The template writes tools otherwise than one after another, or not at all.
+        return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
+
+    def _keep(self, key: Hashable, text: str) -> None:
+        with self._lock:
+            if key not in self._kept:
+                self._num_kept += len(text)
+            self._kept[key] = text
+            while self._num_kept > MAX_KEPT_CHARACTERS:
+                self._num_kept -= len(self._kept.popitem(last=False)[1])
+
+
+def _inserted(shorter: str, longer: str) -> str:
+    """Returns what `longer` has within `shorter`, without separators; "" if it is no insertion.
+
+    What is inserted may begin like what follows it (`<function>` before `</tools>`). Of the several places for it,
+    the right one stands between separators or brackets.
+    """
+    count = len(longer) - len(shorter)
+    start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))
+    if count <= 0 or longer[start + count :] != shorter[start:]:
+        return ""
+    while not _is_whole(longer, start, start + count):
+        if start == 0 or longer[start - 1] != longer[start + count - 1]:
+            return ""
+        start -= 1
+    return longer[start : start + count].strip(_SEPARATORS)
+
+
+def _is_whole(text: str, start: int, stop: int) -> bool:
+    """Whether a part of a text begins at a separator, or with a bracket that its last character closes."""
+    if start == 0 or text[start] in _SEPARATORS or text[start - 1] in _SEPARATORS:
+        return True
+    return text[start] + text[stop - 1] in _BRACKETS

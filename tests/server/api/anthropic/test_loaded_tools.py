@@ -1,0 +1,375 @@
+"""Tools that are loaded when they are needed: what the model is shown of them, where, and what it may call."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from starlette.testclient import TestClient
+
+from server.api.anthropic.tool_search import BM25, MAX_FOUND, REGEX, SearchFailed, find_tools
+from server.app import create_app
+from server.config import ServerConfig
+from tests.server.api.anthropic.test_messages import COUNT, HI, Served
+from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
+from tests.support.live_server import running
+
+
+def roomy(script: Script = Script(), **model: Any) -> Served:  # noqa: B008 - frozen
+    return Served(script, context_tokens=100_000, **model)
+
+
+SEARCH = {"name": "ToolSearch", "input_schema": {"type": "object"}}
+
+
+def tool(name: str, description: str = "", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "description": description or f"Does {name}.", "input_schema": {"type": "object"}, **fields}
+
+
+def deferred(name: str, description: str = "", **fields: Any) -> dict[str, Any]:
+    return tool(name, description, defer_loading=True, **fields)
+
+
+def loading(*names: str, call: str = "toolu_1", then: Any = ()) -> list[dict[str, Any]]:
+    references = [{"type": "tool_reference", "tool_name": name} for name in names]
+    result = {"type": "tool_result", "tool_use_id": call, "content": [*references, *then]}
+    use = {"type": "tool_use", "id": call, "name": "ToolSearch", "input": {"query": "x"}}
+    return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+
+def definition(name: str) -> str:
+    function = {"name": name, "description": f"Does {name}.", "parameters": {"type": "object"}}
+    return json.dumps({"type": "function", "function": function})
+
+
+def named(tools: Any) -> list[str]:
+    return [one["function"]["name"] for one in tools or ()]
+
+
+def texts(message: Any) -> list[str]:
+    return [part["text"] for part in message["content"]]
+
+
+# ---------------------------------------------------------------------------------------------------- references
+
+
+def test_deferred_tools_stay_out_of_the_head_and_out_of_the_count() -> None:
+    served = roomy()
+    tools = [SEARCH, tool("Read"), deferred("Placeholder"), deferred("ledger")]
+    served.ask(tools=tools)
+    assert named(served.rendered["tools"]) == ["ToolSearch", "Read"]
+    assert served.post(COUNT, tools=tools).status_code == 200
+    assert named(served.rendered["tools"]) == ["ToolSearch", "Read"]
+
+
+def test_references_become_one_block_of_definitions_where_they_stand() -> None:
+    served = roomy()
+    note = {"type": "text", "text": "That is all."}
+    served.ask(
+        messages=[HI, *loading("ledger", "mail", then=[note])],
+        tools=[SEARCH, deferred("mail"), deferred("ledger"), deferred("other")],
+    )
+    assert named(served.rendered["tools"]) == ["ToolSearch"]
+    result = served.messages[-1]
+    block = f"<functions>\n{definition('ledger')}\n{definition('mail')}\n</functions>"
+    assert (result["role"], texts(result)) == ("tool", [block, "That is all."])
+
+
+def test_a_reference_without_its_tool_is_no_error() -> None:
+    served = roomy()
+    served.ask(messages=[HI, *loading("gone")], tools=[SEARCH])
+    assert texts(served.messages[-1]) == ["gone is no longer available."]
+
+
+def test_a_definition_keeps_its_first_wording_in_its_conversation_only() -> None:
+    served = roomy()
+    messages = [HI, *loading("ledger")]
+    served.ask(messages=messages, tools=[SEARCH, deferred("ledger")])
+    first = texts(served.messages[-1])
+    for tools in ([SEARCH, deferred("ledger", "Reworded.")], [SEARCH]):
+        served.ask(messages=messages, tools=tools)
+        assert texts(served.messages[-1]) == first
+    others: dict[str, Any] = {"messages": [{"role": "user", "content": "Other"}, *loading("ledger")]}
+    for fields in (others, {"messages": messages, "cache_salt": "elsewhere"}):
+        served.ask(**fields, tools=[SEARCH, deferred("ledger", "Reworded.")])
+        assert "Reworded." in texts(served.messages[-1])[0]
+
+
+def test_a_mark_on_a_reference_is_a_restore_point_and_no_other_conversation() -> None:
+    served = roomy()
+    marked = loading("ledger")
+    served.ask(messages=[HI, *marked], tools=[SEARCH, deferred("ledger")])
+    marked[1]["content"][0]["content"][0]["cache_control"] = {"type": "ephemeral"}
+    hi = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+    served.ask(messages=[hi, *marked], tools=[SEARCH, deferred("ledger", "Reworded.")])
+    (part,) = served.messages[-1]["content"]
+    assert part["cache_control"]["type"] == "ephemeral" and "Does ledger." in part["text"]
+
+
+CALL_LEDGER = Script(('<tool_call>{"name": "ledger", "arguments": {}}</tool_call>',))
+
+
+@pytest.mark.parametrize("tools", [[SEARCH, deferred("ledger")], [deferred("ledger")]])
+def test_a_loaded_tool_is_called(tools: list[dict[str, Any]]) -> None:
+    body = roomy(CALL_LEDGER).ask(messages=[HI, *loading("ledger")], tools=tools)
+    assert [(one["type"], one["name"]) for one in body["content"]] == [("tool_use", "ledger")]
+
+
+def callable_after(*messages: dict[str, Any], tools: list[dict[str, Any]]) -> set[str]:
+    """The tools that a call can be forced of."""
+    allowed = set()
+    for name in {one["name"] for one in tools} | {"inline"}:
+        answer = roomy().post(messages=[HI, *messages], tools=tools, tool_choice={"type": "tool", "name": name})
+        assert (
+            answer.status_code == 400
+        )  # the fake cannot force calls; what it says of tools that are not there differs
+        if "there is no tool" not in answer.text:
+            allowed.add(name)
+    return allowed
+
+
+def changed(kind: str, **tool: Any) -> dict[str, Any]:
+    return {"role": "system", "content": [{"type": kind, "tool": tool}]}
+
+
+def test_what_may_be_called_follows_the_conversation() -> None:
+    tools = [SEARCH, deferred("ledger"), deferred("late"), deferred("other")]
+    removal = changed("tool_removal", type="tool_reference", name="ledger")
+    addition = changed("tool_addition", type="tool_reference", name="late")
+    inline = changed("tool_addition", type="tool_definition", definition=tool("inline"))
+    assert callable_after(tools=tools) == {"ToolSearch"}
+    assert callable_after(*loading("ledger"), tools=tools) == {"ToolSearch", "ledger"}
+    assert callable_after(*loading("ledger"), removal, tools=tools) == {"ToolSearch"}
+    assert callable_after(addition, tools=tools) == {"ToolSearch", "late"}
+    assert callable_after(inline, tools=tools) == {"ToolSearch", "inline"}
+    assert callable_after(removal, *loading("ledger"), tools=tools) == {"ToolSearch", "ledger"}
+
+
+def test_changes_are_told_where_they_stand() -> None:
+    served = roomy()
+    served.ask(
+        messages=[
+            HI,
+            {"role": "assistant", "content": "Yes?"},
+            {"role": "user", "content": "Go on."},
+            changed("tool_addition", type="tool_definition", definition=tool("inline")),
+            changed("tool_removal", type="tool_reference", name="Read"),
+        ],
+        tools=[tool("Read")],
+    )
+    assert named(served.rendered["tools"]) == ["Read"], "the head stays as it is"
+    added, removed = served.messages[-2:]
+    assert added["role"] == removed["role"] == "system"
+    assert texts(added) == [f"<functions>\n{definition('inline')}\n</functions>"]
+    assert texts(removed) == ["Read is no longer available."]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "tool_reference", "name": "x"}], "tool_name"),
+        ([{"type": "image", "source": {}}], "images"),
+        ([{"type": "puzzle", "pieces": 7}], "puzzle is no block that is known here"),
+    ],
+)
+def test_what_a_result_cannot_hold_is_refused_by_name(content: Any, message: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": content}
+    assert message in roomy().refused(messages=[HI, loading()[0], {"role": "user", "content": [result]}])
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "note", "text": "one\ntwo"},
+        {"type": "compaction", "content": "one\ntwo"},
+        {"type": "search_result", "title": "t", "content": [{"type": "text", "text": t} for t in ("one", "two")]},
+    ],
+)
+def test_an_unknown_block_of_text_is_text(block: dict[str, Any]) -> None:
+    served = roomy()
+    served.ask(messages=[{"role": "user", "content": [block]}])
+    assert texts(served.messages[-1]) == ["one\ntwo"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "tool_reference"},
+        {"type": "tool_definition"},
+        {"type": "mcp_tool_reference", "server_name": "s", "name": "x"},
+    ],
+)
+def test_a_change_says_of_which_tool(change: dict[str, Any]) -> None:
+    assert "messages[1].content[0]" in roomy().refused(messages=[HI, changed("tool_addition", **change)])
+
+
+# ------------------------------------------------------------------------------------------------------ searches
+
+MANY = [
+    deferred("get_weather", "The weather of a city."),
+    deferred("sendMail", "Sends a message to somebody."),
+    deferred("list_mails", "Lists the messages of a folder.", input_schema={"properties": {"mailbox": {}}}),
+    deferred("add", "Adds two numbers."),
+]
+FUNCTIONS = [
+    {"function": {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]}} for t in MANY
+]
+
+
+@pytest.mark.parametrize(
+    ("search", "query", "found"),
+    [
+        (REGEX, "mail", ["sendMail", "list_mails"]),
+        (REGEX, "^(ADD|get_.*)$", ["get_weather", "add"]),
+        (REGEX, "mailbox", ["list_mails"]),
+        (REGEX, "nothing like it", []),
+        (BM25, "how is the weather in a city", ["get_weather", "list_mails"]),
+        (BM25, "send a mail", ["sendMail", "get_weather", "list_mails"]),
+        (BM25, "mailbox", ["list_mails"]),
+        (BM25, "?!", []),
+    ],
+)
+def test_a_search_finds_names_descriptions_and_arguments(search: str, query: str, found: list[str]) -> None:
+    assert find_tools(search, {"query": query}, FUNCTIONS)[: len(found)] == found
+    assert found or not find_tools(search, {"query": query}, FUNCTIONS)
+
+
+def test_a_search_finds_a_few() -> None:
+    many = [{"function": {"name": f"tool_{number}"}} for number in range(20)]
+    assert len(find_tools(REGEX, {"query": "tool"}, many)) == MAX_FOUND
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ("(", "invalid_tool_input"),
+        ("", "invalid_tool_input"),
+        ("x" * 201, "invalid_tool_input"),
+        (7, "invalid_tool_input"),
+        ("(a+)+b", "execution_time_exceeded"),
+    ],
+)
+def test_a_search_that_cannot_run_says_why(query: Any, code: str) -> None:
+    functions = [{"function": {"name": "a" * 60, "description": "a" * 500}}]
+    with pytest.raises(SearchFailed, match=code):
+        find_tools(REGEX, {"query": query}, functions)
+
+
+def searching(search: str, query: str) -> Script:
+    call = json.dumps({"name": search, "arguments": {"query": query}})
+    return Script(("I look.", f"<tool_call>{call}</tool_call>"))
+
+
+class TakingTurns(FakeEngine):
+    """Answers each request with the next script."""
+
+    def __init__(self, *scripts: Script) -> None:
+        super().__init__(scripts[0])
+        self._scripts = scripts
+
+    def submit(self, request: Any) -> Any:
+        self.script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
+        return super().submit(request)
+
+
+@pytest.fixture
+def answers() -> Iterator[Any]:
+    """Asks a live server whose engine follows scripts, with Anthropic's package."""
+    stack: list[Any] = []
+
+    def ask(*scripts: Script, tools: list[Any], **fields: Any) -> tuple[Any, Any, TakingTurns, FakeRenderer]:
+        engine, renderer = TakingTurns(*scripts), FakeRenderer()
+        server = running(
+            create_app(
+                engine, fake_model(context_tokens=100_000, renderer=renderer, tool_syntax=JSON_TOOLS), ServerConfig()
+            )
+        )
+        stack.append(server)
+        client = anthropic.Anthropic(base_url=server.__enter__(), api_key="none", max_retries=0)
+        asked = {"model": "tiny", "max_tokens": 100, "messages": [HI], "tools": tools, **fields}
+        with client.messages.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+            return stream.get_final_message(), kinds, engine, renderer
+
+    yield ask
+    for server in stack:
+        server.__exit__(None, None, None)
+
+
+REGEX_TOOL = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+CALL_WEATHER = Script(('<tool_call>{"name": "get_weather", "arguments": {"city": "Bonn"}}</tool_call>',))
+
+
+def test_a_search_runs_here_and_the_answer_goes_on(answers: Any) -> None:
+    message, kinds, engine, renderer = answers(searching(REGEX, "weather"), CALL_WEATHER, tools=[REGEX_TOOL, *MANY])
+    assert [block.type for block in message.content] == [
+        "text",
+        "server_tool_use",
+        "tool_search_tool_result",
+        "tool_use",
+    ]
+    search, result, call = message.content[1:]
+    assert (search.name, search.input) == (REGEX, {"query": "weather"}) and search.id.startswith("srvtoolu_")
+    assert result.tool_use_id == search.id
+    assert [reference.tool_name for reference in result.content.tool_references] == ["get_weather"]
+    assert (call.name, call.input, message.stop_reason) == ("get_weather", {"city": "Bonn"}, "tool_use")
+    assert kinds.count("message_start") == kinds.count("message_stop") == 1
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+    assert message.usage.output_tokens == 3, "both parts count"
+    first, second = engine.requests[:2]
+    assert named(renderer.calls[0]["tools"]) == ["tool_search_tool_regex"]
+    assert second.max_tokens == first.max_tokens - 2
+    shown = next(call for call in renderer.calls if call["messages"][-1]["role"] == "tool")["messages"]
+    assert [one["role"] for one in shown] == ["user", "assistant", "tool"]
+    assert "The weather of a city." in texts(shown[-1])[0]
+
+
+def test_what_was_searched_comes_back_as_it_was(answers: Any) -> None:
+    tools = [REGEX_TOOL, *MANY]
+    message, _, _, renderer = answers(searching(REGEX, "weather"), Script(("Sunny.",)), tools=tools)
+    assert (message.stop_reason, message.content[-1].text) == ("end_turn", "Sunny.")
+    shown = next(call for call in renderer.calls if call["messages"][-1]["role"] == "tool")["messages"]
+    again = roomy(CALL_WEATHER)
+    history = [HI, {"role": "assistant", "content": [block.to_dict() for block in message.content]}]
+    body = again.ask(messages=[*history, {"role": "user", "content": "And now?"}], tools=tools)
+    assert again.messages[:3] == shown
+    assert body["content"][0]["name"] == "get_weather", "what was found may be called"
+
+
+def test_calls_of_the_client_end_the_answer_with_the_search_run(answers: Any) -> None:
+    both = Script((*searching(BM25, "weather").texts, '<tool_call>{"name": "Read", "arguments": {}}</tool_call>'))
+    message, _, engine, _ = answers(
+        both, tools=[{"type": "tool_search_tool_bm25", "name": "tool_search_tool_bm25"}, tool("Read"), *MANY]
+    )
+    assert [block.type for block in message.content] == [
+        "text",
+        "server_tool_use",
+        "tool_use",
+        "tool_search_tool_result",
+    ]
+    assert message.stop_reason == "tool_use" and len([one for one in engine.requests if not one.is_idle_work]) == 1
+
+
+def test_a_search_that_fails_is_told_to_the_model_and_the_client(answers: Any) -> None:
+    message, _, _, renderer = answers(searching(REGEX, "("), Script(("No luck.",)), tools=[REGEX_TOOL, *MANY])
+    assert message.content[2].content.error_code == "invalid_tool_input"
+    shown = next(call for call in renderer.calls if call["messages"][-1]["role"] == "tool")["messages"]
+    assert texts(shown[-1]) == ["Error: invalid_tool_input"]
+
+
+def test_an_answer_that_only_searches_is_paused(answers: Any) -> None:
+    message, _, engine, _ = answers(searching(REGEX, "weather"), tools=[REGEX_TOOL, *MANY])
+    assert message.stop_reason == "pause_turn"
+    assert len([one for one in engine.requests if not one.is_idle_work]) == 8
+
+
+def test_a_whole_answer_holds_all_parts() -> None:
+    engine = TakingTurns(searching(REGEX, "weather"), CALL_WEATHER)
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    client = TestClient(create_app(engine, served, ServerConfig()))
+    body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
+    answer = client.post("/v1/messages", json=body).json()
+    kinds = [block["type"] for block in answer["content"]]
+    assert kinds == ["text", "server_tool_use", "tool_search_tool_result", "tool_use"]
+    assert (answer["usage"]["output_tokens"], answer["stop_reason"]) == (3, "tool_use")
