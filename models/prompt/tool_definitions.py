@@ -3,7 +3,7 @@
 A template writes tools at the head of a prompt. A tool that is loaded later is written where it is loaded, so that
 nothing before it changes, in the same form: what the template adds to a prompt with one tool for another one.
 
-Pure: knows the template only as a function.
+It knows the template only as a function.
 """
 
 import json
