@@ -23,12 +23,19 @@ class Conversation:
     """Those at the head of the prompt, as the client wrote them, so that it keeps their order and wording."""
     template_arguments: Mapping[str, Any]
     namespace: str
-    callable_tools: Sequence[Mapping[str, Any]] = ()
-    """Tools that the answer may call: without what was removed, with what was loaded since."""
+    changed_tools: Sequence[Mapping[str, Any]] | None = None
+    """The tools behind the last message, with what was loaded and without what was removed; None: as at the head."""
     continues: bool = False
     """Whether the last message is the assistant's, and the answer goes on with it."""
     forbids_calls: bool = False
     """Whether the answer must not call tools that its prompt shows."""
+
+    @property
+    def callable_tools(self) -> Sequence[Mapping[str, Any]]:
+        """The tools that the answer may call."""
+        if self.forbids_calls:
+            return ()
+        return self.tools if self.changed_tools is None else self.changed_tools
 
     def render(self) -> RenderedPrompt:
         """Returns the prompt that asks for an answer; raises the renderer's errors."""
@@ -74,19 +81,15 @@ def open_conversation(
     template_arguments: Mapping[str, Any] | None = None,
     namespace: str = "",
     *,
-    callable_tools: Sequence[Mapping[str, Any]] | None = None,
+    changed_tools: Sequence[Mapping[str, Any]] | None = None,
     continues: bool = False,
     forbids_calls: bool = False,
 ) -> Conversation:
-    """Returns the conversation of a request, with what the model's name adds where the request says nothing.
-
-    All `tools` may be called unless `callable_tools` says otherwise, or none where the request `forbids_calls`.
-    """
+    """Returns the conversation of a request, with what the model's name adds where the request says nothing."""
     defaults = model.defaults
     arguments = {**defaults.template_arguments, **(template_arguments or {})}
     shown = defaults.conversation(messages)
-    allowed = () if forbids_calls else tools if callable_tools is None else callable_tools
-    return Conversation(model.renderer, shown, tools, arguments, namespace, allowed, continues, forbids_calls)
+    return Conversation(model.renderer, shown, tools, arguments, namespace, changed_tools, continues, forbids_calls)
 
 
 def can_continue(model: ServedModel) -> bool:

@@ -59,7 +59,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     return open_conversation(
         model,
         tools=[] if is_hidden else [as_function(tool) for tool in body.tools or () if not tool.defer_loading],
-        callable_tools=reader.callable_tools(),
+        changed_tools=reader.callable_tools(),
         forbids_calls=body.forbids_calls,
         messages=with_constant_headers(messages) if config.prompt_hygiene else messages,
         template_arguments=body.thinking_wish().template_arguments(),

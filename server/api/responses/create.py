@@ -116,7 +116,7 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
         model,
         messages=_messages(body, items, found, context.config),
         tools=tools.shown,
-        callable_tools=tools.callable_tools,
+        changed_tools=tools.callable_tools,
         forbids_calls=body.forbids_calls,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
