@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from scripts.clients import agents, packages
+from scripts.clients import agents, packages, tool_search
 from scripts.clients.scripted_model import make_model
 from scripts.clients.scripted_server import ScriptedEngine, demo_server, scripted_server
 
-NAMES = [*(package.name for package in packages.PACKAGES), *(agent.name for agent in agents.AGENTS)]
+CODING_AGENTS: list[agents.Agent | tool_search.ToolSearcher] = [*agents.AGENTS, *tool_search.SEARCHERS]
+NAMES = [*(package.name for package in packages.PACKAGES), *(agent.name for agent in CODING_AGENTS)]
 
 
 def main() -> int:
@@ -52,7 +53,7 @@ def _try_package(package: packages.Package, folder: Path, url: str) -> str:
 
 
 def _try_agents(wanted: list[str], folder: Path) -> Iterator[bool]:
-    chosen = [agent for agent in agents.AGENTS if agent.name in wanted]
+    chosen = [agent for agent in CODING_AGENTS if agent.name in wanted]
     if not chosen:
         return
     if shutil.which("npm") is None:
@@ -64,7 +65,11 @@ def _try_agents(wanted: list[str], folder: Path) -> Iterator[bool]:
             yield _try(agent.name, partial(_try_agent, agent, folder, url, model.name, engine))
 
 
-def _try_agent(agent: agents.Agent, folder: Path, url: str, model: str, engine: ScriptedEngine) -> str:
+def _try_agent(
+    agent: agents.Agent | tool_search.ToolSearcher, folder: Path, url: str, model: str, engine: ScriptedEngine
+) -> str:
+    if isinstance(agent, tool_search.ToolSearcher):
+        return tool_search.prove(agent, agents.install(agent, folder), url, model, engine)
     return agents.prove(agent, agents.install(agent, folder), url, model, engine)
 
 

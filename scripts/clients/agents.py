@@ -11,6 +11,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from scripts.clients.scripted_server import Reply, ScriptedEngine
 from server.cli.launch.recipes import RECIPES, LaunchTarget, environment_of
@@ -161,7 +162,14 @@ class CodexPatch(Codex):
 AGENTS: Sequence[Agent] = (OpenCode(), ClaudeCode(), Codex(), CodexPatch())
 
 
-def install(agent: Agent, folder: Path) -> Path:
+class Installed(Protocol):
+    """What npm has to know of an agent."""
+
+    package: str
+    program: str
+
+
+def install(agent: Installed, folder: Path) -> Path:
     """Returns the agent's program, brought into `folder` by npm where it is not there yet."""
     place = folder / agent.program
     program = place / "node_modules" / ".bin" / agent.program

@@ -58,6 +58,13 @@ class Exchange:
     cached_tokens: int = 0
     reply: list[int] = field(default_factory=list)
 
+    text: str = ""
+    """What the reply says."""
+
+    def said_all(self, reply: Reply) -> bool:
+        """Whether the model has said this."""
+        return self.text == reply.spelled()
+
     def known(self) -> NDArray[np.int32]:
         """Returns all tokens that have a state when it is over."""
         return np.concatenate([self.prompt, np.array(self.reply, dtype=np.int32)])
@@ -77,6 +84,8 @@ class ScriptedEngine:
         self.replies: Sequence[Reply] = ()
         self.aside = "A small edit"
         self.exchanges: list[Exchange] = []
+        self.refusals: list[str] = []
+        """Requests that were answered with an error: method, path and status."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -85,6 +94,7 @@ class ScriptedEngine:
         """Starts a new script; what was asked before counts no more."""
         self.replies = replies
         self.exchanges = []
+        self.refusals = []
 
     def submit(self, request: GenerationRequest) -> Any:
         """Queues a request with its reply chosen."""
@@ -92,7 +102,8 @@ class ScriptedEngine:
         self.exchanges.append(exchange)
         if request.is_idle_work:
             return self._engine.submit(request)
-        choices = json.dumps([self._reply_to(self._decode(request.tokens.tolist()))])
+        exchange.text = self._reply_to(self._decode(request.tokens.tolist()))
+        choices = json.dumps([exchange.text])
         compiled = self._binder.compile(Grammar(GrammarKind.CHOICE, choices))
         bound = replace(request, grammar=OutputGrammar(compiled), thinking=None)
         return _Observed(self._engine.submit(bound), exchange)
@@ -109,13 +120,23 @@ class ScriptedEngine:
 
     def reused_share(self) -> float:
         """Returns the prompt tokens restored, of those that any earlier request had evaluated."""
-        restored, known = 0, 0
-        for index, exchange in enumerate(self.exchanges):
-            if exchange.is_idle_work:
-                continue
-            restored += exchange.cached_tokens
-            known += max((_common(exchange.prompt, e.known()) for e in self.exchanges[:index]), default=0)
-        return restored / max(known, 1)
+        restored = sum(exchange.cached_tokens for exchange in self.answered())
+        return restored / max(restored + self.num_lost(), 1)
+
+    def num_lost(self, start: int = 0) -> int:
+        """Returns the prompt tokens from the exchange `start` on that were evaluated though they were known.
+
+        The last token of a prompt is always evaluated.
+        """
+        return sum(
+            max(min(self._num_known(index), len(exchange.prompt) - 1) - exchange.cached_tokens, 0)
+            for index, exchange in enumerate(self.exchanges)
+            if index >= start and not exchange.is_idle_work
+        )
+
+    def _num_known(self, index: int) -> int:
+        prompt = self.exchanges[index].prompt
+        return max((_common(prompt, earlier.known()) for earlier in self.exchanges[:index]), default=0)
 
 
 class _Observed:
@@ -139,6 +160,22 @@ class _Observed:
             yield event
 
 
+class _Watched:
+    """An ASGI application that tells which requests were answered with an error."""
+
+    def __init__(self, app: Any, tell: Callable[[str], None]) -> None:
+        self._app = app
+        self._tell = tell
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def watched(message: Any) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._tell(f"{scope['method']} {scope['path']}: {message['status']}")
+            await send(message)
+
+        await self._app(scope, receive, watched if scope["type"] == "http" else send)
+
+
 def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     length = min(len(one), len(other))
     different = np.flatnonzero(one[:length] != other[:length])
@@ -156,7 +193,9 @@ def scripted_server(model: Path) -> Iterator[tuple[str, ScriptedEngine]]:
     assert binder is not None
     engine = ScriptedEngine(service.engine, binder, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
     try:
-        with _running(create_app(engine, service.model, config)) as url:
+        with _running(
+            _Watched(create_app(engine, service.model, config), lambda line: engine.refusals.append(line))
+        ) as url:
             yield url, engine
     finally:
         service.engine.stop()

@@ -74,7 +74,7 @@ def _parse_line(line: str, place: str) -> Recorded:
 def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Prompt:
     arguments = dict(body.get("chat_template_kwargs") or {}) if _is_object(body.get("chat_template_kwargs")) else {}
     arguments |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
-    tools = () if body.get("tool_choice") == "none" else _tools(body.get("tools"), place)
+    tools = _tools(body.get("tools"), place)
     _check_messages(body["messages"], place)
     model, namespace = str(body.get("model") or ""), _namespace(outer, body)
     prompt = prompt_of(body["messages"], tools, arguments, model=model, namespace=namespace)

@@ -8,10 +8,12 @@ import anthropic
 import pytest
 from starlette.testclient import TestClient
 
+from models.names import DEMO
 from server.api.anthropic.tool_search import BM25, MAX_FOUND, REGEX, SearchFailed, find_tools
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.anthropic.test_messages import COUNT, HI, Served
+from tests.server.api.test_live import serving
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 
@@ -373,3 +375,30 @@ def test_a_whole_answer_holds_all_parts() -> None:
     kinds = [block["type"] for block in answer["content"]]
     assert kinds == ["text", "server_tool_use", "tool_search_tool_result", "tool_use"]
     assert (answer["usage"]["output_tokens"], answer["stop_reason"]) == (3, "tool_use")
+
+
+# ----------------------------------------------------------------------------------- a real model and the package
+
+
+def test_a_load_costs_its_definition_and_the_next_turn_its_message() -> None:
+    tools: Any = [SEARCH, *(deferred(f"tool_{number}", "Some work in the office. " * 8) for number in range(40))]
+    with serving(DEMO) as live, anthropic.Anthropic(base_url=live.address, api_key="none", max_retries=0) as client:
+
+        def evaluated(messages: list[Any], tools: Any) -> tuple[int, int]:
+            usage = client.messages.create(model=live.model, max_tokens=1, messages=messages, tools=tools).usage
+            live.wait_until_idle()
+            read = usage.cache_read_input_tokens or 0
+            return usage.input_tokens + (usage.cache_creation_input_tokens or 0), read
+
+        def count(messages: list[Any]) -> int:
+            return client.messages.count_tokens(model=live.model, messages=messages, tools=tools).input_tokens
+
+        short, loaded = [HI], [HI, *loading("tool_7")]
+        assert count(short) < 400, "forty deferred tools are not counted"
+        evaluated(short, tools)
+        new, read = evaluated(loaded, tools)
+        assert read >= count(short) - 8 and new + read == count(loaded)
+        later = [*loaded, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "Thanks."}]
+        gone = [one for one in tools if one["name"] != "tool_7"]
+        _, read = evaluated(later, gone)
+        assert read >= count(loaded) - 8, "its server has gone, and nothing is evaluated again"
