@@ -3,7 +3,7 @@
 A task with three loads, its continuation, the MCP server gone and back, and a second session.
 
 The model's words stand in a script (`scripted_server.py`); the agent, its search for tools and the 40 tools of
-`programs/office_mcp.py` are real. No request may be refused. What was evaluated again is printed.
+`office_mcp.py` are real. No request may be refused. What was evaluated again is printed.
 """
 
 import json
@@ -19,7 +19,7 @@ from pathlib import Path
 from scripts.clients.agents import SECONDS, AgentFailed, ClaudeCode, Codex
 from scripts.clients.scripted_server import Reply, ScriptedEngine
 
-OFFICE = Path(__file__).parent / "programs" / "office_mcp.py"
+OFFICE = Path(__file__).parent / "office_mcp.py"
 DONE = Reply("Done.")
 
 
