@@ -327,6 +327,19 @@ class _Conversation:
                 # The template takes this conversation but not its start alone: no point there.
                 continue
             yield shared_length(text, variant), kind
+        yield from self._answer_start(text)
+
+    def _answer_start(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
+        """Yields the end of the next message's header, if `text` opens a thought there: later prompts drop it."""
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+        try:
+            asked = self.text([question], generation_prompt=True)
+            answered = self.text([question, answer, question], generation_prompt=False)
+        except ChatTemplateError:
+            return
+        opening = asked[shared_length(asked, answered) :]
+        if opening and text.endswith(opening):
+            yield len(text) - len(opening), RestorePointKind.PROMPT_END
 
     def outline(self, text: str, tokens_before: Callable[[int], int]) -> Outline:
         """Returns where each message begins in `text`, in tokens; a message begins where the one before ended."""

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from cache.layers.mlx_lm_guard import guard_mlx_lm
-from cache.restore_points import RestorePointKind
+from cache.restore_points import RestorePoint, RestorePointKind
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError, RenderedPrompt
 from tests.support import tiny_models
 
@@ -152,9 +152,20 @@ def test_the_next_turn_shares_the_prompt_but_for_the_generation_header(tokenizer
     renderer = ChatRenderer(tokenizer)
     first = renderer.render([user("Hello")], template_kwargs={"enable_thinking": False})
     turn = renderer.render([user("Hello"), assistant("there"), user("What")])
-    point = offset(first, RestorePointKind.PROMPT_END)
-    assert point <= shared_tokens(first, turn)
-    assert point == len(make_tokenizer().apply_chat_template([user("Hello")], return_dict=False))
+    assert offset(first, RestorePointKind.PROMPT_END) <= shared_tokens(first, turn)
+    end = len(make_tokenizer().apply_chat_template([user("Hello")], return_dict=False))
+    assert RestorePoint(end, RestorePointKind.PROMPT_END) in first.restore_points
+
+
+def test_the_next_turn_shares_the_header_of_an_answer_whose_thought_it_drops() -> None:
+    fast = make_tokenizer()
+    fast.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    renderer = ChatRenderer(fast)
+    first = renderer.render([user("Hello")], template_kwargs={"enable_thinking": False})
+    turn = renderer.render([user("Hello"), assistant("there"), user("What")])
+    assert offset(first, RestorePointKind.PROMPT_END) == shared_tokens(first, turn)
+    plain = renderer.render([user("Hello")])
+    assert offset(plain, RestorePointKind.PROMPT_END) < len(plain.tokens) - 1
 
 
 def test_a_run_of_user_messages_can_be_parted_at_its_start_and_before_its_last(tokenizer: Any) -> None:

@@ -84,3 +84,13 @@ def test_the_next_turn_evaluates_only_its_new_message(
     until(lambda: bool(evaluated))
     second = thinking.ask(system, user("one"), assistant(first), user("two"), **options)
     assert second.model_extra["timings"]["prompt_n"] < 64 < second.usage.completion_tokens
+
+
+def test_a_short_answer_without_its_thought_costs_the_next_turn_only_what_is_new(thinking: Live) -> None:
+    options: Any = {"max_tokens": 4, "extra_body": {"session_id": "short", "ignore_eos": True}}
+    system = {"role": "system", "content": "Answers are short. " * 4}
+    first = thinking.ask(system, user("one"), **options)
+    second = thinking.ask(system, user("one"), assistant("said"), user("two"), **options)
+    opening = tiny_models.tokenizer().tokenize("<think>I think at length about this.</think>")
+    shared = first.usage.prompt_tokens - len(opening)
+    assert second.usage.prompt_tokens_details.cached_tokens == shared
