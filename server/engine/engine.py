@@ -121,6 +121,7 @@ class Engine:
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
             prefix_cache = _make_prefix_cache(runner, config, loaded, resumed)
             _calibrate(runner, prefix_cache)
+            give_back()  # what reading the weights and trying the model has left
             return Worker(
                 runner,
                 prefix_cache,

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
+
+from tests.server.api.test_live import serving
+from tests.support import tiny_models
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = """
@@ -35,3 +39,8 @@ def test_freed_blocks_and_buffers_are_given_back() -> None:
     assert re.fullmatch(r"\d+ \d+\n", ran.stdout), ran.stderr
     num_kilobytes, cached = map(int, ran.stdout.split())
     assert num_kilobytes > 80_000 and cached == 0
+
+
+def test_what_loading_and_trying_a_model_took_is_given_back(tmp_path: Path) -> None:
+    with serving(tiny_models.write("llama", tmp_path / "tiny")):
+        assert mx.get_cache_memory() == 0
