@@ -16,6 +16,7 @@ from scripts.bench.common import ROOT, fast_blas_environment
 
 OURS = "mlx-serve"
 PEER = "mlx_lm.server"
+LLAMA_CPP = "llama-server"
 START_SECONDS = 120.0
 STOP_SECONDS = 15.0
 _LOG_TAIL = 2000
@@ -66,6 +67,8 @@ class Server:
 
 def command(name: str, model: Path, port: int, options: Sequence[str] = ()) -> list[str]:
     """Returns the command line that starts a server, the one its users type."""
+    if name == LLAMA_CPP:
+        return [LLAMA_CPP, "--model", str(model), "--port", str(port), *options]
     binaries = Path(sys.executable).parent
     if name == OURS:
         return [str(binaries / "mlx-serve"), "serve", str(model), "--port", str(port), *options]
