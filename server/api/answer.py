@@ -60,16 +60,15 @@ class Answer:
             match event:
                 case Started():
                     yield event
-                case Delta(text, token_ids, logprobs):
-                    self._exchange.take_count(len(token_ids))
-                    if logprobs:
-                        self._exchange.take_logprobs(logprobs)
+                case Delta(text):
+                    self._exchange.take_tokens(event)
                     for piece in parser.feed(text):
                         yield piece
                 case Finished(FinishReason.CANCELLED):
                     # The client is still there, so it was not the client who cancelled.
                     raise EngineStopped("the server stopped before the answer was complete")
                 case Finished(reason):
+                    self._exchange.take_tokens(event.rest)
                     for piece in parser.finish(is_complete=reason is FinishReason.STOP):
                         yield piece
                     self._keep_turn(event)

@@ -20,7 +20,6 @@ from starlette.types import Scope
 
 from models.output.pieces import OutputParser, Piece
 from models.output.plain import PlainParser
-from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ServedModel
 from server.api.conversation import Conversation
@@ -28,7 +27,7 @@ from server.api.errors import ApiError
 from server.api.openapi import Operations
 from server.api.session_id import resolve_session_id
 from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
-from server.engine.events import Finished, Started
+from server.engine.events import Delta, Finished, Started
 from server.engine.request import GenerationRequest
 
 OutputEvent: TypeAlias = Started | Piece | Finished
@@ -134,12 +133,8 @@ class Exchange(ABC):
         """Returns the request with which the answer goes on by itself behind `finished`; None where it has ended."""
         return None
 
-    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Takes what is told of the tokens of the output that comes next; called only where the request asks."""
-        raise NotImplementedError("a dialect whose requests ask for logprobs takes them")
-
-    def take_count(self, num_tokens: int) -> None:  # noqa: B027 - most dialects count at the end only
-        """Takes how many tokens of the output come next, before the pieces of their text."""
+    def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
+        """Takes the tokens of the output that come next, before the pieces of their text; the last have none."""
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""

@@ -62,7 +62,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text, never empty; `token_ids` are the tokens that completed it."""
+    """New text, never empty as an event; `token_ids` are the tokens that completed it."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -87,6 +87,8 @@ class Finished:
     """The tokens of all deltas, added by who follows the answer."""
     stop_token: int | None = None
     """The token that ended it, if one did: an end of turn, or one that the request names."""
+    rest: Delta = Delta("", ())
+    """The tokens behind those of the last delta, which completed no text: an end of turn, a stop string."""
 
 
 @dataclass(frozen=True)

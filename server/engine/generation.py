@@ -81,4 +81,5 @@ class Generation:
         if self._joined:
             joined, self._joined = self._joined, []
             token_ids = tuple(token for delta in joined for token in delta.token_ids)
-            self._pending.append(Delta("".join(delta.text for delta in joined), token_ids))
+            logprobs = tuple(one for delta in joined for one in delta.logprobs)
+            self._pending.append(Delta("".join(delta.text for delta in joined), token_ids, logprobs))

@@ -41,6 +41,11 @@ class Output:
         return self._text.stop_text
 
     @property
+    def rest(self) -> Delta:
+        """The tokens whose text was not put out, nor ever will be once it has ended."""
+        return self._text.rest
+
+    @property
     def reasoning_tokens(self) -> int | None:
         """Tokens that are thought; None where thoughts are not told apart."""
         return None if self._thoughts is None else self._thoughts.num_tokens
@@ -66,8 +71,11 @@ class Output:
         self.tokens.append(token)
         if token in self._ends:
             self.stop_token = token
-            kept = self._text.push(token, logprob, may_stop=False) if token in self._kept_ends else []
-            return [*kept, *self.end(FinishReason.STOP)]
+            if token in self._kept_ends:
+                return [*self._text.push(token, logprob, may_stop=False), *self.end(FinishReason.STOP)]
+            deltas = self.end(FinishReason.STOP)
+            self._text.leave_out(token, logprob)
+            return deltas
         deltas = self._text.push(token, logprob, may_stop=len(self.tokens) > self._min_tokens)
         if self._text.stop_text is not None or self._is_complete:
             return [*deltas, *self.end(FinishReason.STOP)]

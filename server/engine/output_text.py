@@ -61,6 +61,11 @@ class OutputText:
             constraint.accept(token, text)
         return self._emit(text) if may_stop else self._delta(self._stops.flush() + text)
 
+    def leave_out(self, token: int, logprob: TokenLogprob | None = None) -> None:
+        """Takes a token that ends the output and has no text there."""
+        self._pending.append(token)
+        self._logprobs += [] if logprob is None else [logprob]
+
     def finish(self) -> list[Delta]:
         """Returns what was held back; nothing where a stop string was found."""
         for constraint in self._constraints:
@@ -71,6 +76,11 @@ class OutputText:
         if self.stop_text is None:
             deltas += self._delta(self._stops.flush())
         return deltas
+
+    @property
+    def rest(self) -> Delta:
+        """The tokens that have completed no text."""
+        return Delta("", tuple(self._pending), tuple(self._logprobs))
 
     def _emit(self, text: str) -> list[Delta]:
         emitted, self.stop_text = self._stops.push(text)

@@ -154,6 +154,7 @@ class Sequence:
             self.started,
             self.output.reasoning_tokens,
             stop_token=self.output.stop_token,
+            rest=self.output.rest,
         )
 
     def end_prefetch(self) -> None:

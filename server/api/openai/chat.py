@@ -161,7 +161,7 @@ class ChatExchange(ChoiceExchange):
 
     def opening(self) -> list[ChatChunk]:
         """Returns the role."""
-        return [self._chunk({"role": "assistant", "content": "", "refusal": None})]
+        return [{**self._chunk({"role": "assistant", "content": "", "refusal": None}), **self.prompt_ids()}]
 
     def take(self, piece: Piece) -> list[ChatChunk]:
         """Keeps a piece of the message, and returns the chunk that tells of it, if one does."""
@@ -183,12 +183,13 @@ class ChatExchange(ChoiceExchange):
 
     def choice(self, reason: str) -> ChatChoice:
         """Returns the choice of an answer that is not streamed."""
-        return {
+        choice: ChatChoice = {
             "index": self.index,
             "message": self._message,
             "logprobs": self._logprobs(self.told),
             "finish_reason": reason,
         }
+        return cast(ChatChoice, {**choice, **self.whole_ids()})
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
@@ -232,14 +233,13 @@ class ChatExchange(ChoiceExchange):
         """Returns a chunk; without a delta, one without choices."""
         choices: list[ChunkChoice] = []
         if delta is not None:
-            choices = [
-                {
-                    "index": self.index,
-                    "delta": delta,
-                    "logprobs": self._logprobs(self.untold()),
-                    "finish_reason": reason,
-                }
-            ]
+            choice: ChunkChoice = {
+                "index": self.index,
+                "delta": delta,
+                "logprobs": self._logprobs(self.untold()),
+                "finish_reason": reason,
+            }
+            choices = [cast(ChunkChoice, {**choice, **self.untold_ids()})]
         chunk = cast(ChatChunk, {**self.head("chat.completion.chunk"), "choices": choices})
         if self.wants_usage:
             chunk["usage"] = self.usage_so_far()
@@ -247,7 +247,7 @@ class ChatExchange(ChoiceExchange):
 
     def _logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs | None:
         """Returns what is told of some tokens; None where nothing is."""
-        return chat_logprobs(told, self.model.token_texts) if told else None
+        return chat_logprobs(told, self.names) if told else None
 
     @property
     def _message(self) -> MessageBody:
@@ -264,4 +264,4 @@ class ChatExchange(ChoiceExchange):
 
     def answer(self, choices: list[ChatChoice]) -> ChatAnswer:
         """Returns an answer that is not streamed, without its costs."""
-        return {**self.head("chat.completion"), "choices": choices}
+        return {**self.head("chat.completion"), **self.prompt_ids(), "choices": choices}

@@ -14,7 +14,7 @@ from server.api.errors import ApiError, Code
 from server.api.openai.errors import ErrorObject
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.logprobs import ChatLogprobs
-from server.api.openai.usage import AnswerHead, Usage
+from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage
 from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel
 from server.api.usage import CacheBody, TimingsBody
@@ -366,7 +366,7 @@ class MessageBody(TypedDict):
     tool_calls: NotRequired[list[ToolCallBody]]
 
 
-class ChunkChoice(TypedDict):
+class ChunkChoice(TokenIds):
     """What a chunk adds to one choice."""
 
     index: int
@@ -380,7 +380,7 @@ class ChunkChoice(TypedDict):
     """What went wrong with this choice, where others were completed."""
 
 
-class ChatChoice(TypedDict):
+class ChatChoice(TokenIds):
     """One choice of an answer."""
 
     index: int
@@ -394,7 +394,7 @@ class ChatChoice(TypedDict):
     """What went wrong with this choice, where others were completed."""
 
 
-class ChatChunk(AnswerHead):
+class ChatChunk(AnswerHead, PromptIds):
     """One `data:` line of a stream."""
 
     choices: list[ChunkChoice]
@@ -403,7 +403,7 @@ class ChatChunk(AnswerHead):
     cache: NotRequired[CacheBody | None]
 
 
-class ChatAnswer(AnswerHead):
+class ChatAnswer(AnswerHead, PromptIds):
     """What the model answered."""
 
     choices: list[ChatChoice]

@@ -17,12 +17,13 @@ from server.api.errors import ApiError, Code, explain
 from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
 from server.api.openai.errors import ErrorObject, error_body
 from server.api.openai.generation_body import GenerationBody
+from server.api.openai.logprobs import TokenNames
 from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
-from server.api.openai.usage import AnswerHead, Usage, stop_found, usage_of, usage_so_far
+from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage, stop_found, usage_of, usage_so_far
 from server.api.sse import sse_event
 from server.api.usage import costs_of
 from server.config import ServerConfig
-from server.engine.events import Finished, Started
+from server.engine.events import Delta, Finished, Started
 from server.engine.request import GenerationRequest, Priority
 
 FAILED = "error"
@@ -47,29 +48,46 @@ class ChoiceExchange(Exchange):
         self.index = index
         self.answer_id = request.request_id
         """As the answer is named; the same for all of its choices."""
+        self.names = TokenNames(model.token_texts, body.return_tokens_as_token_ids is True)
         self.told: list[TokenLogprob] = []
         """Of all tokens of the output, where the request asks for them."""
         self._num_streamed_logprobs = 0
+        self._token_ids: list[int] = []
+        """Of the output so far."""
+        self._num_streamed_ids = 0
+        self._tells_ids = body.return_token_ids is True
         self.wants_usage = body.wants_usage()
         self._wants_usage_always = body.wants_usage_always()
         self._says_tier = body.service_tier is not None
         self._created = int(time.time())
-        self._num_tokens = 0
-        """Tokens of the output so far."""
         self._started: Started | None = None
 
-    def take_count(self, num_tokens: int) -> None:
-        """Counts them for the usage so far."""
-        self._num_tokens += num_tokens
+    def take_tokens(self, delta: Delta) -> None:
+        """Keeps them for the next chunk, or for the answer.
 
-    def take_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Keeps them for the next chunk, or for the answer."""
-        self.told.extend(logprobs)
+        Of tokens without text logprobs are told beside their ids only, as there are as many then.
+        """
+        self._token_ids.extend(delta.token_ids)
+        if delta.text or self._tells_ids:
+            self.told.extend(delta.logprobs)
 
     def untold(self) -> Sequence[TokenLogprob]:
         """Returns those that were taken since it was last called."""
         since, self._num_streamed_logprobs = self._num_streamed_logprobs, len(self.told)
         return self.told[since:]
+
+    def whole_ids(self) -> TokenIds:
+        """Returns the tokens of the choice, where they are told."""
+        return {"token_ids": self._token_ids} if self._tells_ids else {}
+
+    def untold_ids(self) -> TokenIds:
+        """Returns those that were taken since it was last called, where they are told."""
+        since, self._num_streamed_ids = self._num_streamed_ids, len(self._token_ids)
+        return {"token_ids": self._token_ids[since:]} if self._tells_ids else {}
+
+    def prompt_ids(self) -> PromptIds:
+        """Returns the tokens of the prompt, where they are told."""
+        return {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
 
     @abstractmethod
     def opening(self) -> Sequence[Payload]:
@@ -141,7 +159,7 @@ class ChoiceExchange(Exchange):
         """Returns what each chunk says of the choice's tokens; None where only the end of the stream counts them."""
         if not self._wants_usage_always:
             return None
-        return usage_so_far(len(self.request.tokens), self._started, self._num_tokens)
+        return usage_so_far(len(self.request.tokens), self._started, len(self._token_ids))
 
     def head(self, kind: str) -> AnswerHead:
         """Returns how the answer, or a chunk of it, begins; `kind` is its `object`."""

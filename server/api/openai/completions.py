@@ -1,7 +1,7 @@
 """`POST /v1/completions`: OpenAI's plain completions, streamed or whole."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NotRequired, TypedDict, cast
+from typing import Annotated, Any, NotRequired, cast
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -24,7 +24,7 @@ from server.api.openai.fields import IN_TEXT
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from server.api.openai.params import read_params, refuse_lone_stream_options
-from server.api.openai.usage import AnswerHead, Usage, finish_reason
+from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage, finish_reason
 from server.api.params import Incoming, build_request
 from server.api.typed_body import parse_body
 from server.api.usage import CacheBody, TimingsBody
@@ -60,7 +60,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class TextChoice(TypedDict):
+class TextChoice(TokenIds, PromptIds):
     """One choice of an answer, or what a chunk adds to it."""
 
     index: int
@@ -163,8 +163,10 @@ class CompletionExchange(ChoiceExchange):
         """`repeated` is what the answer begins with, before what the model says."""
         super().__init__(body, model, request, prompt, index=index)
         self._texts = [repeated]
+        self._told_prompt = False
+        """Whether a chunk has told the tokens of the prompt."""
         count = body.num_top_logprobs()
-        self._logprobs = TextLogprobsWriter(model.token_texts, count) if count is not None else None
+        self._logprobs = TextLogprobsWriter(self.names, count) if count is not None else None
 
     def opening(self) -> list[TextCompletion]:
         """Returns the prompt where it is repeated; else nothing: a completion begins with its text."""
@@ -192,7 +194,8 @@ class CompletionExchange(ChoiceExchange):
         """Returns the choice of an answer that is not streamed."""
         text = "".join(self._texts)
         told = self._logprobs.again().write(self.told) if self._logprobs is not None else None
-        return {"index": self.index, "text": text, "logprobs": told, "finish_reason": reason}
+        choice: TextChoice = {"index": self.index, "text": text, "logprobs": told, "finish_reason": reason}
+        return cast(TextChoice, {**choice, **self.prompt_ids(), **self.whole_ids()})
 
     def answer(self, choices: list[TextChoice]) -> TextCompletion:
         """Returns an answer that is not streamed, without its costs."""
@@ -205,7 +208,9 @@ class CompletionExchange(ChoiceExchange):
 
     def _body(self, text: str, reason: str | None) -> TextCompletion:
         choice: TextChoice = {"index": self.index, "text": text, "logprobs": self._untold(), "finish_reason": reason}
-        body = cast(TextCompletion, {**self.head("text_completion"), "choices": [choice]})
+        ids = {**self.untold_ids(), **({} if self._told_prompt else self.prompt_ids())}
+        self._told_prompt = True
+        body = cast(TextCompletion, {**self.head("text_completion"), "choices": [{**choice, **ids}]})
         if self.wants_usage:
             body["usage"] = self.usage_so_far()
         return body

@@ -20,6 +20,7 @@ IN_BOTH: Rules = {
         stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens
         ignore_eos response_format structured_outputs json_schema guided_json format guided_regex regex guided_choice
         guided_grammar grammar ebnf
+        return_token_ids return_tokens_as_token_ids
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
         store
         """
@@ -150,10 +151,8 @@ IN_BOTH: Rules = {
         decoder_input_details=(False,),
         return_hidden_states=(False,),
         return_routed_experts=(False,),
-        return_token_ids=(False,),
         return_prompt_token_ids=(False,),
         return_tokens=(False,),
-        return_tokens_as_token_ids=(False,),
         return_token_offsets=(False,),
     ),
     **refused(

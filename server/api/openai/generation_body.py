@@ -114,6 +114,10 @@ class GenerationBody(BoundBody):
         None
     )
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    return_token_ids: bool | None = None
+    """Tell the tokens of prompt and answer."""
+    return_tokens_as_token_ids: bool | None = None
+    """Call the tokens in `logprobs` by their ids: `token_id:42`."""
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     """Another name of it."""

@@ -1,6 +1,7 @@
 """How likely the model held each token of an answer, as OpenAI's endpoints tell it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypedDict
 
 from models.output.token_logprob import TokenLogprob
@@ -40,33 +41,50 @@ class TextLogprobs(TypedDict):
     text_offset: list[int]
 
 
-def chat_logprobs(told: Sequence[TokenLogprob], texts: TokenReader) -> ChatLogprobs:
+@dataclass(frozen=True)
+class TokenNames:
+    """What the tokens of one answer are called."""
+
+    texts: TokenReader
+    are_ids: bool = False
+    """`token_id:42`, else each by its text."""
+
+    def name(self, token: int) -> str:
+        """Returns its name; a part of a character is named by its bytes, so that no two are called the same."""
+        return f"token_id:{token}" if self.are_ids else _name(self.texts.piece(token))
+
+    def likely(self, token: int, logprob: float) -> LikelyToken:
+        """Returns what is told of a token in chat."""
+        return {"token": self.name(token), "logprob": _finite(logprob), "bytes": list(self.texts.piece(token))}
+
+
+def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogprobs:
     """Returns what is told of some tokens."""
     content: list[TokenLogprobs] = []
     for one in told:
-        top = [_likely(token, logprob, texts) for token, logprob in one.top]
-        content.append({**_likely(one.token_id, one.logprob, texts), "top_logprobs": top})
+        top = [names.likely(token, logprob) for token, logprob in one.top]
+        content.append({**names.likely(one.token_id, one.logprob), "top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 class TextLogprobsWriter:
     """Writes what is told of the tokens of one completion, in order."""
 
-    def __init__(self, texts: TokenReader, num_top: int) -> None:
-        self._texts = texts
+    def __init__(self, names: TokenNames, num_top: int) -> None:
+        self._names = names
         self._num_top = num_top
         self._before = b""
         """The answer's text so far, of which every token's place is counted in characters."""
 
     def again(self) -> "TextLogprobsWriter":
         """Returns one that begins at the first token."""
-        return TextLogprobsWriter(self._texts, self._num_top)
+        return TextLogprobsWriter(self._names, self._num_top)
 
     def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
         """Returns what is told of the next tokens."""
-        top = [{_name(self._texts.piece(token)): _finite(logprob) for token, logprob in one.top} for one in told]
+        top = [{self._names.name(token): _finite(logprob) for token, logprob in one.top} for one in told]
         return {
-            "tokens": [_name(self._texts.piece(one.token_id)) for one in told],
+            "tokens": [self._names.name(one.token_id) for one in told],
             "token_logprobs": [_finite(one.logprob) for one in told],
             "top_logprobs": top if self._num_top else None,
             "text_offset": [self._pass(one.token_id) for one in told],
@@ -75,17 +93,11 @@ class TextLogprobsWriter:
     def _pass(self, token: int) -> int:
         """Returns where a token begins, and goes behind it."""
         offset = len(self._before.decode(errors="ignore"))
-        self._before += self._texts.piece(token)
+        self._before += self._names.texts.piece(token)
         return offset
 
 
-def _likely(token: int, logprob: float, texts: TokenReader) -> LikelyToken:
-    piece = texts.piece(token)
-    return {"token": _name(piece), "logprob": _finite(logprob), "bytes": list(piece)}
-
-
 def _name(piece: bytes) -> str:
-    """Returns a token as text; one that is a part of a character as its bytes, so that no two are called the same."""
     try:
         return piece.decode()
     except UnicodeDecodeError:

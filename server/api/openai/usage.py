@@ -65,6 +65,18 @@ def usage_so_far(num_prompt: int, started: Started | None, num_predicted: int) -
     }
 
 
+class TokenIds(TypedDict, total=False):
+    """The tokens of a choice or of what a chunk adds to it, all that were sampled; only for requests that ask."""
+
+    token_ids: list[int]
+
+
+class PromptIds(TypedDict, total=False):
+    """The tokens of a prompt; only for requests that ask."""
+
+    prompt_token_ids: list[int]
+
+
 class StopFound(TypedDict):
     """What ended a choice, as vLLM and SGLang name it."""
 

@@ -32,7 +32,6 @@ CHANGING = {
     "skip_special_tokens": False,
     "dynatemp_range": 0.5,
     "stop_regex": "x+",
-    "return_token_ids": True,
     "options": {"temperature": 0},
     "truncate": 100,
     "do_sample": False,
