@@ -81,3 +81,5 @@ class OutputGrammar:
     prompt has begun or closed the thought, or the model has none."""
     begun: str = ""
     """The beginning of the answer, where the prompt holds it already."""
+    forces_calls: bool = False
+    """Whether the answer can be nothing but tool calls."""

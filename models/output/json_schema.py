@@ -11,6 +11,8 @@ _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedPropert
 """Keywords by which a schema speaks of other members itself."""
 _COMBINING: Final = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
 """Keywords by which other schemas say what the same object may hold."""
+_DEMANDING: Final = ("properties", "required", "minProperties", "enum", "const")
+"""Keywords by which a schema, unless they are empty, says which members there are."""
 _SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "$defs", "definitions"}
 _LISTS_OF_SCHEMAS: Final = {"anyOf", "oneOf", "prefixItems"}
 _SCHEMAS: Final = {"items", "additionalProperties", "contains"}
@@ -22,6 +24,11 @@ def close_objects(schema: Any) -> Any:
     A schema in which several describe one object together (`allOf` of more than one) is returned as it is.
     """
     return schema if _joins_schemas(schema) else _closed(schema)
+
+
+def describes_members(schema: Mapping[str, Any]) -> bool:
+    """Returns whether the schema of an object says anything of its members."""
+    return any(schema.get(key) for key in _DEMANDING) or not schema.keys().isdisjoint(_OPEN | _COMBINING | {"allOf"})
 
 
 def _joins_schemas(value: Any) -> bool:

@@ -50,7 +50,12 @@ class ToolCallFailed:
     """All that the model wrote of it, markers included: a part of the answer's text."""
 
 
-Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed
+@dataclass(frozen=True, slots=True)
+class ToolCallCut:
+    """The open call was cut off in an answer that can be nothing but calls: its arguments so far are all of it."""
+
+
+Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed | ToolCallCut
 
 
 class OutputParser(Protocol):

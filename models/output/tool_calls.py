@@ -10,7 +10,15 @@ from typing import Any
 
 from models.output.marker import MarkerSearch
 from models.output.open_call import OpenCall
-from models.output.pieces import Piece, Text, ToolArguments, ToolCallEnded, ToolCallStarted
+from models.output.pieces import (
+    Piece,
+    Text,
+    ToolArguments,
+    ToolCallCut,
+    ToolCallEnded,
+    ToolCallFailed,
+    ToolCallStarted,
+)
 from models.output.tool_format import ToolCall, ToolFormat
 
 MAX_HEAD_CHARACTERS = 2048
@@ -20,8 +28,12 @@ MAX_HEAD_CHARACTERS = 2048
 class ToolCallParser:
     """Splits one answer's text into text and calls."""
 
-    def __init__(self, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
+    ) -> None:
+        """`is_forced`: the answer can be nothing but calls, so what is cut off is the beginning of one."""
         self.made_calls = False
+        self._is_forced = is_forced
         self._format = tool_format
         self._tools = list(tools)
         self._starts = MarkerSearch([tool_format.start, *tool_format.frames])
@@ -46,10 +58,13 @@ class ToolCallParser:
     def finish(self, *, is_complete: bool) -> list[Piece]:
         """Returns the rest. The open call of an answer that is complete may be complete too, without its marker."""
         if self._call is None:
-            rest = self._space + self._starts.flush()
+            rest = "" if self._is_forced else self._space + self._starts.flush()
             return [] if not rest or (self.made_calls and not self._without_frame(rest)) else [Text(rest)]
         inner = "".join(self._call) + self._ends.flush()
-        return self._end_call(inner, "", is_complete=is_complete)
+        pieces = self._end_call(inner, "", is_complete=is_complete)
+        if self._is_forced and isinstance(pieces[-1], Text | ToolCallFailed):
+            return [ToolCallCut()] if isinstance(pieces[-1], ToolCallFailed) else []
+        return pieces
 
     def _read_text(self, text: str, pieces: list[Piece]) -> str:
         """Reads up to the start of a call; returns what follows it."""

@@ -256,14 +256,18 @@ class ServedModel:
         is_open = self.reasoning_format.is_opened_by(prompt, begun)
         return Thinking(self.reasoning_format, is_open, max_tokens) if is_open or not begun else None
 
-    def output_parser(self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "") -> OutputParser:
-        """Returns what reads the output of one request that offers `tools`, behind the text of its prompt.
+    def output_parser(
+        self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
+    ) -> OutputParser:
+        """Returns what reads the output of one request that offers `tools`, or forces calls of them.
 
-        `begun` is the end of that text which is the answer's beginning.
+        `prompt` is the text of its prompt, `begun` the end of that text which is the answer's beginning.
         """
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
-        answer = PlainParser() if not tools or self.tool_syntax is None else tool_parser(self.tool_syntax, tools)
+        answer: OutputParser = PlainParser()
+        if tools and self.tool_syntax is not None:
+            answer = tool_parser(self.tool_syntax, tools, is_forced=is_forced)
         if self.reasoning_format is None:
             return answer
         is_open = self.reasoning_format.is_opened_by(prompt, begun)

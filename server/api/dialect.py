@@ -119,7 +119,10 @@ class Exchange(ABC):
         """What the prompt was made of, to be compared with other requests."""
         self.parser: OutputParser = PlainParser()
         if conversation is not None:
-            self.parser = model.output_parser(conversation.callable_tools, prompt.text, prompt.begun)
+            is_forced = request.grammar is not None and request.grammar.forces_calls
+            self.parser = model.output_parser(
+                conversation.callable_tools, prompt.text, prompt.begun, is_forced=is_forced
+            )
 
     @abstractmethod
     def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:

@@ -24,6 +24,7 @@ class AnswerGrammar:
     grammar: Grammar
     begun: str = ""
     """The beginning of the answer, where the prompt holds it already."""
+    forces_calls: bool = False
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -> Grammar:
@@ -49,7 +50,7 @@ def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> O
         raise ApiError(Code.INVALID_VALUE, f"{wanted.param}: {error}", wanted.param) from error
     if wanted.begun:
         _check_beginning(compiled, wanted)
-    return OutputGrammar(compiled, _thought_start(model, prompt), wanted.begun)
+    return OutputGrammar(compiled, _thought_start(model, prompt), wanted.begun, wanted.forces_calls)
 
 
 def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:

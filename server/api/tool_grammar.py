@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from models.errors import InvalidGrammar
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind
-from models.output.json_schema import close_objects
+from models.output.json_schema import close_objects, describes_members
 from models.output.tool_format import ToolFormat
 from models.output.tool_formats.bare import BareFormat
 from models.output.tool_formats.harmony import HarmonyFormat
@@ -18,7 +18,7 @@ from server.api.errors import ApiError, Code
 from server.api.structured_output import AnswerGrammar
 
 _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
-_ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object"}
+_ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
 _TEXT: Final = "TEXT: /(?s:.*)/"
 _TAIL: Final = "}\n"
 """What stands between the arguments of a call and its end marker."""
@@ -47,7 +47,7 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
     allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
     markers = _markers(model, syntax)
     lines = [f"start: {_calls(is_single=forced.is_single)}", _CALL.format(markers[0]), *_call_rules(markers, allowed)]
-    return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)))
+    return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)), forces_calls=True)
 
 
 def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:
@@ -140,10 +140,18 @@ def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         head = _literal(f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ')
-        schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
-        arguments = _schema(schema, is_lenient=not _is_strict(function))
+        arguments = _schema(_parameters(function), is_lenient=not _is_strict(function))
         rules.append(f"call_{number}: {head} %json {arguments} {_literal(_TAIL)} {markers[1]}")
     return rules
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema of a tool's arguments. One that describes none means that there are none.
+
+    An object among the arguments is another matter: without properties, it can only be meant to hold anything.
+    """
+    schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
+    return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
 
 
 def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:

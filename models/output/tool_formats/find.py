@@ -37,6 +37,10 @@ def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
     return () if syntax is None else syntax.frames
 
 
-def tool_parser(syntax: ToolFormat | BareFormat, tools: Sequence[Mapping[str, Any]]) -> OutputParser:
-    """Returns what reads the answer of one request that offers `tools`."""
-    return ToolCallParser(syntax, tools) if isinstance(syntax, ToolFormat) else BareCallParser(syntax, tools)
+def tool_parser(
+    syntax: ToolFormat | BareFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
+) -> OutputParser:
+    """Returns what reads the answer of one request that offers `tools`, or forces calls of them."""
+    if isinstance(syntax, ToolFormat):
+        return ToolCallParser(syntax, tools, is_forced=is_forced)
+    return BareCallParser(syntax, tools)

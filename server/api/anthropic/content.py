@@ -4,7 +4,16 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.pieces import (
+    Piece,
+    Reasoning,
+    Text,
+    ToolArguments,
+    ToolCallCut,
+    ToolCallEnded,
+    ToolCallFailed,
+    ToolCallStarted,
+)
 from models.unicode_text import read_object
 from server.api.anthropic.signature import enclose, sign
 
@@ -28,7 +37,7 @@ class ThinkingBlockBody(TypedDict):
 
 
 class ToolUseBlockBody(TypedDict):
-    """A complete call of a tool."""
+    """A call of a tool. One that was cut off has no input here, and in a stream a part of it."""
 
     type: Literal["tool_use"]
     id: str
@@ -131,7 +140,7 @@ class AnswerContent:
                 return self._begin(_OpenCall(_own_id(call_id, prefix), name, is_search))
             case ToolArguments(text):
                 return [self._grow(text, {"type": "input_json_delta", "partial_json": text})]
-            case ToolCallEnded():
+            case ToolCallEnded() | ToolCallCut():
                 return self.close()
             case ToolCallFailed(text):
                 self._open = None

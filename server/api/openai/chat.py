@@ -7,7 +7,16 @@ from typing import Any, cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.pieces import (
+    Piece,
+    Reasoning,
+    Text,
+    ToolArguments,
+    ToolCallCut,
+    ToolCallEnded,
+    ToolCallFailed,
+    ToolCallStarted,
+)
 from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
@@ -171,7 +180,7 @@ class ChatExchange(ChoiceExchange):
 
     def reason(self, finished: Finished) -> str:
         """Returns OpenAI's word for why the choice ended."""
-        return finish_reason(finished, made_calls=bool(self._calls))
+        return finish_reason(finished, made_calls=self.parser.made_calls)
 
     def end_chunk(self, reason: str) -> ChatChunk:
         """Returns the last chunk of the choice."""
@@ -209,7 +218,7 @@ class ChatExchange(ChoiceExchange):
             case ToolCallFailed(text):
                 self._calls.pop()
                 self._said += text
-            case ToolCallEnded():
+            case ToolCallEnded() | ToolCallCut():
                 pass
 
     def _delta(self, piece: Piece) -> DeltaBody | None:
@@ -226,7 +235,7 @@ class ChatExchange(ChoiceExchange):
                 return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": first}]}
             case ToolArguments(text):
                 return {"tool_calls": [{"index": self._num_streamed - 1, "function": {"arguments": text}}]}
-            case ToolCallEnded():
+            case ToolCallEnded() | ToolCallCut():
                 return None
 
     def _chunk(self, delta: DeltaBody | None, reason: str | None = None) -> ChatChunk:

@@ -2,7 +2,8 @@
 
 import json
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 from models.unicode_text import read_object
 from server.api.responses.client_tools import INPUT
@@ -41,9 +42,11 @@ class CustomInput:
     def finish(self) -> tuple[str, str]:
         """Returns the whole input, and what of it `feed` has not told.
 
-        Arguments of another shape are the input themselves, but for a single text under another name.
+        Arguments of another shape are the input themselves, but for a single text under another name. Of those that
+        were cut off it is what was told.
         """
-        whole = _input_of(self._arguments)
+        values = read_object(self._arguments)
+        whole = self._told if values is None else _input_of(values, self._arguments)
         return whole, whole.removeprefix(self._told) if whole.startswith(self._told) else ""
 
     @property
@@ -52,7 +55,6 @@ class CustomInput:
         return self._told
 
 
-def _input_of(arguments: str) -> str:
-    values = read_object(arguments) or {}
+def _input_of(values: Mapping[str, Any], arguments: str) -> str:
     value = values.get(INPUT, next(iter(values.values())) if len(values) == 1 else None)
     return value if isinstance(value, str) else arguments

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.pieces import (
+    Piece,
+    Reasoning,
+    Text,
+    ToolArguments,
+    ToolCallCut,
+    ToolCallEnded,
+    ToolCallFailed,
+    ToolCallStarted,
+)
 from models.unicode_text import read_object
 from server.api.responses.client_tools import ClientTool, ToolSet
 from server.api.responses.custom_input import CustomInput
@@ -230,6 +239,8 @@ class AnswerOutput:
                 return self._grow(text)
             case ToolCallEnded():
                 return self.close()
+            case ToolCallCut():
+                return []  # the end of the answer ends it too, as incomplete
             case ToolCallFailed(text):
                 # No event ends the call, so that no client takes it for one.
                 self._open = None

@@ -14,7 +14,8 @@ from models.output.tool_formats.harmony import HarmonyFormat
 from models.output.tool_formats.llama_json import LLAMA_JSON
 from models.output.tool_formats.pythonic import PYTHONIC
 from server.api.conversation import open_conversation
-from server.api.tool_grammar import calls_in_text, strict_calls
+from server.api.responses.custom_input import CustomInput
+from server.api.tool_grammar import ForcedCalls, calls_in_text, forced_calls, strict_calls
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
@@ -302,3 +303,128 @@ def test_strict_tools_bind_where_the_model_can_be_bound(
     body = {"messages": [user("x")], "tools": tools}
     assert client.post(CHAT, content=json.dumps(body), headers=JSON).status_code == 200
     assert (engine.requests[0].grammar is not None) == is_bound
+
+
+def cut(live: Live, path: str, **fields: Any) -> Any:
+    body = {"model": "tiny", "messages": [user("x")], "logit_bias": {str(THINK): -100}, "seed": 4, **fields}
+    answer = live.post(path, **body)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+@pytest.mark.parametrize("choice", [named("weather"), "required"])
+def test_a_forced_call_that_the_limit_cuts_is_unfinished(live: Live, choice: Any) -> None:
+    asked = {"tools": TOOLS, "tool_choice": choice, "temperature": 1}
+    seen = set()
+    for limit in range(1, 60, 3):
+        whole = cut(live, CHAT, max_tokens=limit, **asked).json()["choices"][0]
+        said, calls = whole["message"]["content"], whole["message"].get("tool_calls", [])
+        assert said in (None, "")
+        if whole["finish_reason"] == "tool_calls":
+            break
+        assert whole["finish_reason"] == "length"
+        for call in calls[:-1]:
+            json.loads(call["function"]["arguments"])
+        seen |= {call["function"]["arguments"] for call in calls[-1:]}
+        lines = cut(live, CHAT, max_tokens=limit, stream=True, **asked).text.splitlines()
+        deltas = [one["choices"][0]["delta"] for one in (json.loads(x[6:]) for x in lines if x.startswith("data: {"))]
+        told = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert not any(delta.get("content") for delta in deltas)
+        assert "".join(told) == "".join(call["function"]["arguments"] for call in calls)
+    assert any(text and not text.endswith("}") for text in seen), "an unfinished call holds what it has"
+
+
+def test_a_forced_call_that_a_stop_string_cuts_is_unfinished(live: Live) -> None:
+    asked = {"tools": TOOLS, "tool_choice": named("weather"), "temperature": 1, "max_tokens": 200}
+    for stop in ("<tool_call>", "_call>", "name", '"city"', "days"):
+        whole = cut(live, CHAT, stop=[stop], **asked).json()["choices"][0]
+        assert (whole["message"]["content"] or "", whole["finish_reason"]) == ("", "stop"), stop
+
+
+def test_other_dialects_tell_no_markup_of_a_call_that_is_cut(live: Live) -> None:
+    """Anthropic's ends as an unfinished block, that of Responses as an incomplete item; both can be asked again."""
+    weather = {"name": "weather", "description": "", "input_schema": WEATHER}
+    function = {"type": "function", "name": "weather", "parameters": WEATHER}
+    kinds = set()
+    for limit in range(1, 40, 4):
+        sampling = {"temperature": 1, "thinking": {"type": "disabled"}}
+        anthropic = live.post(
+            "/v1/messages",
+            model="tiny",
+            messages=[user("x")],
+            tools=[weather],
+            tool_choice={"type": "tool", "name": "weather"},
+            max_tokens=limit,
+            **sampling,
+        ).json()
+        if anthropic["stop_reason"] == "max_tokens":
+            blocks = [block for block in anthropic["content"] if block["type"] != "thinking"]
+            assert [block["type"] for block in blocks] in ([], ["tool_use"])
+            kinds |= {block["type"] for block in blocks}
+        response = live.post(
+            "/v1/responses",
+            model="tiny",
+            input="x",
+            tools=[function],
+            tool_choice={"type": "function", "name": "weather"},
+            max_output_tokens=limit,
+            reasoning={"effort": "none"},
+        ).json()
+        if response["status"] == "incomplete":
+            items = [item for item in response["output"] if item["type"] != "reasoning"]
+            assert [item["type"] for item in items] in ([], ["function_call"])
+            assert all(item["status"] == "incomplete" for item in items)
+            kinds |= {item["type"] for item in items}
+            again = live.post(
+                "/v1/responses", model="tiny", input="y", max_output_tokens=1, previous_response_id=response["id"]
+            )
+            assert again.status_code == 200, again.text
+    assert kinds == {"tool_use", "function_call"}
+
+
+def is_forced_to(schema: Any, arguments: str) -> bool:
+    """Whether a forced call of a tool with such `parameters` may have these arguments."""
+    tokenizer: Any = tiny_models.tokenizer()
+    grammars = GrammarCompiler(tokenizer.backend_tokenizer.to_str, [tokenizer.eos_token_id])
+    model = fake_model(tool_syntax=replace(JSON_TOOLS, writes_json=True), grammars=grammars)
+    wanted = forced_calls(model, [{"function": {"name": "f", **schema}}], ForcedCalls())
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    return follows(grammars.compile(wanted.grammar).begin(), tokenizer.encode(text, add_special_tokens=False))
+
+
+NESTED = {"type": "object", "properties": {"where": {"type": "object"}}, "required": ["where"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        ({}, False),
+        ({"parameters": None}, False),
+        ({"parameters": {}}, False),
+        ({"parameters": {"type": "object"}}, False),
+        ({"parameters": {"type": "object", "properties": {}}}, False),
+        ({"parameters": {"type": "object", "properties": {}}, "strict": True}, False),
+        ({"parameters": {"title": "Nothing", "properties": {}, "required": []}}, False),
+        ({"parameters": {"type": "object", "additionalProperties": False}}, False),
+        ({"parameters": {"type": "object", "additionalProperties": True}}, True),
+        ({"parameters": {"type": "object", "additionalProperties": {"type": "integer"}}}, True),
+        ({"parameters": {"type": "object", "patternProperties": {"a": {"type": "integer"}}}}, True),
+        ({"parameters": {"type": "object", "required": ["a"]}}, True),
+        ({"parameters": {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}}, True),
+    ],
+)
+def test_a_forced_call_of_a_tool_without_properties_has_no_arguments(schema: Any, is_open: bool) -> None:
+    needs_one = (schema.get("parameters") or {}).get("required") == ["a"]
+    assert is_forced_to(schema, "{}") != needs_one
+    assert is_forced_to(schema, '{"a": 1}') == is_open
+
+
+def test_an_object_without_properties_among_the_arguments_is_any_object() -> None:
+    assert is_forced_to({"parameters": NESTED}, '{"where": {"a": [1]}}')
+    assert not is_forced_to({"parameters": NESTED}, '{"where": {}, "a": 1}')
+
+
+def test_the_input_of_a_custom_call_that_was_cut_is_what_was_told() -> None:
+    call = CustomInput()
+    assert (call.feed('{"input": "a\\nb'), call.finish()) == ("a\nb", ("a\nb", ""))
+    assert (CustomInput().finish()) == ("", "")

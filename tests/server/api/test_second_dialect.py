@@ -15,7 +15,16 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
+from models.output.pieces import (
+    Piece,
+    Reasoning,
+    Text,
+    ToolArguments,
+    ToolCallCut,
+    ToolCallEnded,
+    ToolCallFailed,
+    ToolCallStarted,
+)
 from models.prompt.chat_template import Message
 from server.api.auth import namespace_of
 from server.api.context import ApiContext
@@ -128,7 +137,7 @@ def written(event: Piece | Finished) -> tuple[str, Any]:
             return "call", name
         case ToolArguments(text):
             return "arguments", text
-        case ToolCallEnded():
+        case ToolCallEnded() | ToolCallCut():
             return "called", None
         case ToolCallFailed(text):
             return "no call", text
