@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api import PRODUCT
 from server.api.auth import key_name_of, namespace_of
 from server.api.context import context_of
 from server.api.dialect import Dialect
@@ -45,7 +46,7 @@ class ErrorBoundary:
             await self._app(scope, receive, send)
             return
         request_id, dialect = f"req_{uuid.uuid4().hex}", self._find_dialect(scope)
-        headers = {"x-request-id": request_id, "x-served-by": self._server_name}
+        headers = {"x-request-id": request_id, "server": PRODUCT, "x-served-by": self._server_name}
         headers.update(dialect.answer_headers(request_id))
         scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers)
         tracked = _TrackedSend(send, headers)

@@ -8,12 +8,12 @@ from typing import Final, TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api import PRODUCT
 from server.api.context import ServedModel, context_of
 from server.api.errors import Code, retry_later
 from server.api.json_body import JsonBody
 from server.engine.commands import DescribeSlots, SlotState
 
-BUILD_INFO: Final = "mlx-serve"
 NO_LIMIT: Final = -1
 RETRY_SECONDS: Final = 1
 
@@ -100,7 +100,7 @@ async def props(request: Request) -> Response:
         "bos_token": model.facts.bos_token,
         "eos_token": model.facts.eos_token,
         "modalities": {"vision": False, "audio": False},
-        "build_info": BUILD_INFO,
+        "build_info": PRODUCT,
     }
     return JsonBody(body)
 

@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from models.store.modelfile import modelfile_of
 from models.store.parameters import parameters_of
+from server.api import PRODUCT
 from server.api.context import ApiContext, ListedModel, Occupancy, ServedModel, context_of
 from server.api.dialect import Payload
 from server.api.endpoint import inspect
@@ -118,8 +119,9 @@ async def root(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """Names the release of Ollama whose API this is."""
-    body: VersionBody = {"version": OLLAMA_VERSION}
+    """Names the release of Ollama whose API this is, and as its build who answers."""
+    # Behind `-0+`: some clients cut at a dash, and others read the rest as the version of a package or as SemVer.
+    body: VersionBody = {"version": f"{OLLAMA_VERSION}-0+{PRODUCT.replace('/', '.')}"}
     return JsonBody(body)
 
 

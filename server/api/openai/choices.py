@@ -9,12 +9,13 @@ from typing import Any
 from models.output.pieces import Piece
 from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
+from server.api import PRODUCT
 from server.api.choices import AllEnded, ChoiceEvent, ChoiceFailed, Choices
 from server.api.context import ServedModel
 from server.api.conversation import Conversation
 from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.errors import ApiError, Code, explain
-from server.api.openai.dialect import DONE, SYSTEM_FINGERPRINT
+from server.api.openai.dialect import DONE
 from server.api.openai.errors import ErrorObject, error_body
 from server.api.openai.generation_body import GenerationBody
 from server.api.openai.logprobs import TokenNames
@@ -168,7 +169,7 @@ class ChoiceExchange(Exchange):
             "object": kind,
             "created": self._created,
             "model": self.model.id,
-            "system_fingerprint": SYSTEM_FINGERPRINT,
+            "system_fingerprint": PRODUCT,
         }
         if self._says_tier:
             head["service_tier"] = BACKGROUND_TIER if self.request.priority is Priority.BACKGROUND else DEFAULT_TIER

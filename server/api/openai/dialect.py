@@ -10,8 +10,6 @@ from server.api.errors import ApiError
 from server.api.openai.errors import error_body, error_response
 from server.api.sse import sse_comment, sse_event, sse_text
 
-SYSTEM_FINGERPRINT = "mlx-serve"
-"""What every answer names as its back end; the same for all requests."""
 DONE = sse_text("[DONE]")
 """The end of a stream that was completed."""
 

@@ -6,6 +6,7 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api import PRODUCT
 from server.api.context import ListedModel, context_of
 from server.api.json_body import JsonBody
 
@@ -57,7 +58,7 @@ def _body(model: ListedModel) -> ModelBody:
         "id": model.id,
         "object": "model",
         "created": model.created,
-        "owned_by": "mlx-serve",
+        "owned_by": PRODUCT,
         "root": model.parent_id or model.id,
         "parent": model.parent_id,
         "loaded": model.served is not None,

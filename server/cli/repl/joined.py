@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 1.0
 """How long a server may take to say which models it has; one on this machine that is well needs far less."""
-OWNER = "mlx-serve"
+OWNER = "mlx-serve/"
+"""Begins the owner that our servers name, with their version behind it; another program calls itself the same."""
 
 _MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
 
@@ -58,8 +59,8 @@ def _models_at(url: str, api_key: str | None) -> list[str]:
             answer = client.get(f"{url}/v1/models", headers=_headers(api_key))
             if answer.status_code == httpx2.codes.UNAUTHORIZED:
                 raise KeyNeeded(url)
-            return [str(model["id"]) for model in answer.json()["data"] if model["owned_by"] == OWNER]
-    except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
+            return [str(model["id"]) for model in answer.json()["data"] if model["owned_by"].startswith(OWNER)]
+    except (httpx2.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.debug("no server at %s: %s", url, error)
         return []
 

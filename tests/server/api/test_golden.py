@@ -42,6 +42,7 @@ def exchange(path: str, script: Script, engine: FakeEngine | None = None, **fiel
 def normalised(text: str) -> str:
     text = re.sub(r'"id":"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', text)
     text = re.sub(r'"id":"call_[0-9a-f]{24}"', '"id":"call_ID"', text)
+    text = re.sub(r'"system_fingerprint":"mlx-serve/[^"]+"', '"system_fingerprint":"mlx-serve"', text)
     return re.sub(r'"created":\d+', '"created":0', text)
 
 

@@ -2,6 +2,7 @@
 
 import socket
 from dataclasses import replace
+from importlib.metadata import version
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,6 +21,22 @@ HI = {"messages": [{"role": "user", "content": "Hi"}]}
 
 def client_of(engine: FakeEngine | None = None, **settings: Any) -> TestClient:
     return TestClient(create_app(engine or FakeEngine(), fake_model(), ServerConfig(**settings)))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", CHAT), ("GET", "/")]
+)
+def test_every_answer_names_the_program_and_its_version(method: str, path: str) -> None:
+    assert client_of().request(method, path).headers.get_list("server") == [f"mlx-serve/{version('mlx-serve')}"]
+
+
+def test_programs_can_tell_who_answers() -> None:
+    """Another program says `owned_by: mlx-serve` too, which tools compare; with the version it is another text."""
+    client, product = client_of(), f"mlx-serve/{version('mlx-serve')}"
+    assert [model["owned_by"] for model in client.get("/v1/models").json()["data"]] == [product]
+    answer = client.post(CHAT, json={"messages": [{"role": "user", "content": "Hi"}]}).json()
+    assert answer["system_fingerprint"] == product
+    assert client.get("/api/version").json()["version"].endswith(f"+mlx-serve.{version('mlx-serve')}")
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("GET", "/nowhere"), ("POST", CHAT)])

@@ -6,6 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from server.app import create_app
 from server.cli.chat import Chat
@@ -177,3 +181,11 @@ def test_errors_of_the_server_are_one_line(url: str, engine: FakeEngine) -> None
 def test_a_server_that_has_gone_is_told() -> None:
     shown, _ = talk_to("http://127.0.0.1:1", "Hi")
     assert shown == "mlx-serve: the server at http://127.0.0.1:1 does not answer any more\n"
+
+
+def test_another_program_that_calls_itself_the_same_is_not_joined() -> None:
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "tiny", "owned_by": "mlx-serve"}, {"id": "tiny", "owned_by": None}]})
+
+    with running(Starlette(routes=[Route("/v1/models", models)])) as url:
+        assert find_served("tiny", [url], None) is None

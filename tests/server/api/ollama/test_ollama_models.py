@@ -1,5 +1,6 @@
 """What the `ollama` package, and clients that probe a server first, learn of the models."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -8,6 +9,7 @@ from typing import Any
 import httpx
 import ollama
 import pytest
+from packaging.version import Version
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
@@ -112,7 +114,16 @@ def test_probes_find_a_server() -> None:
     for accept in ("*/*", "application/json", "text/plain"):
         assert client.get("/", headers={"accept": accept}).text == "Ollama is running"
     assert (client.head("/").status_code, client.head("/api/version").status_code) == (200, 200)
-    assert tuple(map(int, client.get("/api/version").json()["version"].split("."))) > (0, 6, 4)
+
+
+def test_clients_of_ollama_can_read_its_version_however_they_do() -> None:
+    said = client_of().get("/api/version").json()["version"]
+    cut_at_a_dash = re.sub(r"^v|-.*", "", said)
+    semver = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)-0\+[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*", said)
+    numbers = [int(one[0]) for part in said.split(".")[:3] if (one := re.match(r"\d+", part))]
+    assert semver is not None and cut_at_a_dash.split(".") == list(semver.groups()[:3])
+    assert (0, 6, 4) < tuple(numbers) == tuple(map(int, cut_at_a_dash.split(".")))
+    assert Version("0.6.4") < Version(said) and "mlx.serve" in str(Version(said).local)
 
 
 def test_everything_asks_for_the_key() -> None:
