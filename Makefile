@@ -16,7 +16,7 @@ help:
 	@echo "make check           formatting, lint, types, import rules"
 	@echo "make fix             format, and mend what the linter can mend"
 	@echo "make bench           run the benchmarks; results go to results/ (ARGS='decode trie')"
-	@echo "make clients         try client packages and coding agents, as pip and npm bring them (ARGS='opencode litellm')"
+	@echo "make clients         try client packages and coding agents, as pip and npm bring them (ARGS='opencode litellm', ARGS=benchmarks)"
 	@echo "make architectures   try every architecture of mlx-lm, built tiny, and write docs/architectures.md"
 	@echo "make compat          run the tests that touch mlx-lm with each version of it that is allowed (ARGS=0.32.1)"
 	@echo "make load            prove that bad input, many clients and slow ones do no harm (ARGS='fuzz --seed 7')"

@@ -2,6 +2,7 @@
 
     python -m scripts.clients                  all of them
     python -m scripts.clients codex litellm    some
+    python -m scripts.clients benchmarks       programs that measure servers
 
 Everything is installed below --folder, from the registries that pip and npm are set to; coding agents need Node.
 Packages talk to the built-in model, agents to a model whose words stand in a script (`agents.py`). The exit status is
@@ -21,25 +22,30 @@ from scripts.clients.scripted_server import ScriptedEngine, demo_server, scripte
 
 CODING_AGENTS: list[agents.Agent | tool_search.ToolSearcher] = [*agents.AGENTS, *tool_search.SEARCHERS]
 NAMES = [*(package.name for package in packages.PACKAGES), *(agent.name for agent in CODING_AGENTS)]
+BENCHMARKS = [package.name for package in packages.BENCHMARKS]
+GROUP = "benchmarks"
 
 
 def main() -> int:
     """Runs what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"one of {', '.join(NAMES)}, by default all; or {GROUP}"
+    )
     parser.add_argument("--folder", type=Path, default=Path(".cache/clients"), help="where clients are installed")
     args = parser.parse_args()
-    unknown = sorted(set(args.names) - set(NAMES))
+    known = [*NAMES, *BENCHMARKS, GROUP]
+    unknown = sorted(set(args.names) - set(known))
     if unknown:
-        parser.error(f"there is no client {unknown[0]!r}; there are {', '.join(NAMES)}")
-    wanted = args.names or NAMES
+        parser.error(f"there is no client {unknown[0]!r}; there are {', '.join(known)}")
+    wanted = [*args.names, *(BENCHMARKS if GROUP in args.names else [])] or NAMES
     folder: Path = args.folder.resolve()
     results = [*_try_packages(wanted, folder), *_try_agents(wanted, folder)]
     return 0 if all(results) else 1
 
 
 def _try_packages(wanted: list[str], folder: Path) -> Iterator[bool]:
-    chosen = [package for package in packages.PACKAGES if package.name in wanted]
+    chosen = [package for package in (*packages.PACKAGES, *packages.BENCHMARKS) if package.name in wanted]
     if not chosen:
         return
     with demo_server() as url:

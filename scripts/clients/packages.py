@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-SECONDS = 240.0
+SECONDS = 600.0
 """A program that takes longer has failed."""
 
 
@@ -75,6 +75,13 @@ PACKAGES: Sequence[Package] = (
     NodePackage("ai_sdk", ["ai", "@ai-sdk/openai-compatible", "zod"]),
     NodePackage("ai_sdk_anthropic", ["ai", "@ai-sdk/anthropic", "zod"]),
 )
+
+BENCHMARKS: Sequence[Package] = (
+    PythonPackage("llama_benchy", ["llama-benchy"]),
+    PythonPackage("aiperf", ["aiperf"]),
+    PythonPackage("lm_eval", ["lm-eval[api]"]),
+)
+"""Programs that measure servers. They take minutes, and run only where they are named."""
 
 
 def prove(package: Package, command: Sequence[str], url: str) -> None:

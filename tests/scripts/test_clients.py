@@ -9,7 +9,7 @@ from openai import OpenAI
 
 from models.names import DEMO_FOLDER
 from scripts.clients.agents import AGENTS
-from scripts.clients.packages import PACKAGES, PROGRAMS
+from scripts.clients.packages import BENCHMARKS, PACKAGES, PROGRAMS
 from scripts.clients.scripted_server import Reply, ScriptedEngine, scripted_server
 
 READ: Any = {
@@ -63,5 +63,5 @@ def test_other_requests_of_an_agent_get_a_plain_answer(served: tuple[OpenAI, Scr
 
 def test_each_client_has_a_program_or_a_script() -> None:
     programs = {path.stem.removesuffix("_client") for path in PROGRAMS.iterdir() if path.suffix in (".py", ".mjs")}
-    assert programs == {package.name for package in PACKAGES}
+    assert programs == {package.name for package in (*PACKAGES, *BENCHMARKS)}
     assert all(agent.replies(Path("greeting.py"))[-1].tool == "" for agent in AGENTS)
