@@ -33,8 +33,6 @@ class Rule:
     """Values, besides null, with which a refused field asks for nothing."""
     is_read: bool = False
     """Whether the type of the body holds it, so that its own type and range are checked."""
-    only_with_penalties: bool = False
-    """Whether it asks for something only where a penalty is in force, which the model's defaults decide too."""
 
     def allows(self, value: Any) -> bool:
         """Returns whether a request may hold this value."""
@@ -57,27 +55,17 @@ def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]
     return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
 
 
-def refused(why: str, *, only_with_penalties: bool = False, **neutral: tuple[Any, ...]) -> dict[str, Rule]:
+def refused(why: str, **neutral: tuple[Any, ...]) -> dict[str, Rule]:
     """Returns the rules of fields that are refused for one reason; `neutral` holds the values that are taken."""
-    return {
-        name: Rule(Treatment.REFUSED, why, values, only_with_penalties=only_with_penalties)
-        for name, values in neutral.items()
-    }
+    return {name: Rule(Treatment.REFUSED, why, values) for name, values in neutral.items()}
 
 
 def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
     """Raises ApiError (400) for the first field that asks for what is refused; `place` stands before its name."""
     for name, value in fields.items():
         rule = rules.get(name)
-        if rule is not None and not rule.only_with_penalties and not rule.allows(value):
+        if rule is not None and not rule.allows(value):
             raise _refusal(place + name, rule)
-
-
-def refuse_windows(raw: Mapping[str, Any], rules: Rules) -> None:
-    """Raises ApiError (400) for a request that says how far each of its penalties looks. Call it if it has any."""
-    for name, rule in rules.items():
-        if rule.only_with_penalties and not rule.allows(raw.get(name)):
-            raise _refusal(name, rule)
 
 
 def _refusal(name: str, rule: Rule) -> ApiError:

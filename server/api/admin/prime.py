@@ -64,7 +64,7 @@ def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
         prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
     request = build_request(
         incoming,
-        replace(read_params(body, incoming.fields, rules, model), max_tokens=0),
+        replace(read_params(body, model), max_tokens=0),
         prefix,
         prompt_param="messages" if is_chat else "prompt",
         namespace=namespace,

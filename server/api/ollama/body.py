@@ -105,6 +105,16 @@ class Options(BodyModel):
     repeat_last_n: Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)] | None = None
     """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
 
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the answer, or None."""
+        return self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer."""
+        return tuple(text for text in self.stop or () if text)
+
 
 class OllamaBody(BodyModel):
     """Fields of a request for text, whatever the prompt looks like."""
@@ -174,33 +184,19 @@ def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any
     return ThinkingWish(is_enabled=True, effort=effort).template_arguments()
 
 
-def read_params(body: OllamaBody, fields: Mapping[str, Any], model: ServedModel) -> GenerationParams:
-    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter.
-
-    `fields` are the body's as they were sent.
-    """
+def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
+    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter."""
     options = body.options or Options()
-    sent: Mapping[str, Any] = fields.get("options") or {}
-    _warn_of_unknown(sent)
-    sampling = _sampling(options, model)
+    sampling = options_sampling(options, model)
     check(sampling, model.vocab_size)
-    limit = options.num_predict
-    return GenerationParams(
-        sampling,
-        limit if limit is not None and limit > 0 else None,
-        stop=tuple(text for text in options.stop or () if text),
-        grammar=body.answer_grammar(),
-    )
+    return GenerationParams(sampling, options.limit, stop=options.stops, grammar=body.answer_grammar())
 
 
-def _warn_of_unknown(options: Mapping[str, Any]) -> None:
-    unknown = sorted(options.keys() - IN_OPTIONS.keys())
+def options_sampling(options: Options, model: ServedModel) -> SamplingParams:
+    """Returns the model's sampling defaults with what the options say about them; logs those without meaning."""
+    unknown = sorted((options.model_extra or {}).keys() - IN_OPTIONS.keys())
     if unknown:
         logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
-
-
-def _sampling(options: Options, model: ServedModel) -> SamplingParams:
-    """Returns the model's sampling defaults with what the options say about them."""
     given: dict[str, Any] = {
         name: getattr(options, name) for name in SAMPLING_OPTIONS if getattr(options, name) is not None
     }

@@ -142,7 +142,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady 
         continues=_continues(body.messages, model),
     )
     prompt = conversation.render()
-    params = read_params(body, incoming.fields, model)
+    params = read_params(body, model)
     request = build_request(
         incoming,
         replace(params, grammar=_grammar(params.grammar, conversation, model)),

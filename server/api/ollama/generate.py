@@ -69,7 +69,7 @@ def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelRe
     prompt = _prompt(body, model, conversation)
     request = build_request(
         incoming,
-        read_params(body, incoming.fields, model),
+        read_params(body, model),
         prompt,
         prompt_param="prompt",
         namespace=namespace,

@@ -68,7 +68,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | Sever
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, incoming, model, context.config, namespace)
     prompt = conversation.render()
-    params = read_params(body, incoming.fields, IN_CHAT, model)
+    params = read_params(body, model)
     request = build_request(
         incoming,
         replace(

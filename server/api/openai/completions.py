@@ -95,7 +95,7 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
     if body.echo and body.logprobs is not None:
         raise ApiError(Code.INVALID_VALUE, "echo: logprobs are told of the answer only, not of the prompt", "echo")
     model = context.find_model(body.model)
-    params = read_params(body, incoming.fields, IN_TEXT, model)
+    params = read_params(body, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
     count = num_choices(body, len(body.prompt), context.config)
     exchanges: list[ChoiceExchange] = []

@@ -15,6 +15,7 @@ IN_BOTH: Rules = {
         model stream stream_options n max_tokens max_completion_tokens max_new_tokens n_predict temperature top_p
         top_k min_p typical_p top_n_sigma xtc_probability xtc_threshold
         seed repetition_penalty repeat_penalty presence_penalty frequency_penalty repeat_last_n
+        repetition_context_size presence_context_size frequency_context_size
         dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         logit_bias allowed_token_ids bad_words stop
         stop_token_ids include_stop_str_in_output no_stop_trim min_tokens min_new_tokens
@@ -22,7 +23,7 @@ IN_BOTH: Rules = {
         guided_grammar grammar ebnf
         return_token_ids return_tokens_as_token_ids
         session_id cache_prompt cache_salt prompt_cache_key prompt_cache_retention priority service_tier metadata
-        store
+        store options
         """
     ),
     **no_effect("it only says who asks", "user safety_identifier", is_read=True),
@@ -86,13 +87,6 @@ IN_BOTH: Rules = {
         custom_logit_processor=(),
     ),
     **refused(
-        "how many tokens the penalties look at is repeat_last_n's to say",
-        only_with_penalties=True,
-        repetition_context_size=(),
-        presence_context_size=(),
-        frequency_context_size=(),
-    ),
-    **refused(
         "an answer ends where the model ends it, at a text in stop, at a token, or at max_tokens",
         stop_regex=("", []),
         n_indent=(0,),
@@ -134,7 +128,6 @@ IN_BOTH: Rules = {
     **refused("its name here is cache_salt", extra_key=()),
     **refused(
         "fields stand in the body itself",
-        options=({},),
         parameters=({},),
         sampling_params=({},),
         extra_body=({},),

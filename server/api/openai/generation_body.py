@@ -6,6 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from models.inference.sampling_params import MAX_REPEATED, MAX_WINDOW
 from server.api.errors import ApiError, Code
+from server.api.ollama.body import Options
 from server.api.openai.output_format import BoundBody
 from server.api.typed_body import BodyModel, Whole, as_whole
 
@@ -97,6 +98,10 @@ class GenerationBody(BoundBody):
     frequency_penalty: _Penalty | None = None
     repeat_last_n: _Window | None = None
     """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
+    repetition_context_size: _Window | None = None
+    presence_context_size: _Window | None = None
+    frequency_context_size: _Window | None = None
+    """mlx-lm's names of it, one for each penalty; those of penalties in force may not differ."""
     dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     """0 penalises no repetition by its length."""
     dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
@@ -141,6 +146,8 @@ class GenerationBody(BoundBody):
     user: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
+    options: Options | None = None
+    """Ollama's fields, from clients that take every local server for Ollama; fields of the body itself come first."""
 
     def num_top_logprobs(self) -> int | None:
         """Returns how many of the likeliest tokens are told with each token; None where nothing is to be told."""
@@ -171,4 +178,7 @@ class GenerationBody(BoundBody):
     def limit(self) -> int | None:
         """Returns the most tokens to generate, or None where the request does not say."""
         given = (self.max_tokens, self.max_completion_tokens, self.max_new_tokens, self.n_predict)
-        return min((limit for limit in given if limit is not None), default=None)
+        return min(
+            (limit for limit in given if limit is not None),
+            default=None if self.options is None else self.options.limit,
+        )

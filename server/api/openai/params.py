@@ -8,7 +8,7 @@ from typing import Any
 from models.inference.sampling_params import SamplingParams, check
 from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
-from server.api.field_rules import Rules, refuse_windows
+from server.api.ollama.body import Options, options_sampling
 from server.api.openai.generation_body import RANDOM_SEED, GenerationBody
 from server.api.openai.sampling_texts import bad_word_tokens, breaker_tokens
 from server.api.params import GenerationParams, check_token_ids
@@ -39,24 +39,23 @@ SAMPLING_FIELDS = (
     "dry_allowed_length",
     "dry_penalty_last_n",
 )
+_WINDOWS = {
+    "repetition_context_size": ("repetition_penalty", 1.0),
+    "presence_context_size": ("presence_penalty", 0.0),
+    "frequency_context_size": ("frequency_penalty", 0.0),
+}
+"""What mlx-lm calls the window of each penalty, and the penalty's value where it is not in force."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
-def read_params(
-    body: GenerationBody, fields: Mapping[str, Any], rules: Rules, model: ServedModel
-) -> GenerationParams:
-    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter.
-
-    `fields` are the body's as they were sent, and `rules` say how they are treated.
-    """
-    sampling = _sampling(body, model)
+def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
+    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter."""
+    sampling = _with_one_window(_sampling(body, model), body)
     check(sampling, model.vocab_size)
-    if sampling.is_penalised:
-        refuse_windows(fields, rules)
     return GenerationParams(
         sampling,
         body.limit(),
-        stop=tuple(body.stop or ()),
+        stop=tuple(body.stop or (body.options.stops if body.options is not None else ())),
         stop_token_ids=_stop_token_ids(body, model),
         keeps_stop=body.keeps_stop(),
         cache_prompt=body.cache_prompt is not False,
@@ -119,7 +118,19 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
         given["bad_words"] = bad_word_tokens(body.bad_words, model)
     if given.get("dry_multiplier"):
         given["dry_breakers"] = breaker_tokens(body.dry_sequence_breakers, model)
-    return replace(model.sampling, **given)
+    return replace(options_sampling(body.options or Options(), model), **given)
+
+
+def _with_one_window(sampling: SamplingParams, body: GenerationBody) -> SamplingParams:
+    """Returns the sampling with the window that mlx-lm's fields name; raises ApiError where they name several."""
+    in_force = [name for name, (penalty, off) in _WINDOWS.items() if getattr(sampling, penalty) != off]
+    named = {name: getattr(body, name) for name in ("repeat_last_n", *in_force) if getattr(body, name) is not None}
+    for name, value in named.items():
+        window = next(iter(named.values()))
+        if value != window:
+            message = f"{name}: all penalties look at the same tokens here, and {value} is not {window}"
+            raise ApiError(Code.INVALID_VALUE, message, name)
+    return replace(sampling, repeat_last_n=value) if named else sampling
 
 
 def _one_repetition_penalty(value: float, other: float | None) -> float:

@@ -92,7 +92,7 @@ def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
     given = read_given(context, body, model, namespace, name)
     prompt = given.conversation.render()
     generation = validated(GenerationBody, body.generation())
-    params = read_params(generation, incoming.fields, {}, model)
+    params = read_params(generation, model)
     session = given.items.history.session
     request = build_request(
         _in_chain(incoming, session),

@@ -153,7 +153,7 @@ class _OpenFunctionCall(_OpenItem):
 
     def end(self) -> list[Event]:
         whole = "".join(self._texts)
-        return [self.event("function_call_arguments.done", arguments=whole)]
+        return [self.event("function_call_arguments.done", name=self._tool.name, arguments=whole)]
 
 
 class _OpenCustomCall(_OpenItem):

@@ -32,7 +32,6 @@ CHANGING = {
     "skip_special_tokens": False,
     "dynatemp_range": 0.5,
     "stop_regex": "x+",
-    "options": {"temperature": 0},
     "truncate": 100,
     "do_sample": False,
     "lora_path": "some/adapter",
@@ -147,30 +146,57 @@ def rule_names_session(name: str) -> bool:
     return name in ("previous_response_id", "conversation")
 
 
-WINDOWS = ["repetition_context_size", "presence_context_size", "frequency_context_size"]
+REPEATING = {"repetition_penalty": 1.1}
 
 
-@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(
-    ("recommended", "asked", "is_penalised"),
+    ("recommended", "asked", "window"),
     [
-        (1.0, {}, False),
-        (1.0, {"repeat_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0.0}, False),
-        (1.0, {"repetition_penalty": 1.1}, True),
-        (1.0, {"repeat_penalty": 1.1}, True),
-        (1.0, {"presence_penalty": 0.5}, True),
-        (1.1, {}, True),
-        (1.1, {"repetition_penalty": 1}, False),
+        (1.0, {**REPEATING, "repetition_context_size": 64}, 64),
+        (1.1, {"repetition_context_size": 64}, 64),
+        (1.0, {"presence_penalty": 0.5, "presence_context_size": 20, "repetition_context_size": 64}, 20),
+        (1.0, {**REPEATING, "frequency_penalty": 1, "repetition_context_size": 9, "frequency_context_size": 9}, 9),
+        (1.0, {**REPEATING, "repetition_context_size": 20.0, "repeat_last_n": 20}, 20),
+        (1.0, {"repetition_context_size": 20, "presence_context_size": 21}, None),
     ],
 )
-def test_a_window_of_penalties_is_taken_where_there_are_none(
-    window: str, recommended: float, asked: dict[str, Any], is_penalised: bool
+def test_mlx_lms_windows_of_penalties_in_force_are_the_window(
+    recommended: float, asked: dict[str, Any], window: int | None
 ) -> None:
-    model = fake_model(sampling=SamplingParams(repetition_penalty=recommended))
-    client = TestClient(create_app(FakeEngine(), model, ServerConfig()))
-    answer = post(client, CHAT, **asked, **{window: 64})
-    assert answer.status_code == (400 if is_penalised else 200)
-    assert not is_penalised or answer.json()["error"]["param"] == window
+    engine, model = FakeEngine(), fake_model(sampling=SamplingParams(repetition_penalty=recommended))
+    assert post(TestClient(create_app(engine, model, ServerConfig())), CHAT, **asked).status_code == 200
+    assert engine.requests[0].sampling.repeat_last_n == window
+
+
+@pytest.mark.parametrize("other", [{"repeat_last_n": 20}, {"presence_penalty": 1, "presence_context_size": 20}])
+def test_several_windows_are_refused(client: TestClient, other: dict[str, Any]) -> None:
+    answer = post(client, CHAT, **REPEATING, repetition_context_size=64, **other)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+    assert "context_size" in answer.json()["error"]["param"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_ollamas_options_are_taken_and_the_bodys_own_fields_come_first(
+    client: TestClient, engine: FakeEngine, path: str
+) -> None:
+    options = {
+        "num_ctx": 65536,
+        "num_predict": 7,
+        "temperature": 0.5,
+        "seed": -3,
+        "repeat_penalty": 1.2,
+        "stop": ["x"],
+    }
+    assert post(client, path, options={"num_ctx": 65536}).status_code == 200
+    assert post(client, path, options=options, temperature=0).status_code == 200
+    assert post(client, path, options={"num_predict": -1}, max_tokens=3, stop="y").status_code == 200
+    plain, told, limited = engine.requests
+    assert plain.sampling == SamplingParams()
+    assert (told.max_tokens, told.stop, told.sampling.temperature) == (7, ("x",), 0)
+    assert (told.sampling.repetition_penalty, told.sampling.seed) == (1.2, None)
+    assert (limited.max_tokens, limited.stop) == (3, ("y",))
+    wrong = post(client, path, options={"temperature": "hot"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "options.temperature")
 
 
 def test_what_is_honoured_is_what_the_bodies_read() -> None:

@@ -67,6 +67,11 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "presence_penalty": [-2.1, 2.1, "1", True, [], NAN, INFINITY, HUGE],
     "frequency_penalty": [-2.1, 2.1, "1", True, [], NAN, INFINITY, HUGE],
     "repeat_last_n": [-2, 1.5, "1", True, [], NAN, INFINITY, 2**31, HUGE],
+    **dict.fromkeys(
+        ["repetition_context_size", "presence_context_size", "frequency_context_size"],
+        [-2, 1.5, "1", True, [], NAN, 2**31, HUGE],
+    ),
+    "options": [5, "x", [], {"temperature": "1"}, {"num_predict": 1.5}, {"top_p": NAN}, {"stop": "x"}],
     "dry_multiplier": [-0.1, 101, "1", True, [], NAN, INFINITY, HUGE],
     "dry_base": [0.9, 101, "1", True, [], NAN, INFINITY, HUGE],
     "dry_allowed_length": [0, 257, 1.5, "1", True, [], NAN, HUGE],

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.responses import ResponseStreamEvent
 
 from models.output.reasoning_format import ReasoningFormat
 from server.app import create_app
@@ -107,6 +108,33 @@ def test_the_events_of_a_text(client: openai.OpenAI) -> None:
         "response.output_item.done",
         "response.completed",
     ]
+
+
+@pytest.mark.parametrize(
+    ("script", "reasoning"),
+    [
+        (Script(), {}),
+        (THINKING, {}),
+        (THINKING, {"summary": "auto"}),
+        (calling("get_weather", {"city": "Bern"}), {}),
+        (calling("apply_patch", {"input": "a"}), {}),
+        (Script(reason=FinishReason.LENGTH), {}),
+        (Script(error=OutOfMemory("full")), {}),
+    ],
+)
+def test_every_event_is_one_of_the_packages_types(
+    client: openai.OpenAI, engine: FakeEngine, script: Script, reasoning: Any
+) -> None:
+    engine.script = script
+    asked = {"model": "tiny", "input": "Hi", "tools": TOOLS, "reasoning": reasoning, "stream": True}
+    answer = client.with_raw_response.responses.create(**asked)  # type: ignore[call-overload]
+    lines = [line[6:] for line in answer.http_response.read().decode().splitlines() if line.startswith("data: {")]
+    assert lines
+    for line in lines:
+        kind: Any = pydantic.TypeAdapter(ResponseStreamEvent)
+        event = kind.validate_json(line)
+        # The package's type of it has come to lack the name, which the interface and other clients have.
+        assert event.type != "response.function_call_arguments.done" or event.name == "get_weather"
 
 
 def test_the_clients_own_helper_collects_a_stream(client: openai.OpenAI, engine: FakeEngine) -> None:
