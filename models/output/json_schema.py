@@ -13,22 +13,40 @@ _COMBINING: Final = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRe
 """Keywords by which other schemas say what the same object may hold."""
 _DEMANDING: Final = ("properties", "required", "minProperties", "enum", "const")
 """Keywords by which a schema, unless they are empty, says which members there are."""
-_SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "$defs", "definitions"}
+_SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _LISTS_OF_SCHEMAS: Final = {"anyOf", "oneOf", "prefixItems"}
 _SCHEMAS: Final = {"items", "additionalProperties", "contains"}
+_VALUES: Final = {"const", "enum", "default", "examples"}
+BOUNDS: Final = {f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties", "Contains")}
+"""Keywords whose values are whole numbers, which JSON Schema lets anybody write as 2.0."""
 
 
 def close_objects(schema: Any) -> Any:
     """Returns a schema whose objects have no members but those they name, unless they say otherwise.
 
-    A schema in which several describe one object together (`allOf` of more than one) is returned as it is.
+    A schema in which several describe one object together (`allOf` of more than one) stays open. Bounds are integers.
     """
+    schema = _with_whole_bounds(schema)
     return schema if _joins_schemas(schema) else _closed(schema)
 
 
 def describes_members(schema: Mapping[str, Any]) -> bool:
     """Returns whether the schema of an object says anything of its members."""
     return any(schema.get(key) for key in _DEMANDING) or not schema.keys().isdisjoint(_OPEN | _COMBINING | {"allOf"})
+
+
+def _with_whole_bounds(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_whole_bounds(one) for one in schema]
+    return {key: _bound(key, value) for key, value in schema.items()} if isinstance(schema, Mapping) else schema
+
+
+def _bound(key: str, value: Any) -> Any:
+    if key in _SCHEMAS_BY_NAME and isinstance(value, Mapping):
+        return {name: _with_whole_bounds(schema) for name, schema in value.items()}
+    if key in BOUNDS and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if key in _VALUES else _with_whole_bounds(value)
 
 
 def _joins_schemas(value: Any) -> bool:

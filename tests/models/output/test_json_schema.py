@@ -1,10 +1,14 @@
 """Schemas are read as closed where they name their members and say nothing of others."""
 
+import json
 from typing import Any
 
 import pytest
 
-from models.output.json_schema import close_objects
+from models.inference.grammar_compiler import GrammarCompiler
+from models.output.json_schema import BOUNDS, close_objects
+from server.api.structured_output import json_grammar
+from tests.support import tiny_models
 
 CITY = {"properties": {"city": {"type": "string"}}}
 CLOSED_CITY = {**CITY, "additionalProperties": False}
@@ -47,3 +51,28 @@ def test_named_members_are_all(schema: Any, closed: Any) -> None:
 )
 def test_what_speaks_of_others_or_describes_none_stays(schema: Any) -> None:
     assert close_objects(schema) == schema
+
+
+TWO = {"minLength": 2.0}
+VALUES = {"const": {"maxItems": 3.0}, "enum": [TWO], "default": TWO, "minimum": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("written", "whole"),
+    [
+        *((f'{{"{word}": 2.0}}', f'{{"{word}": 2}}') for word in sorted(BOUNDS)),
+        ('{"maxItems": 2.5, "minItems": "2.0"}', '{"maxItems": 2.5, "minItems": "2.0"}'),
+        ('{"properties": {"default": {"minLength": 2.0}}, "allOf": [{"items": {"minItems": 1.0}}]}', None),
+        ('{"properties": {"minLength": {"minLength": 2.0}}, "patternProperties": {"x": {"maxItems": 1e2}}}', None),
+        (json.dumps(VALUES), json.dumps(VALUES)),
+    ],
+)
+def test_bounds_are_integers_however_they_are_written(written: str, whole: str | None) -> None:
+    expected = whole or written.replace("2.0", "2").replace("1.0", "1").replace("1e2", "100")
+    assert json.dumps(close_objects(json.loads(written))) == expected
+
+
+@pytest.mark.parametrize("bounds", [{"type": "string", "minLength": 2.0}, {"type": "array", "maxItems": 2.0}])
+def test_a_grammar_is_made_of_a_schema_with_bounds_in_the_other_spelling(bounds: Any) -> None:
+    tokenizer: Any = tiny_models.tokenizer()
+    GrammarCompiler(tokenizer.backend_tokenizer.to_str, [0]).compile(json_grammar({"properties": {"a": bounds}}))
