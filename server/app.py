@@ -25,7 +25,7 @@ from server.api.admin.cache import (
     unpin_session,
 )
 from server.api.admin.events import get_events
-from server.api.admin.health import HealthBody, ReadyBody, health, ready
+from server.api.admin.health import HealthBody, ReadyBody, VersionBody, health, ready, version
 from server.api.admin.metrics import metrics
 from server.api.admin.models import ModelNameBody, ModelStateBody, load_model, unload_model
 from server.api.admin.prime import PrimedBody, prime_cache
@@ -99,6 +99,7 @@ ADMIN_OPERATIONS: Operations = {
     metrics: Operation(answer=str, answer_type="text/plain"),
     health: Operation(answer=HealthBody),
     ready: Operation(answer=ReadyBody),
+    version: Operation(answer=VersionBody),
 }
 
 
@@ -113,6 +114,8 @@ ADMIN_ROUTES = (
     Route("/metrics", metrics, methods=["GET"]),
     Route("/health", health, methods=["GET"]),
     Route("/ready", ready, methods=["GET"]),
+    Route("/ping", health, methods=["GET", "POST"]),
+    Route("/version", version, methods=["GET"]),
 )
 
 

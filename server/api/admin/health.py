@@ -1,5 +1,9 @@
-"""`GET /health` and `GET /ready`: whether requests are taken, answered at once, whatever the engine is doing."""
+"""`GET /health` and `GET /ready`: whether requests are taken, answered at once, whatever the engine is doing.
 
+`/ping` is another name of `/health`, and `GET /version` names the release, as vLLM has them.
+"""
+
+from importlib import metadata
 from typing import NotRequired, TypedDict
 
 from starlette.requests import Request
@@ -60,6 +64,18 @@ class ReadyBody(TypedDict):
 
     status: str
     """"ok", "full" (as many wait as may), "draining" or "stopped"."""
+
+
+class VersionBody(TypedDict):
+    """The release of this server."""
+
+    version: str
+
+
+async def version(request: Request) -> Response:
+    """Names the release of this server."""
+    body: VersionBody = {"version": metadata.version("mlx-serve")}
+    return JsonBody(body)
 
 
 async def health(request: Request) -> Response:

@@ -44,17 +44,18 @@ async def count_input_tokens(request: Request) -> Response:
 
 def prompt_of(context: ApiContext, incoming: Incoming) -> Payload:
     """Returns the text of the prompt; raises ApiError and the renderer's errors."""
-    answer: TemplateText = {"prompt": _rendered(context, incoming).text}
+    answer: TemplateText = {"prompt": rendered(context, incoming).text}
     return answer
 
 
 def input_tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
     """Returns the number of the prompt's tokens; raises ApiError and the renderer's errors."""
-    answer: InputTokensBody = {"input_tokens": len(_rendered(context, incoming).tokens)}
+    answer: InputTokensBody = {"input_tokens": len(rendered(context, incoming).tokens)}
     return answer
 
 
-def _rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
+def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
+    """Returns the prompt that a conversation becomes; raises ApiError and the renderer's errors."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)

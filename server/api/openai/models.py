@@ -1,7 +1,7 @@
-"""`GET /v1/models` and `GET /v1/models/{id}`: which models requests may name."""
+"""`GET /v1/models`, `/v1/models/{id}` and, in LM Studio's words, `/api/v1/models`: which models requests may name."""
 
 import asyncio
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,6 +38,39 @@ class ModelList(TypedDict):
     data: list[ModelBody]
 
 
+class LmStudioModel(TypedDict):
+    """One model that requests may name, in LM Studio's words."""
+
+    type: str
+    publisher: str
+    key: str
+    """What requests name it."""
+    display_name: str
+    architecture: str
+    quantization: dict[str, Any] | None
+    size_bytes: int
+    params_string: str | None
+    loaded_instances: list[dict[str, Any]]
+    """One of the same name where the model is loaded."""
+    max_context_length: int | None
+    format: str
+    capabilities: dict[str, bool]
+    description: str | None
+
+
+class LmStudioModels(TypedDict):
+    """All models that requests may name, in LM Studio's words."""
+
+    models: list[LmStudioModel]
+
+
+async def list_models_as_lm_studio(request: Request) -> Response:
+    """Lists the models that requests may name, for clients that read lengths of contexts as LM Studio tells them."""
+    listed = await asyncio.to_thread(context_of(request).pool.listed)
+    body: LmStudioModels = {"models": [_lm_studio_model(model) for model in listed]}
+    return JsonBody(body)
+
+
 async def list_models(request: Request) -> Response:
     """Lists the models that requests may name."""
     listed = await asyncio.to_thread(context_of(request).pool.listed)
@@ -65,4 +98,28 @@ def _body(model: ListedModel) -> ModelBody:
         "context_length": model.context_tokens,
         "tool_calls": None if model.served is None else model.served.tool_calls,
         "max_model_len": model.context_tokens,
+    }
+
+
+def _lm_studio_model(model: ListedModel) -> LmStudioModel:
+    facts, publisher, name = model.facts, *model.id.rpartition("/")[::2]
+    bits = facts.weight_format.removesuffix("-bit")
+    config = {"context_length": model.context_tokens}
+    return {
+        "type": "llm",
+        "publisher": publisher,
+        "key": model.id,
+        "display_name": name,
+        "architecture": facts.architecture,
+        "quantization": {"name": f"{bits}bit", "bits_per_weight": int(bits)} if bits.isdecimal() else None,
+        "size_bytes": facts.stored_bytes,
+        "params_string": f"{facts.num_parameters / 10**9:.2g}B" if facts.num_parameters else None,
+        "loaded_instances": [] if model.served is None else [{"id": model.id, "config": config}],
+        "max_context_length": model.context_tokens,
+        "format": "mlx",
+        "capabilities": {
+            "vision": False,
+            "trained_for_tool_use": model.served is not None and model.served.tool_calls == "parsed",
+        },
+        "description": None,
     }

@@ -9,7 +9,14 @@ from server.api.openai.completions import CompletionBody, TextCompletion, create
 from server.api.openai.dialect import OpenAiDialect
 from server.api.openai.embeddings import EmbeddingList, EmbeddingsBody, create_embeddings
 from server.api.openai.errors import ErrorBody
-from server.api.openai.models import ModelBody, ModelList, get_model, list_models
+from server.api.openai.models import (
+    LmStudioModels,
+    ModelBody,
+    ModelList,
+    get_model,
+    list_models,
+    list_models_as_lm_studio,
+)
 from server.api.openai.rerank import RankedList, RerankBody, rerank
 from server.api.openapi import Operation, Operations
 from server.api.versioned import with_and_without_v1
@@ -29,5 +36,7 @@ _OPERATIONS: Operations = {
     rerank: Operation(RerankBody, RankedList),
     list_models: Operation(answer=ModelList),
     get_model: Operation(answer=ModelBody),
+    list_models_as_lm_studio: Operation(answer=LmStudioModels),
 }
-OPENAI = Api(OpenAiDialect(), with_and_without_v1(_ROUTES), _OPERATIONS, ErrorBody)
+_LM_STUDIO = Route("/api/v1/models", list_models_as_lm_studio, methods=["GET"])
+OPENAI = Api(OpenAiDialect(), (*with_and_without_v1(_ROUTES), _LM_STUDIO), _OPERATIONS, ErrorBody)

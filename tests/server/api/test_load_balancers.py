@@ -3,6 +3,7 @@
 import socket
 from dataclasses import replace
 from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 from urllib.parse import unquote
 
@@ -90,3 +91,12 @@ def test_a_server_that_stops_is_not_ready() -> None:
     start_draining(app)
     answer = TestClient(app).get("/ready")
     assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+
+
+def test_health_and_release_have_the_names_that_vllm_has_for_them() -> None:
+    client = client_of(api_key="secret")
+    for answer in (client.get("/ping"), client.post("/ping")):
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    assert client.get("/version").status_code == 401
+    told = client.get("/version", headers={"Authorization": "Bearer secret"}).json()
+    assert told == {"version": metadata.version("mlx-serve")}

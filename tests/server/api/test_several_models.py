@@ -208,6 +208,10 @@ def test_all_models_are_listed_and_what_is_loaded_is_told(server: Server) -> Non
     assert [model["name"] for model in server.client.get("/api/ps").json()["models"]] == ["b:latest"]
     assert server.client.get("/health").json()["models"] == ["b"]
     assert server.client.post("/api/show", json={"model": "c"}).json()["details"]["family"] == "fake"
+    as_lm_studio = server.client.get("/api/v1/models").json()["models"]
+    assert [(one["key"], len(one["loaded_instances"])) for one in as_lm_studio] == [("a", 0), ("b", 1), ("c", 0)]
+    assert as_lm_studio[1]["loaded_instances"] == [{"id": "b", "config": {"context_length": 200}}]
+    assert as_lm_studio[2]["max_context_length"] == 100 and as_lm_studio[2]["architecture"] == "fake"
     assert server.opener.opened == ["b"], "a description loaded a model"
 
 

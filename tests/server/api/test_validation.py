@@ -49,6 +49,7 @@ def post(client: TestClient, path: str, **fields: Any) -> Any:
     return client.post(path, content=json.dumps(body_of(path, **fields)), headers=JSON)
 
 
+WINDOWS = ("repetition_context_size", "presence_context_size", "frequency_context_size")
 WRONG_IN_BOTH: dict[str, list[Any]] = {
     "model": [5, [], {}, True],
     "stream": ["yes", 1, 0, [], {}],
@@ -67,10 +68,7 @@ WRONG_IN_BOTH: dict[str, list[Any]] = {
     "presence_penalty": [-2.1, 2.1, "1", True, [], NAN, INFINITY, HUGE],
     "frequency_penalty": [-2.1, 2.1, "1", True, [], NAN, INFINITY, HUGE],
     "repeat_last_n": [-2, 1.5, "1", True, [], NAN, INFINITY, 2**31, HUGE],
-    **dict.fromkeys(
-        ["repetition_context_size", "presence_context_size", "frequency_context_size"],
-        [-2, 1.5, "1", True, [], NAN, 2**31, HUGE],
-    ),
+    **{name: [-2, 1.5, "1", True, [], NAN, 2**31, HUGE] for name in WINDOWS},
     "options": [5, "x", [], {"temperature": "1"}, {"num_predict": 1.5}, {"top_p": NAN}, {"stop": "x"}],
     "dry_multiplier": [-0.1, 101, "1", True, [], NAN, INFINITY, HUGE],
     "dry_base": [0.9, 101, "1", True, [], NAN, INFINITY, HUGE],

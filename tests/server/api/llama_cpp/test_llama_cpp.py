@@ -47,9 +47,36 @@ def client(engine: SlotEngine) -> TestClient:
 
 def test_text_becomes_tokens_and_tokens_text(client: TestClient) -> None:
     assert client.post("/tokenize", json={"content": "Hi"}).json() == {"tokens": [72, 105]}
-    assert client.post("/detokenize", json={"tokens": [72, 105]}).json() == {"content": "Hi"}
+    assert client.post("/detokenize", json={"tokens": [72, 105]}).json() == {"content": "Hi", "prompt": "Hi"}
     assert client.post("/tokenize", json={}).json() == {"tokens": []}
-    assert client.post("/detokenize", json={}).json() == {"content": ""}
+    assert client.post("/detokenize", json={}).json() == {"content": "", "prompt": ""}
+
+
+def test_text_and_conversations_become_tokens_in_vllms_words(client: TestClient) -> None:
+    told = {"count": 2, "max_model_len": 200}
+    assert client.post("/tokenize", json={"model": "tiny", "prompt": "Hi"}).json() == {"tokens": [72, 105], **told}
+    shown = client.post("/apply-template", json={"messages": HI}).json()["prompt"]
+    answer = client.post("/tokenize", json={"messages": HI, "add_special_tokens": False}).json()
+    assert answer == {"tokens": [ord(one) for one in shown], "count": len(shown), "max_model_len": 200}
+    assert client.post("/tokenize", json={"messages": HI, "add_special_tokens": True}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_special"),
+    [
+        ({"prompt": "Hi"}, True),
+        ({"prompt": "Hi", "add_special_tokens": False}, False),
+        ({"content": "Hi"}, False),
+        ({"content": "Hi", "add_special": True}, True),
+    ],
+)
+def test_a_prompt_has_special_tokens_around_it_as_in_vllm(fields: Any, is_special: bool) -> None:
+    class Renderer(FakeRenderer):
+        def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+            return [int(add_special)]
+
+    client = TestClient(create_app(FakeEngine(), fake_model(renderer=Renderer()), ServerConfig()))
+    assert client.post("/tokenize", json=fields).json()["tokens"] == [int(is_special)]
 
 
 def test_pieces_are_text_or_bytes(client: TestClient) -> None:
@@ -190,7 +217,7 @@ TEXTS = ["", "Hello there", " two  spaces\n\n", "<|im_start|>user\nHi 🙂 日�
 def test_a_real_tokenizer_is_asked(live: Live, text: str) -> None:
     tokens = live.post("/tokenize", content=text).json()["tokens"]
     assert tokens == tiny_models.tokenizer().encode(text, add_special_tokens=False)
-    assert live.post("/detokenize", tokens=tokens).json() == {"content": text}
+    assert live.post("/detokenize", tokens=tokens).json()["content"] == text
     pieces = live.post("/tokenize", content=text, with_pieces=True).json()["tokens"]
     assert [piece["id"] for piece in pieces] == tokens
     assert b"".join(as_bytes(piece["piece"]) for piece in pieces).decode() == text
@@ -204,7 +231,7 @@ def test_names_of_special_tokens_may_be_text(live: Live) -> None:
     marker = tiny_models.tokenizer().eos_token
     assert len(live.post("/tokenize", content=marker).json()["tokens"]) == 1
     plain = live.post("/tokenize", content=marker, parse_special=False).json()["tokens"]
-    assert len(plain) > 1 and live.post("/detokenize", tokens=plain).json() == {"content": marker}
+    assert len(plain) > 1 and live.post("/detokenize", tokens=plain).json()["content"] == marker
     # It did not change how anything else is read.
     assert len(live.post("/tokenize", content=marker).json()["tokens"]) == 1
 

@@ -127,7 +127,7 @@ def test_every_event_is_one_of_the_packages_types(
 ) -> None:
     engine.script = script
     asked = {"model": "tiny", "input": "Hi", "tools": TOOLS, "reasoning": reasoning, "stream": True}
-    answer = client.with_raw_response.responses.create(**asked)  # type: ignore[call-overload]
+    answer = client.with_raw_response.responses.create(**asked)
     lines = [line[6:] for line in answer.http_response.read().decode().splitlines() if line.startswith("data: {")]
     assert lines
     for line in lines:
