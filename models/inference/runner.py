@@ -133,8 +133,32 @@ class Runner:
         """
         with selecting(self._adapters, adapter):
             self._model(mx.array(tokens)[None], cache=caches)
+        self._finish_prefill(caches, len(tokens))
+
+    def score(
+        self,
+        caches: list[LayerCache],
+        tokens: NDArray[np.int32],
+        following: NDArray[np.int32],
+        num_top: int,
+        adapter: int = NO_ADAPTER,
+    ) -> list[TokenLogprob]:
+        """Evaluates tokens as `prefill` does; returns how likely the model held each of `following` behind its token.
+
+        All logits are computed, `[num_tokens, vocab_size]` in float32; negative tokens stand for none.
+        """
+        with selecting(self._adapters, adapter):
+            logits = self._model(mx.array(tokens)[None], cache=caches)[0]
+        told = StepLogprobs.of(logits, [SamplingParams(top_logprobs=num_top)] * len(tokens))
+        assert told is not None, "there is a token at least"
+        mx.eval(told.arrays)
+        self._finish_prefill(caches, len(tokens))
+        found = (told.read(row, int(token)) for row, token in enumerate(following) if token >= 0)
+        return [one for one in found if one is not None]
+
+    def _finish_prefill(self, caches: list[LayerCache], num_tokens: int) -> None:
         mx.eval([cache.state for cache in caches])
-        self._prefilled_tokens += len(tokens)
+        self._prefilled_tokens += num_tokens
         if self._prefilled_tokens >= CLEAR_CACHE_PREFILL_TOKENS:
             self._prefilled_tokens = 0
             mx.clear_cache()

@@ -36,6 +36,7 @@ from cache.types import LayerCache
 from models.inference.embedding import Embedder
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
+from models.output.token_logprob import TokenLogprob
 from scripts.bench.common import Report, Target, median, write_json
 from server.engine.events import Event, Finished
 from server.engine.request import GenerationRequest
@@ -293,6 +294,10 @@ class ShapeRunner:
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self.num_prefilled = 0
+
+    def score(self, *arguments: Any) -> list[TokenLogprob]:
+        """Has no logits to tell of."""
+        raise NotImplementedError
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int = 0) -> None:
         """Evaluates tokens of one sequence."""

@@ -40,6 +40,7 @@ _ADVICE: Mapping[Cause, str] = {
     Cause.NOT_RESTORABLE: "Put `cache_control` on the last message, or part of one, that is the same: "
     "requests can then resume there.",
     Cause.DECLINED: "Leave out `cache_prompt: false`: it keeps the server from reusing anything.",
+    Cause.LOGPROBS: "There is nothing to mend: how likely each token of a prompt is must be computed.",
 }
 _BY_PLACE: Mapping[tuple[Cause, str], str] = {
     (Cause.CLOCK, TOOLS): "Take the date or time out of the tools' descriptions, into the newest message.",

@@ -64,9 +64,10 @@ class Cause(StrEnum):
     UNLOADED = "unloaded model"
     NOT_RESTORABLE = "no restore point"
     DECLINED = "declined cache"
+    LOGPROBS = "log-probabilities of the prompt"
 
 
-UNBLAMED = frozenset({Cause.BRANCHED, Cause.NOTE, Cause.TEMPLATE, Cause.COLD})
+UNBLAMED = frozenset({Cause.BRANCHED, Cause.NOTE, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
 """Causes with nothing to mend: how a well-made client and its model work."""
 
 

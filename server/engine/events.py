@@ -89,6 +89,8 @@ class Finished:
     """The token that ended it, if one did: an end of turn, or one that the request names."""
     rest: Delta = Delta("", ())
     """The tokens behind those of the last delta, which completed no text: an end of turn, a stop string."""
+    scored: tuple[TokenLogprob, ...] = ()
+    """Of all tokens of prompt and output but the first, where the request asks for those of its prompt."""
 
 
 @dataclass(frozen=True)

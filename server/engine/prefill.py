@@ -6,12 +6,13 @@ decode wait for it too.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from cache.errors import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
 from cache.restore_points import RestorePoint, RestorePointKind
-from server.engine.diagnosis import Reuse
+from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 from server.engine.errors import OutOfMemory, PromptTooLarge
 from server.engine.events import FinishReason, Started
 from server.engine.request import Priority
@@ -20,6 +21,8 @@ from server.engine.scheduler import Phase, Scheduler, Ticket
 from server.engine.sequence import Sequence
 from server.engine.sequence_table import SequenceTable
 
+MAX_SCORED_TOKENS = 128
+"""The longest chunk whose logits are all computed, in float32: 76 MiB with a vocabulary of 150 000 tokens."""
 COPIED_PER_EVALUATED = 64
 """Tokens whose state is copied in the time that evaluating one takes; most machines copy several times more."""
 
@@ -86,7 +89,9 @@ class Prefill:
         assert lease is not None
         taken_tokens = self._restore_cost(lease) if is_newcomer else 0
         if lease.offset < limit:
-            taken_tokens += self._evaluate(sequence, lease, lease.chunk_stop(self._chunk_tokens, limit))
+            is_scored = sequence.request.prompt_logprobs is not None
+            chunk_tokens = min(self._chunk_tokens, MAX_SCORED_TOKENS) if is_scored else self._chunk_tokens
+            taken_tokens += self._evaluate(sequence, lease, lease.chunk_stop(chunk_tokens, limit))
         if lease.is_open and lease.offset >= limit:
             finish = self._end_prime if sequence.request.is_prime else self._start_decoding
             finish(sequence, lease)
@@ -100,9 +105,14 @@ class Prefill:
 
     def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
         """Evaluates a prompt up to `stop` and posts its progress; returns how many tokens that were."""
-        chunk = sequence.tokens[lease.offset : stop]
+        chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
         try:
-            self._runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
+            if num_top is None:
+                self._runner.prefill(lease.caches, chunk, sequence.request.adapter_index)
+            else:
+                following = sequence.tokens[lease.offset + 1 : stop + 1]
+                found = self._runner.score(lease.caches, chunk, following, num_top, sequence.request.adapter_index)
+                sequence.prompt_logprobs[lease.offset : stop] = found
             lease.advance(chunk)
         except Exception as error:  # whatever the model raises is this request's failure, not the engine's
             self._table.fail_step(sequence, error)
@@ -163,6 +173,8 @@ class Prefill:
         request, now = sequence.request, self._clock()
         sequence.times.started = begun
         reuse = Reuse(lease.match_tokens, lease.hit_tokens)
+        if request.prompt_logprobs is not None:
+            reuse = replace(reuse, miss=Miss(MissReason.DISABLED, token=0, cause=Cause.LOGPROBS))
         restore_ms = 1000 * (now - begun)
         sequence.started = Started(lease.slot_index, len(request.tokens), reuse, restore_ms, lease.tier)
         self._table.post(sequence, [sequence.started])

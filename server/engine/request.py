@@ -48,6 +48,11 @@ class GenerationRequest:
     """The client's own: state is shared only between requests of one namespace and one adapter."""
     adapter: Adapter | None = None
     """What the model is evaluated with."""
+    prompt_logprobs: int | None = None
+    """How many likely tokens are told with each token of the prompt, at `Finished`; None where nothing is.
+
+    It needs every token evaluated, so that `cache_prompt` is false where this is asked for.
+    """
     cache_prompt: bool = True
     """False: neither reuse nor keep state."""
     is_volatile: bool = False

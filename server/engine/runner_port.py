@@ -29,6 +29,11 @@ class RunnerPort(Protocol):
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
         """Evaluates tokens of one sequence after what its caches hold, with an adapter by its index."""
 
+    def score(
+        self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int, /
+    ) -> list[TokenLogprob]:
+        """As `prefill`; returns how likely the model held each of `following` behind the token in its place."""
+
     def make_row(
         self,
         caches: list[LayerCache],

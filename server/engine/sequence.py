@@ -83,6 +83,9 @@ class Sequence:
         """What is being read from disk for it, until it has a lease."""
         self.decode = DecodeState()
         self.output = Output(request, decoder, ends)
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the tokens behind the first, as far as they were asked for and evaluated."""
+        self._output_logprobs: list[TokenLogprob] = []
         self.was_out_of_memory = False
         """A step of it failed for lack of memory before: the next time it waits for others, or fails alone."""
         self.started: Started | None = None
@@ -137,6 +140,8 @@ class Sequence:
         """Takes the next token and returns the events it makes, the last one included where it ends the output."""
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
+        if logprob is not None and self.request.prompt_logprobs is not None:
+            self._output_logprobs.append(logprob)
         deltas: list[Event] = [*self.output.accept(token, logprob)]
         return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
 
@@ -155,6 +160,7 @@ class Sequence:
             self.output.reasoning_tokens,
             stop_token=self.output.stop_token,
             rest=self.output.rest,
+            scored=(*self.prompt_logprobs[: len(self.request.tokens) - 1], *self._output_logprobs),
         )
 
     def end_prefetch(self) -> None:

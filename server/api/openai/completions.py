@@ -1,6 +1,7 @@
 """`POST /v1/completions`: OpenAI's plain completions, streamed or whole."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, NotRequired, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from cache.restore_points import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output.pieces import Piece, Text
+from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
@@ -21,7 +23,7 @@ from server.api.errors import ApiError, Code
 from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
 from server.api.openai.errors import ErrorObject
 from server.api.openai.fields import IN_TEXT
-from server.api.openai.generation_body import GenerationBody
+from server.api.openai.generation_body import GenerationBody, as_limit
 from server.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from server.api.openai.params import read_params, refuse_lone_stream_options
 from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage, finish_reason
@@ -52,12 +54,27 @@ class CompletionBody(GenerationBody):
     """A text, a list of token ids, or a list of several of either; once checked, a list."""
     echo: bool | None = None
     """Begin the answer with the prompt."""
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
+    """0 only where the log-probabilities of the prompt are asked for."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """How many of the likeliest tokens are told with each token of the answer."""
 
     def num_top_logprobs(self) -> int | None:
         """Returns that number; None where nothing is to be told."""
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Returns that number for tokens of the prompt; raises ApiError for what does not go with it."""
+        is_scored = self.echo is True and self.logprobs is not None
+        if self.max_tokens == 0 and not is_scored:
+            raise ApiError(Code.INVALID_VALUE, "max_tokens: 0 is taken with echo and logprobs only", "max_tokens")
+        if is_scored and (self.stream or (self.n or 1) > 1):
+            param = "stream" if self.stream else "n"
+            message = (
+                f"{param}: log-probabilities of the prompt (echo) come with one answer to it, which is not streamed"
+            )
+            raise ApiError(Code.INVALID_VALUE, message, param)
+        return self.logprobs if is_scored else None
 
 
 class TextChoice(TokenIds, PromptIds):
@@ -92,8 +109,7 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
     """Returns the checked request; raises ApiError."""
     body = parse_body(CompletionBody, dict(incoming.fields), IN_TEXT)
     refuse_lone_stream_options(body)
-    if body.echo and body.logprobs is not None:
-        raise ApiError(Code.INVALID_VALUE, "echo: logprobs are told of the answer only, not of the prompt", "echo")
+    num_scored = body.num_prompt_logprobs()
     model = context.find_model(body.model)
     params = read_params(body, model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -110,6 +126,8 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
             model=model,
             config=context.config,
         )
+        if num_scored is not None:
+            request = replace(request, prompt_logprobs=num_scored, cache_prompt=False)
         for number in range(count):
             index = len(exchanges)
             own = request_of_choice(request, index, number)
@@ -165,6 +183,8 @@ class CompletionExchange(ChoiceExchange):
         self._texts = [repeated]
         self._told_prompt = False
         """Whether a chunk has told the tokens of the prompt."""
+        self._scored: Sequence[TokenLogprob] | None = None
+        """Of the prompt and the answer, where those of the prompt are told."""
         count = body.num_top_logprobs()
         self._logprobs = TextLogprobsWriter(self.names, count) if count is not None else None
 
@@ -182,6 +202,11 @@ class CompletionExchange(ChoiceExchange):
         """Returns OpenAI's word for why the choice ended."""
         return finish_reason(finished)
 
+    def ended_choice(self, finished: Finished) -> Any:
+        """Returns a choice that ended well; with its prompt's log-probabilities where they were asked for."""
+        self._scored = finished.scored if self.request.prompt_logprobs is not None else None
+        return super().ended_choice(finished)
+
     def end_chunk(self, reason: str) -> TextCompletion:
         """Returns the last chunk of the choice."""
         return self._body("", reason)
@@ -193,7 +218,11 @@ class CompletionExchange(ChoiceExchange):
     def choice(self, reason: str) -> TextChoice:
         """Returns the choice of an answer that is not streamed."""
         text = "".join(self._texts)
-        told = self._logprobs.again().write(self.told) if self._logprobs is not None else None
+        told = None
+        if self._logprobs is not None and self._scored is not None:
+            told = self._logprobs.again().write_all(self.request.tokens.tolist(), self._scored, len(self._texts[0]))
+        elif self._logprobs is not None:
+            told = self._logprobs.again().write(self.told)
         choice: TextChoice = {"index": self.index, "text": text, "logprobs": told, "finish_reason": reason}
         return cast(TextChoice, {**choice, **self.prompt_ids(), **self.whole_ids()})
 

@@ -24,7 +24,8 @@ NO_LIMIT = -1
 """What clients send for "until the context is full"."""
 
 
-def _limit(value: Any) -> Any:
+def as_limit(value: Any) -> Any:
+    """Returns a number of tokens that may be written as 16.0, or None for "no limit"."""
     whole = as_whole(value)
     return None if whole == NO_LIMIT else whole
 
@@ -50,7 +51,7 @@ _NonzeroShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 _Window = Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)]
 _MinTokens = Annotated[Whole, Field(ge=0, lt=2**63)] | None
-_Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_limit)]
+_Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(as_limit)]
 
 
 class StreamOptions(BodyModel):

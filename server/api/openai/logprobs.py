@@ -36,8 +36,8 @@ class TextLogprobs(TypedDict):
     """Those of a plain completion or a chunk of it; one entry for each token in each list."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -82,6 +82,7 @@ class TextLogprobsWriter:
 
     def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
         """Returns what is told of the next tokens."""
+        top: list[dict[str, float] | None]
         top = [{self._names.name(token): _finite(logprob) for token, logprob in one.top} for one in told]
         return {
             "tokens": [self._names.name(one.token_id) for one in told],
@@ -89,6 +90,20 @@ class TextLogprobsWriter:
             "top_logprobs": top if self._num_top else None,
             "text_offset": [self._pass(one.token_id) for one in told],
         }
+
+    def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
+        """Returns what is told of a prompt, whose text as it is repeated has `num_characters`, and of its answer.
+
+        Nothing comes before the first token, so that it has no probability. What the tokenizer puts in front of a
+        text is not repeated.
+        """
+        told = self.write([TokenLogprob(prompt[0], 0.0), *scored])
+        told["token_logprobs"][0] = None
+        if told["top_logprobs"] is not None:
+            told["top_logprobs"][0] = None
+        num_hidden = len(self._names.texts.text(prompt)) - num_characters
+        told["text_offset"] = [max(0, offset - num_hidden) for offset in told["text_offset"]]
+        return told
 
     def _pass(self, token: int) -> int:
         """Returns where a token begins, and goes behind it."""
