@@ -163,7 +163,7 @@ class _MessageDiff:
     def _are_similar(self) -> bool:
         """Whether the first messages of both turns, system messages aside, are versions of each other."""
         firsts = [next((part for part in parts if not part.is_system), None) for parts in (self._ours, self._theirs)]
-        return firsts[0] is not None and firsts[1] is not None and _is_version(firsts[0], firsts[1])
+        return firsts[0] is not None and firsts[1] is not None and is_version(firsts[0], firsts[1])
 
     def _side_request(self, *, behind: int) -> Change:
         """Returns the change of another conversation, shown from `behind` the messages that were told already."""
@@ -180,7 +180,7 @@ class _MessageDiff:
         for index in range(min(self._head, self._prompt.num_head)):
             if self._ours[index] == self._theirs[index]:
                 continue
-            if not _is_version(self._ours[index], self._theirs[index]):
+            if not is_version(self._ours[index], self._theirs[index]):
                 return [] if only else found
             found += self._edits(index, index)
         volatile = [change for change in found if change.cause in _VOLATILE]
@@ -222,7 +222,7 @@ class _MessageDiff:
         one, other = self._ours[i], self._theirs[j]
         if one.role != other.role:
             return False
-        return i == self._reply or (one.is_system and i < self._prompt.num_head) or _is_version(one, other)
+        return i == self._reply or (one.is_system and i < self._prompt.num_head) or is_version(one, other)
 
     def _edits(self, i: int, j: int) -> Iterator[Change]:
         one, other = self._ours[i], self._theirs[j]
@@ -332,7 +332,7 @@ def _holds_all(part: Part, others: Sequence[Part]) -> bool:
     return True
 
 
-def _is_version(one: Part, other: Part) -> bool:
+def is_version(one: Part, other: Part) -> bool:
     """Whether two messages of one role are versions of each other: most of the words are the same."""
     if one.role != other.role:
         return False

@@ -15,7 +15,7 @@ from cache.tokens import common_prefix_length
 from models.prompt.outline import NO_OUTLINE
 from models.text_comparison import shared_length
 from server.diagnosis.account import EvaluatedTurn, Rendered
-from server.diagnosis.compare import Turn, find_volatile_head
+from server.diagnosis.compare import Turn, find_volatile_head, is_version
 from server.diagnosis.prompt import Prompt, with_parts_of
 
 MAX_TURNS = 4
@@ -161,7 +161,8 @@ class Conversations:
 
     @staticmethod
     def _closest(turns: list[EvaluatedTurn], request: Rendered) -> EvaluatedTurn | None:
-        return max(reversed(turns), key=lambda turn: _score(turn, request), default=None)
+        followed = (turn for turn in reversed(turns) if not _is_beside(turn.turn, request.prompt))
+        return max(followed, key=lambda turn: _score(turn, request), default=None)
 
 
 def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
@@ -174,6 +175,19 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
     newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
     num_missing = len(newest - said) + (earlier.is_answered and earlier.reply not in said)
     return earlier.num_shared(request.prompt) - num_missing, common_prefix_length(turn.tokens, request.tokens)
+
+
+def _is_beside(earlier: Turn, later: Prompt) -> bool:
+    """Whether a turn is a title or a summary under the name of the conversation that the request is of.
+
+    It has instructions of its own, and the request has the same question under others, or tools, which it had not.
+    """
+    if earlier.is_answered and earlier.reply in later.said:
+        return False
+    ours, theirs = earlier.prompt.parts[: earlier.prompt.num_head], later.parts[: later.num_head]
+    if not ours or not theirs or any(is_version(one, other) for one in ours for other in theirs):
+        return False
+    return earlier.num_shared(later) > 0 or (bool(later.tools) and not earlier.prompt.tools)
 
 
 def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:

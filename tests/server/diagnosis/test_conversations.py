@@ -148,6 +148,34 @@ def test_another_conversation_is_shown_from_behind_the_clock() -> None:
     assert changes[1].after == "A title, please!"
 
 
+TITLE = "You are a title generator. You output ONLY a thread title. Nothing else, of fifty letters at most."
+AGENT = "You are a coding agent in a terminal. Use the tools that you are given, and keep your answers short."
+
+
+@pytest.mark.parametrize("wrapped", ["Generate a title for this conversation:\n{}", "{}"])
+@pytest.mark.parametrize("tools", [(), ('{"type": "function", "function": {"name": "read"}}',)])
+@pytest.mark.parametrize("has_answered", [True, False])
+def test_no_turn_goes_on_from_a_title_request(wrapped: str, tools: tuple[str, ...], has_answered: bool) -> None:
+    question = Part("user", "Where is the sea in this repository?")
+    title = Prompt((Part("system", TITLE), Part("user", wrapped.format(question.text))))
+    first = Prompt((Part("system", AGENT), question), tools)
+    second = Prompt((*first.parts, Part("assistant", "Far."), Part("user", "Why?")), tools)
+    conversations = Conversations()
+
+    def follow(one: Prompt, number: str, reply: str) -> EvaluatedTurn | None:
+        name, previous = conversations.find("s", rendered(one), number)
+        told = Turn(one, Part("assistant", reply) if has_answered else None)
+        conversations.record(name, EvaluatedTurn(told, characters_of(one), 1, request_id=number))
+        return previous
+
+    follow(title, "title", "The sea")
+    origin = follow(first, "first", "Far.")
+    if tools or "title for" not in wrapped:
+        assert origin is None
+    previous = follow(second, "second", "So.")
+    assert previous is not None and previous.request_id == "first"
+
+
 def test_clearing_concerns_one_namespace() -> None:
     conversations = Conversations()
     for namespace in ("a", "b"):
