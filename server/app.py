@@ -25,7 +25,7 @@ from server.api.admin.cache import (
     unpin_session,
 )
 from server.api.admin.events import get_events
-from server.api.admin.health import HealthBody, ReadyBody, VersionBody, health, ready, version
+from server.api.admin.health import HealthBody, ReadyBody, ServerVersionBody, health, ready, version
 from server.api.admin.metrics import metrics
 from server.api.admin.models import ModelNameBody, ModelStateBody, load_model, unload_model
 from server.api.admin.prime import PrimedBody, prime_cache
@@ -99,7 +99,7 @@ ADMIN_OPERATIONS: Operations = {
     metrics: Operation(answer=str, answer_type="text/plain"),
     health: Operation(answer=HealthBody),
     ready: Operation(answer=ReadyBody),
-    version: Operation(answer=VersionBody),
+    version: Operation(answer=ServerVersionBody),
 }
 
 

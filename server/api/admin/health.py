@@ -66,7 +66,7 @@ class ReadyBody(TypedDict):
     """"ok", "full" (as many wait as may), "draining" or "stopped"."""
 
 
-class VersionBody(TypedDict):
+class ServerVersionBody(TypedDict):
     """The release of this server."""
 
     version: str
@@ -74,7 +74,7 @@ class VersionBody(TypedDict):
 
 async def version(request: Request) -> Response:
     """Names the release of this server."""
-    body: VersionBody = {"version": metadata.version("mlx-serve")}
+    body: ServerVersionBody = {"version": metadata.version("mlx-serve")}
     return JsonBody(body)
 
 
