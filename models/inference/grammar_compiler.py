@@ -20,12 +20,18 @@ from llguidance.numpy import fill_next_token_bitmask
 from models.errors import GrammarFailed, InvalidGrammar
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 
-MAX_KEPT = 64
-"""Compiled grammars that are kept."""
+MAX_KEPT = 16
+"""Compiled grammars that are kept; with `_LIMITS` each holds some 20 MB at most."""
 MAX_CHARACTERS: Final = 1 << 18
 """The most characters of the text of a grammar."""
 MAX_MESSAGE: Final = 400
 _WORD_BITS = 32
+_LIMITS: Final[Any] = llguidance.LLParserLimits(
+    initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
+)
+"""Of a lexer, which all outputs of a grammar share: 7 MB of expressions at the beginning, 10 MB of states."""
+_RENEWAL_TOKENS = 256
+"""Tokens that an output must have taken before its lexer is made anew once more."""
 
 
 class GrammarCompiler:
@@ -78,35 +84,61 @@ class LlguidanceGrammar:
     """One compiled grammar. For any thread."""
 
     def __init__(self, tokenizer: Any, definition: str, eos_token_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer: Final = tokenizer
+        self._definition = definition
         self._lock = threading.Lock()
-        limits = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-        self._beginning = llguidance.LLMatcher(tokenizer, definition, log_level=0, limits=limits)
+        self._beginning = self._compile()
         if self._beginning.is_error():
             raise InvalidGrammar(_brief(self._beginning.get_error()))
-        self._free = _free_mask(tokenizer.vocab_size, eos_token_ids)
+        self.free: Final = _free_mask(tokenizer.vocab_size, eos_token_ids)
         self._check_beginning()
 
     def begin(self) -> "LlguidanceMatcher":
         """Returns a matcher at the beginning of an output."""
+        return LlguidanceMatcher(self)
+
+    def copy(self) -> tuple[Any, Any]:
+        """Returns the library's matcher at the beginning, and a copy of it, which shares its lexer."""
         with self._lock:
-            return LlguidanceMatcher(self._tokenizer, self._beginning.deep_copy(), self._free)
+            return self._beginning, self._beginning.deep_copy()
+
+    def renew(self, spent: Any) -> None:
+        """Makes the lexer anew, which holds the states of all outputs so far, unless it is another than `spent`'s."""
+        with self._lock:
+            if self._beginning is spent:
+                self._beginning = self._compile()
+
+    def _compile(self) -> Any:
+        return llguidance.LLMatcher(self.tokenizer, self._definition, log_level=0, limits=_LIMITS)
 
     def _check_beginning(self) -> None:
+        matcher = LlguidanceMatcher(self, num_at_renewal=0)
         try:
-            self.begin().mask()
+            words = matcher.mask()
         except GrammarFailed as error:
             raise InvalidGrammar("no output of this model is allowed by it") from error
+        texts = np.flatnonzero(np.unpackbits((words & self.free).view(np.uint8), bitorder="little"))
+        if not len(texts):
+            return
+        # Where the lexer is too large, the mask is there nevertheless; only the first token fails.
+        matcher.accept(int(texts[0]))
+        try:
+            matcher.mask()
+        except GrammarFailed as error:
+            message = f"it is too large to be followed; repeat and offer less in it ({error})"
+            raise InvalidGrammar(message) from error
 
 
 class LlguidanceMatcher:
     """Follows one output."""
 
-    def __init__(self, tokenizer: Any, matcher: Any, free: MaskWords) -> None:
-        self._tokenizer = tokenizer
-        self._matcher = matcher
-        self._free = free
-        self._words = np.zeros((1, len(free)), np.int32)
+    def __init__(self, grammar: LlguidanceGrammar, num_at_renewal: int = -_RENEWAL_TOKENS) -> None:
+        """`num_at_renewal` is how many tokens it had taken when its lexer was made anew last; at first it may be."""
+        self._grammar = grammar
+        self._beginning, self._matcher = grammar.copy()
+        self._words = np.zeros((1, len(grammar.free)), np.int32)
+        self._tokens: list[int] = []
+        self._num_at_renewal = num_at_renewal
 
     @property
     def is_complete(self) -> bool:
@@ -115,21 +147,33 @@ class LlguidanceMatcher:
 
     def accept(self, token: int) -> None:
         """Takes the next token. One that is not allowed is an error, which `mask` raises."""
+        self._tokens.append(token)
         self._matcher.consume_token(token)
 
     def accept_text(self, text: str) -> None:
         """Takes text as `accept` takes a token."""
-        self._matcher.consume_tokens(self._tokenizer.tokenize_str(text))
+        for token in self._grammar.tokenizer.tokenize_str(text):
+            self.accept(token)
 
     def mask(self) -> MaskWords:
         """Returns which tokens may come next; raises GrammarFailed where that cannot be said."""
         fill_next_token_bitmask(self._matcher, self._words)
+        if self._matcher.is_error() and len(self._tokens) - self._num_at_renewal >= _RENEWAL_TOKENS:
+            self._renew()
+            fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error():
             raise GrammarFailed(f"the answer cannot be bound any further: {_brief(self._matcher.get_error())}")
         words: MaskWords = self._words[0].copy()
         if np.count_nonzero(words) == 1:
             self._spell_out(words)
         return words
+
+    def _renew(self) -> None:
+        """Goes on with a new lexer: other outputs may have filled the one that was shared with them."""
+        self._grammar.renew(self._beginning)
+        self._beginning, self._matcher = self._grammar.copy()
+        self._num_at_renewal = len(self._tokens)
+        self._matcher.consume_tokens(self._tokens)
 
     def _spell_out(self, words: MaskWords) -> None:
         """Replaces the only token of a mask where it is a special one that stands for text.
@@ -141,14 +185,14 @@ class LlguidanceMatcher:
         if self._matcher.validate_tokens([token]) == 1:
             return
         text = self._matcher.compute_ff_bytes().decode("utf-8", "ignore")
-        spelled = self._tokenizer.greedy_tokenize(text)[:1]
+        spelled = self._grammar.tokenizer.greedy_tokenize(text)[:1]
         if spelled and self._matcher.validate_tokens(spelled) == 1:
             words[:] = 0
             words[spelled[0] // _WORD_BITS] = np.array(1 << spelled[0] % _WORD_BITS, np.uint32).astype(np.int32)
 
     def mask_without_end(self) -> MaskWords:
         """Returns a mask of all tokens but the ends of turn."""
-        return self._free
+        return self._grammar.free
 
 
 def _definition(grammar: Grammar) -> str:
@@ -189,5 +233,5 @@ def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:
 
 def _brief(error: object) -> str:
     # Behind this mark the library lists its own functions, where it has failed itself.
-    text = " ".join(str(error).partition("<backtrace>")[0].split())
+    text = " ".join(str(error).partition("<backtrace>")[0].partition("<non-verbose/>")[0].split())
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"

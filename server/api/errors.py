@@ -13,7 +13,7 @@ from models.errors import EmbeddingUnsupported, InvalidParameter, PromptTooLong
 from models.prompt.chat_template import ChatTemplateError
 from server.api.rate_limits import OverLimit
 from server.api.session_id import SessionIdError
-from server.engine.errors import EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
+from server.engine.errors import AnswerUnbound, EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull
 from server.pool.errors import ModelInUse, ModelNameNeeded, ModelNotLoaded, ModelUnknown, PoolBusy, PoolError
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case ChatTemplateError():
             message = f"the model's chat template refuses these messages: {error}"
             return ApiError(Code.TEMPLATE_ERROR, message, "messages")
-        case InvalidParameter() | SessionIdError() | EmbeddingUnsupported():
+        case InvalidParameter() | SessionIdError() | EmbeddingUnsupported() | AnswerUnbound():
             return ApiError(Code.INVALID_VALUE, str(error), error.param)
         case QueueFull():
             return retry_later(Code.QUEUE_FULL, str(error), error.retry_after_seconds)

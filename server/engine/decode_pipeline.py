@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from cache.prefix_cache import PrefixCache
+from models.errors import GrammarFailed
 from models.output.grammar import MaskWords
-from server.engine.errors import StepFailed, is_out_of_memory
+from server.engine.errors import AnswerUnbound, StepFailed, is_out_of_memory
 from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence
 from server.engine.sequence_table import SequenceTable
@@ -141,7 +142,8 @@ class DecodePipeline:
             return sequence.output.mask()
         except Exception as error:  # an error of the grammar concerns this row only
             logger.warning("request %s failed: %s", sequence.request.request_id, error)
-            self._table.fail(sequence, StepFailed(str(error)))
+            is_bound = isinstance(error, GrammarFailed)
+            self._table.fail(sequence, AnswerUnbound(str(error)) if is_bound else StepFailed(str(error)))
             return None
 
     # -- read

@@ -5,6 +5,7 @@ EngineError
 ├── EngineStopped      the server is shutting down
 ├── PromptTooLarge     the request's state can never be held within the budget
 ├── OutOfMemory        there is no memory for the request now; come back after `retry_after_seconds`
+├── AnswerUnbound      the answer's grammar cannot be followed any further
 └── StepFailed         the model raised while this sequence was evaluated
 """
 
@@ -33,6 +34,15 @@ class OutOfMemory(EngineError):
     """There is no memory for the request, and nothing left to give up for it."""
 
     retry_after_seconds = 5
+
+
+class AnswerUnbound(EngineError):
+    """An answer's grammar cannot be followed any further."""
+
+    param = None
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; ask for a shorter answer or for a simpler grammar")
 
 
 class StepFailed(EngineError):

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tokenizers import decoders
 
 from models.errors import GrammarFailed, InvalidGrammar
+from models.inference import grammar_compiler
 from models.inference.grammar_compiler import MAX_CHARACTERS, MAX_KEPT, GrammarCompiler
 from models.output.grammar import Grammar, GrammarKind
 from tests.support import tiny_models, tiny_tokenizers
@@ -106,6 +108,10 @@ def test_a_strict_schema_holds_no_keyword_that_binds_nothing() -> None:
         (GrammarKind.GBNF_OR_LARK, "\x00"),
         (GrammarKind.LARK, "start: start start"),
         (GrammarKind.REGEX, "a" * (MAX_CHARACTERS + 1)),
+        (GrammarKind.REGEX, "((b{100}){100}){100}"),
+        (GrammarKind.LARK, 'start: "a" B\nB: /((b{100}){100}){100}/'),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "^((b{100}){100}){100}$"}'),
+        (GrammarKind.CHOICE, json.dumps([f"choice {number * 7919 % 100_003}" for number in range(3000)])),
     ],
 )
 def test_what_cannot_be_followed_is_refused_in_words(kind: GrammarKind, text: str) -> None:
@@ -141,6 +147,48 @@ def test_the_latest_grammars_are_kept() -> None:
     keeping.compile(Grammar(GrammarKind.REGEX, "x"))
     assert keeping.compile(Grammar(GrammarKind.REGEX, "1")) is second
     assert keeping.compile(Grammar(GrammarKind.LARK, "start: /1/")) is not second
+
+
+def test_a_grammar_that_cannot_be_followed_is_not_kept_and_takes_little() -> None:
+    limits = grammar_compiler._LIMITS
+    keeping = compiler()
+    for letter in "abcdefghij":
+        with pytest.raises(InvalidGrammar, match="too large to be followed"):
+            keeping.compile(Grammar(GrammarKind.REGEX, f"(({letter}{{100}}){{100}}){{100}}"))
+    assert not keeping._kept
+    # What the library says that a state and an expression take, times these, for all that are kept.
+    assert MAX_KEPT * (limits.max_lexer_states * 400 + limits.initial_lexer_fuel * 150) < 300e6
+
+
+def test_outputs_that_fill_the_lexer_leave_later_and_other_outputs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=1000, verbose_errors=False)
+    monkeypatch.setattr(grammar_compiler, "_LIMITS", limits)
+    keeping = compiler()
+    branches = Grammar(GrammarKind.REGEX, "x|" + "|".join(f"{letter}[0-9]{{300}}{letter}" for letter in "abcdef"))
+    beside = keeping.compile(branches).begin()
+    for letter in "abcdef":
+        matcher = keeping.compile(branches).begin()
+        for token in ids(letter + "1" * 300 + letter):
+            matcher.mask()
+            matcher.accept(token)
+        assert matcher.is_complete
+    assert ids("x")[0] in allowed(beside.mask())
+
+
+def test_an_output_that_fills_a_lexer_by_itself_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=300, verbose_errors=False)
+    monkeypatch.setattr(grammar_compiler, "_LIMITS", limits)
+    compiled = compiler().compile(Grammar(GrammarKind.REGEX, "[a-c]{2000}"))
+    matcher = compiled.begin()
+
+    def follow() -> None:
+        for _ in range(2000):
+            matcher.mask()
+            matcher.accept(ids("a")[0])
+
+    with pytest.raises(GrammarFailed, match=r"any further: .*states"):
+        follow()
+    assert ids("a")[0] in allowed(compiled.begin().mask())
 
 
 def test_many_threads_compile_and_begin_at_once() -> None:

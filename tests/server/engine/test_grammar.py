@@ -6,6 +6,8 @@ import pytest
 
 from models.output.grammar import OutputGrammar
 from models.output.reasoning_format import ReasoningFormat, Thinking
+from server.api.errors import as_api_error
+from server.engine.errors import AnswerUnbound
 from server.engine.events import Failed, FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Harness
@@ -101,6 +103,9 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_alone() -> None:
     free = harness.submit(prompt_of(3, 20), max_tokens=16, ignore_eos=True)
     harness.run()
     assert isinstance(failing.last, Failed) and len(failing.tokens) == 4
+    assert isinstance(failing.last.error, AnswerUnbound)
+    told = as_api_error(failing.last.error)
+    assert told is not None and told.status == 400 and "too much work; ask for a shorter answer" in told.message
     assert other.tokens == bound_reference(prompt_of(2, 20), 16)
     assert free.tokens == reference(prompt_of(3, 20), 16, ignore_eos=True)
     again = harness.submit(prompt_of(1, 20), max_tokens=4, grammar=BOUND)
