@@ -53,6 +53,7 @@ MAX_LINGERING = ACCEPTED_AT_ONCE
 """Connections that wait for their client to read why they are closed."""
 LINGER_SECONDS = 1.0
 """How long each of them waits."""
+CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,16 @@ class Connection(H11Protocol):
             return
         self._num_received += len(data)
         super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Has the connection close behind a request with two lengths: a proxy may have seen another end of it.
+
+        RFC 9112, 6.1. uvicorn answers so to whoever asks for it.
+        """
+        super().handle_events()
+        headers = self.headers or []
+        if {b"transfer-encoding", b"content-length"} <= {name for name, _ in headers} and CLOSE not in headers:
+            headers.append(CLOSE)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns whether the client, which sends no more, may still read: it has asked for all that it wants.

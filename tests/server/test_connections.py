@@ -81,6 +81,16 @@ def is_served(address: str) -> bool:
     return httpx.post(f"{address}/v1/completions", json={"prompt": "x"}, timeout=WAIT_SECONDS).status_code == 200
 
 
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"], ids=["first", "pipelined"])
+def test_nothing_is_read_behind_a_request_with_two_lengths(address: str, engine: FakeEngine, before: bytes) -> None:
+    body = chat().partition(b"\r\n\r\n")[2]
+    lengths = b"Transfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (5, len(body), body)
+    with connect(address, before + HEAD + lengths + chat()) as connection:
+        answers = received(connection)
+    assert answers.count(b"HTTP/1.1 200 ") == (2 if before else 1)
+    assert answers.count(b"connection: close") == 1 and len(engine.requests) == 1
+
+
 def test_a_client_that_never_sends_is_closed_without_a_word(address: str) -> None:
     with connect(address) as connection:
         assert received(connection) == b""
