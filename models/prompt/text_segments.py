@@ -10,6 +10,9 @@ A text without such places (JSON or markup in one line, a picture in letters) is
 begin. Most tokenizers cut a text into words first, from left to right, and look a few characters ahead for it; so the
 words of a part are those of the whole text, but for the last ones. That costs tokenizing such a text twice.
 
+A word of more than `_WINDOW_CHARACTERS` is cut anyhow: the library takes minutes for one of a megabyte, and cannot be
+stopped. A token at each cut may then be another than it would be.
+
 Whether all this holds for a tokenizer is tried on samples; a kind of place that fails is not used.
 """
 
@@ -24,6 +27,7 @@ _WINDOW_CHARACTERS = 65_536
 """Looked through at once: a search holds Python's lock."""
 _AHEAD_CHARACTERS = 256
 """Words are not looked for in this many characters at the end of a searched text: what follows may change them."""
+_SPACE = re.compile(r"\s")
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,9 @@ class TextCutter:
             stop = max((word for word in words if word <= SEGMENT_CHARACTERS), default=0)
             if stop:
                 return start + stop, ""
+        is_long = len(text) - start > _WINDOW_CHARACTERS
+        if near is None and is_long and not _SPACE.search(text, start, start + _WINDOW_CHARACTERS):
+            return least, ""
         found = near or next_place(text, least, places)
         return found and (found[0], found[1].context)
 

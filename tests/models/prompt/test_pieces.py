@@ -240,6 +240,24 @@ def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypat
     assert tokenizer.tokenize(text).ids.tolist() == whole(text, backend)
 
 
+def test_one_long_word_is_cut_anyhow_and_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, word = list[int](), "a" * 200_000
+
+    def counted(backend: Any, text: str) -> Any:
+        lengths.append(len(text))
+        return encode(backend, text)
+
+    monkeypatch.setattr(pieces_module, "encode", counted)
+    tokenizer = pieces()
+    lengths.clear()
+    assert tokenizer.tokenize(word).ends[-1] == len(word)
+    assert max(lengths) < 100_000
+    lengths.clear()
+    with pytest.raises(PromptTooLong):
+        tokenizer.tokenize("b" * 200_000, max_tokens=10)
+    assert sum(lengths) < 100_000
+
+
 def test_tokenizing_ends_where_there_are_too_many() -> None:
     backend = Counting()
     with pytest.raises(PromptTooLong) as caught:
