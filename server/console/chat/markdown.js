@@ -2,11 +2,11 @@
 
 const MAX_DEPTH = 8;
 const FENCE = /^ {0,3}(`{3,}|~{3,}) *([^`\s]{0,40})/;
-const HEADING = /^ {0,3}(#{1,6})(?: +(.*?))?(?: +#+)? *$/;
+const HEADING = /^ {0,3}(#{1,6})(?: (.*))?$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const ITEM = /^( *)(?:([-*+])|(\d{1,9})[.)])(?: +|$)(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
-const DELIMITER = /^ *\|? *:?-+:? *(?:\| *:?-+:? *)*\|? *$/;
+const DELIMITER = /^:?-+:?$/;
 
 /** Returns blocks: `{type, …}` with `children` (blocks), `inline` (spans) or `text`. */
 export function parse(text) {
@@ -31,7 +31,7 @@ function blocksOf(lines, depth) {
       at = end + 1;
     } else if (heading) {
       flush();
-      blocks.push({ type: "heading", level: heading[1].length, inline: spansOf((heading[2] ?? "").trim()) });
+      blocks.push({ type: "heading", level: heading[1].length, inline: spansOf(headingText(heading[2] ?? "")) });
       at += 1;
     } else if (RULE.test(line)) {
       flush();
@@ -45,7 +45,7 @@ function blocksOf(lines, depth) {
     } else if (ITEM.test(line) && depth < MAX_DEPTH && (!paragraph.length || ITEM.exec(line)[4])) {
       flush();
       at = listAt(lines, at, depth, blocks);
-    } else if (line.includes("|") && at + 1 < lines.length && DELIMITER.test(lines[at + 1]) && lines[at + 1].includes("-")) {
+    } else if (line.includes("|") && at + 1 < lines.length && isDelimiter(lines[at + 1])) {
       flush();
       at = tableAt(lines, at, blocks);
     } else {
@@ -56,6 +56,14 @@ function blocksOf(lines, depth) {
   }
   flush();
   return blocks;
+}
+
+/** Returns a heading's text without the marks that may close it; by hand, since a regex would try each blank. */
+function headingText(text) {
+  const trimmed = text.trim();
+  let end = trimmed.length;
+  while (trimmed[end - 1] === "#") end -= 1;
+  return end === 0 || trimmed[end - 1] === " " ? trimmed.slice(0, end).trim() : trimmed;
 }
 
 /** Returns the line that closes a fence; the end of the text where none does. */
@@ -97,8 +105,17 @@ function listAt(lines, from, depth, blocks) {
   return at;
 }
 
+function isDelimiter(line) {
+  return barred(line).every((cell) => DELIMITER.test(cell.trim()));
+}
+
+/** Returns what stands between the bars of a line. */
+function barred(line) {
+  return line.trim().replace(/^\||\|$/g, "").split("|");
+}
+
 function tableAt(lines, from, blocks) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").slice(0, 64).map((cell) => spansOf(cell.trim()));
+  const cells = (line) => barred(line).slice(0, 64).map((cell) => spansOf(cell.trim()));
   const table = { type: "table", head: cells(lines[from]), rows: [] };
   let at = from + 2;
   while (at < lines.length && lines[at].includes("|")) table.rows.push(cells(lines[at++]));
@@ -106,7 +123,7 @@ function tableAt(lines, from, blocks) {
   return at;
 }
 
-const SPAN = /(`+)|(\*\*|__|~~|\*|_)|(!?\[)|(https?:\/\/[^\s<>"'`)\]]{1,2000})|\\([\\`*_{}[\]()#+\-.!|~>])|( {2,}\n)/g;
+const SPAN = /(`+)|(\*\*|__|~~|\*|_)|(!?\[)|(https?:\/\/[^\s<>"'`)\]]{1,2000})|\\([\\`*_{}[\]()#+\-.!|~>])|((?<! ) {2,}\n)/g;
 const LINK = /\[([^[\]\n]{0,500})\]\(\s{0,3}<?([^\s<>)]{1,2000})>?(?:\s{1,3}"[^"\n]{0,300}")?\s{0,3}\)/y;
 const KINDS = { "**": "strong", __: "strong", "*": "em", _: "em", "~~": "del" };
 
