@@ -24,9 +24,10 @@ from cache.restore_points import RestorePoint, RestorePointKind
 from models.errors import ModelError, PromptTooLong
 from models.prompt.abandonment import stop_if_abandoned
 from models.prompt.outline import NO_OUTLINE, Outline
-from models.prompt.pieces import Pieces, Tail, encode, token_ends
+from models.prompt.pieces import Pieces, Tail, encode
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.template_shapes import Adaptation, adaptation_for
+from models.prompt.text_segments import TextCutter
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.text_comparison import shared_length
 from models.unicode_text import well_formed
@@ -208,33 +209,41 @@ class ChatRenderer:
         points = (RestorePoint(len(ids) - 1, RestorePointKind.PROMPT_END),) if len(ids) > 1 else ()
         return RenderedPrompt(np.array(ids, dtype=np.int32), points, text)
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Returns the tokens of a text of any length.
 
         `add_special` puts those around it that the tokenizer puts around a prompt. Without `parse_special` the names
-        of special tokens in the text are text. Raises Abandoned.
+        of special tokens in the text are text. Raises PromptTooLong as soon as there are surely more than
+        `max_tokens`, and Abandoned.
         """
-        if parse_special:
-            return self._encode_prompt(text, add_special_tokens=add_special, max_tokens=None)
-        if self._plain_backend is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special, split_special_tokens=True))
-        return list(encode(self._plain_backend, text, add_special_tokens=add_special).ids)
+        return self._encode_prompt(
+            text, add_special_tokens=add_special, parse_special=parse_special, max_tokens=max_tokens
+        )
 
     @cached_property
-    def _plain_backend(self) -> Any:
-        """A copy of the tokenizer to which special tokens are text; None where there is none to copy."""
+    def _plain_pieces(self) -> Pieces | None:
+        """Tokenization by a copy of the tokenizer to which special tokens are text; None if none can be copied."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
         plain.encode_special_tokens = True
-        return plain
+        added = {number: token for number, token in self._tokenizer.added_tokens_decoder.items() if not token.special}
+        return Pieces(plain, added, at_borders=False)
 
-    def _encode_prompt(self, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+    def _encode_prompt(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None, parse_special: bool = True
+    ) -> list[int]:
         frame = self._frame if add_special_tokens else ([], [])
-        if self._pieces is None or frame is None:
-            return self._encode_plain(text, add_special_tokens=add_special_tokens)
+        pieces = self._pieces if parse_special else self._plain_pieces
+        if frame is None or pieces is None:
+            encode_plain = partial(self._encode_plain, text, parse_special=parse_special)
+            if frame is None:
+                return encode_plain(add_special_tokens=True)
+            return [*frame[0], *encode_plain(add_special_tokens=False), *frame[1]]
         try:
-            ids = self._pieces.tokenize(text, None, max_tokens).ids
+            ids = pieces.tokenize(text, None, max_tokens).ids
         except PromptTooLong as error:
             error.param = "prompt"
             raise
@@ -249,21 +258,25 @@ class ChatRenderer:
                 return framed[:start], framed[start + len(plain) :]
         return None
 
-    def _encode_plain(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if self._backend is None:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        return list(encode(self._backend, text, add_special_tokens=add_special_tokens).ids)
+    def _encode_plain(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
+        """Returns the tokens of a text by calls of the tokenizer itself, each with the special tokens."""
+        options = {} if parse_special else {"split_special_tokens": True}
+        ids = list[int]()
+        for part in TextCutter().cut(text):
+            stop_if_abandoned()
+            some = text[part.start : part.stop]
+            if self._backend is None:
+                ids += self._tokenizer.encode(some, add_special_tokens=add_special_tokens, **options)
+            else:
+                ids += encode(self._backend, some, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def _tokenize(self, text: str, namespace: str) -> "_Tokenized":
-        if self._backend is None:
+        if self._pieces is None:
             encode_plain = partial(self._encode_plain, add_special_tokens=False)
             return _SlowlyTokenized(encode_plain, text, self._added_ids)
-        if self._pieces is not None:
-            tokenized = self._pieces.tokenize(text, namespace, self._max_tokens)
-            return _Tokenized(tokenized.ids, tokenized.ends, self._added_ids, tokenized.tail)
-        encoding = encode(self._backend, text)
-        ids = np.array(encoding.ids, dtype=np.int32)
-        return _Tokenized(ids, token_ends(encoding, len(text)), self._added_ids)
+        tokenized = self._pieces.tokenize(text, namespace, self._max_tokens)
+        return _Tokenized(tokenized.ids, tokenized.ends, self._added_ids, tokenized.tail)
 
 
 class _Conversation:
@@ -462,11 +475,11 @@ class _SlowlyTokenized(_Tokenized):
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:
-    """Returns piecewise tokenization for a tokenizer that is known to cut as it assumes."""
+    """Returns piecewise tokenization, at borders if the tokenizer is known to cut there; None for a slow one."""
     if backend is None:
         return None
     pieces = Pieces(backend, added, template)
-    return pieces if pieces.fits() else None
+    return pieces if pieces.fits() else Pieces(backend, added, at_borders=False)
 
 
 def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:

@@ -9,7 +9,7 @@ state is cached. The same words anywhere else are tokenized as ever.
 
 Which added tokens can be cut at is known from what they are (`added_tokens.py`), and `Pieces.fits` tries each.
 A piece that is not at the beginning of a text is tokenized behind a border, since some tokenizers treat the first
-piece of a text differently. A very long piece is tokenized in parts (`text_segments.py`) where it can be.
+piece of a text differently. A very long piece is tokenized in parts (`text_segments.py`).
 
 What is remembered for one namespace is not known in another. Knows no templates and no requests. Any thread; the
 memory is bounded and locked.
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt.abandonment import stop_if_abandoned
 from models.prompt.added_tokens import AddedToken, Borders, Cut
-from models.prompt.text_segments import TextCutter, TextPart
+from models.prompt.text_segments import TextCutter, TextPart, tried_cutter
 
 MAX_REMEMBERED_BYTES = 64 << 20
 """Memory for pieces and replies, of one model, at most."""
@@ -91,10 +91,17 @@ class Tokenized:
 class Pieces:
     """Piecewise tokenization by one fast tokenizer (of the `tokenizers` library), with a memory."""
 
-    def __init__(self, backend: Any, added: Mapping[int, AddedToken], template: str = "") -> None:
-        """`backend` is borrowed; `added` holds its added tokens by id; `template` is the model's chat template."""
+    def __init__(
+        self, backend: Any, added: Mapping[int, AddedToken], template: str = "", *, at_borders: bool = True
+    ) -> None:
+        """`backend` is borrowed; `added` holds its added tokens by id; `template` is the model's chat template.
+
+        Unless it is cut `at_borders`, a text is one piece, and nothing is remembered: for tokenizers that do not fit.
+        """
         self._backend = backend
-        self._borders = Borders(added, template)
+        self._borders = Borders(added if at_borders else {}, template)
+        opener = self._borders.opener
+        self._opener, self._num_opener = (opener, 1) if opener else ("", 0)
         self._segments = self._choose_segments(added)
         self._memory: OrderedDict[bytes, Piece] = OrderedDict()
         self._num_bytes = 0
@@ -140,6 +147,8 @@ class Pieces:
         The ids end before the end-of-turn token. Nothing is remembered where the added tokens in text and ids
         disagree, as in a reply that was cut in the middle of a token. Costs no tokenization.
         """
+        if not self._borders:
+            return
         text = tail.text + reply
         cuts = self._borders.cut(text)
         runs = self._borders.cut_ids([*tail.ids.tolist(), *reply_ids])
@@ -161,7 +170,7 @@ class Pieces:
         if cut.token_id is not None:
             count.add(1)
             return Piece(np.array([cut.token_id], np.int32), np.array([len(text)], np.int32))
-        if namespace is None:
+        if namespace is None or not self._borders:
             return self._encode(text, cut.start == 0, count)
         key = _piece_key(namespace, raw, is_first=cut.start == 0)
         known = self._recall(_place_key(digest, cut.start)) or self._recall(key)
@@ -189,7 +198,7 @@ class Pieces:
 
     def _encode(self, text: str, is_first: bool, count: "_Count") -> Piece:
         parts, starts = list[Piece](), list[int]()
-        for segment in self._segments.cut(text) if self._segments else (TextPart(0, len(text)),):
+        for segment in self._segments.cut(text):
             stop_if_abandoned()
             parts.append(self._encode_segment(text, segment, is_first and segment.start == 0))
             starts.append(segment.start)
@@ -201,10 +210,10 @@ class Pieces:
 
     def _encode_segment(self, text: str, segment: TextPart, is_first: bool) -> Piece:
         context, num_context = segment.context, 0
-        if context and self._segments:
+        if context:
             num_context = self._segments.num_context_tokens(segment)
         elif not is_first:
-            context, num_context = self._borders.opener or "", 1
+            context, num_context = self._opener, self._num_opener
         encoding = encode(self._backend, context + text[segment.start : segment.stop])
         ends = token_ends(encoding, len(context) + segment.stop - segment.start)[num_context:] - len(context)
         return Piece(np.array(encoding.ids, np.int32)[num_context:], ends.astype(np.int32))
@@ -212,27 +221,26 @@ class Pieces:
     def _ids(self, text: str) -> list[int]:
         return list(encode(self._backend, text).ids)
 
-    def _choose_segments(self, added: Mapping[int, AddedToken]) -> TextCutter | None:
+    def _choose_segments(self, added: Mapping[int, AddedToken]) -> TextCutter:
         inner = [token for number, token in added.items() if number not in self._borders.token_ids]
         if any(token.lstrip or token.rstrip or token.single_word for token in inner):
-            return None
+            return TextCutter()
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         try:
-            return TextCutter(vocabulary, self._ids, self._inner_ids, self._word_starts)
+            return tried_cutter(vocabulary, self._ids, self._inner_ids, self._word_starts)
         except TokenizerFailed:
-            return None
+            return TextCutter()
 
     def _inner_ids(self, text: str) -> list[int]:
         """Returns the ids of a text that is not at the beginning."""
-        return self._ids((self._borders.opener or "") + text)[1:]
+        return self._ids(self._opener + text)[self._num_opener :]
 
     def _word_starts(self, text: str) -> list[int]:
         """Returns where words begin that the tokenizer cuts `text` into first, those beside white space left out."""
-        opener = self._borders.opener or ""
-        encoding = encode(self._backend, opener + text)
+        encoding = encode(self._backend, self._opener + text)
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         starts = [
-            start - len(opener)
+            start - len(self._opener)
             for (word, (_, end)), (next_word, (start, _)) in pairwise(tokens)
             if None not in (word, next_word) and word != next_word and end == start
         ]

@@ -10,24 +10,25 @@ A text without such places (JSON or markup in one line, a picture in letters) is
 begin. Most tokenizers cut a text into words first, from left to right, and look a few characters ahead for it; so the
 words of a part are those of the whole text, but for the last ones. That costs tokenizing such a text twice.
 
-A word of more than `_WINDOW_CHARACTERS` is cut anyhow: the library takes minutes for one of a megabyte, and cannot be
-stopped. A token at each cut may then be another than it would be.
-
 Whether all this holds for a tokenizer is tried on samples; a kind of place that fails is not used.
+
+No part has more than `MAX_CHARACTERS`, whatever the text and the tokenizer: where there is no place, a text is cut
+anyhow, before white space if there is any. A token at such a cut may be another than it would be.
 """
 
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 SEGMENT_CHARACTERS = 16_384
 """A part has at least so many, and ends at the next place where it can; at a word's start, at most so many."""
-_WINDOW_CHARACTERS = 65_536
-"""Looked through at once: a search holds Python's lock."""
+MAX_CHARACTERS = 32_768
+"""A part has at most so many. More may take the library minutes, and searching them holds Python's lock."""
 _AHEAD_CHARACTERS = 256
 """Words are not looked for in this many characters at the end of a searched text: what follows may change them."""
-_SPACE = re.compile(r"\s")
+_TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u01
 BEFORE_SPACE = CutPlace(re.compile("[A-Za-z] [A-Za-z]"), 1, "a", re.compile("[A-Za-z][ \u0120\u2581]"))
 BEFORE_BRACKET = CutPlace(re.compile(r"\S\n[<\[({]"), 2, "a\n", re.compile(r"[\n\u010a][<\[({]"))
 PLACES = (AFTER_LINE, BEFORE_BRACKET, BEFORE_SPACE)
+NO_PLACES: Mapping[CutPlace, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +65,15 @@ class TextCutter:
 
     def __init__(
         self,
-        vocabulary: Mapping[str, int],
-        encode: Callable[[str], Sequence[int]],
-        encode_inner: Callable[[str], Sequence[int]],
-        word_starts: Callable[[str], Sequence[int]],
+        places: Mapping[CutPlace, int] = NO_PLACES,
+        word_starts: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        """`vocabulary` maps the tokens as they are spelled; `encode` gives the ids of a whole text.
+        """`places` says how many tokens each context has; with nothing given, a text is cut only where it must be.
 
-        `encode_inner` gives those of a text in the middle of another; `word_starts` says, ascending, where the
-        tokenizer's own words begin that no white space stands beside.
+        `word_starts` says, ascending, where the tokenizer's own words begin that no white space stands beside.
         """
-        self._places: dict[CutPlace, int] = {}
-        """How many tokens each context has."""
-        spelled = "\0".join(vocabulary)
-        for place in PLACES:
-            if place.crossing.search(spelled) is None and _holds(place, encode):
-                self._places[place] = len(encode(place.context))
-        self._word_starts = word_starts if _words_hold(encode, encode_inner, word_starts) else None
+        self._places = places
+        self._word_starts = word_starts
 
     def num_context_tokens(self, segment: TextPart) -> int:
         """Returns how many tokens of an encoded segment belong to what it stands behind."""
@@ -99,34 +93,39 @@ class TextCutter:
 
     def _next_cut(self, text: str, start: int) -> tuple[int, str] | None:
         """Returns where the part that begins at `start` ends, and the context of the next; None if it has no end."""
-        places, least = tuple(self._places), start + SEGMENT_CHARACTERS
-        near = next_place(text, least, places, least + SEGMENT_CHARACTERS)
-        if near is None and self._word_starts is not None:
+        least, most = start + SEGMENT_CHARACTERS, start + MAX_CHARACTERS
+        matches = ((place, place.pattern.search(text, least, most)) for place in self._places)
+        found = [(match.start() + place.num_before, place.context) for place, match in matches if match]
+        if found:
+            return min(found)
+        if self._word_starts is not None:
             words = self._word_starts(text[start : least + _AHEAD_CHARACTERS])
             stop = max((word for word in words if word <= SEGMENT_CHARACTERS), default=0)
             if stop:
                 return start + stop, ""
-        is_long = len(text) - start > _WINDOW_CHARACTERS
-        if near is None and is_long and not _SPACE.search(text, start, start + _WINDOW_CHARACTERS):
-            return least, ""
-        found = near or next_place(text, least, places)
-        return found and (found[0], found[1].context)
+        if len(text) <= most:
+            return None
+        spaced = _TO_LAST_SPACE.match(text, least, most)
+        return (spaced.end() if spaced else most), ""
 
 
-def next_place(
-    text: str, position: int, places: Sequence[CutPlace], stop: int | None = None
-) -> tuple[int, CutPlace] | None:
-    """Returns the first cut behind `position` and its kind, or None; looks from before `stop` only."""
-    for start in range(position, len(text) if stop is None else min(stop, len(text)), _WINDOW_CHARACTERS):
-        found = [
-            (match.start() + place.num_before, place)
-            for place in places
-            # Three characters make a place, and the next window begins at the end of this one.
-            if (match := place.pattern.search(text, start, start + _WINDOW_CHARACTERS + 2))
-        ]
-        if found:
-            return min(found, key=lambda cut: cut[0])
-    return None
+def tried_cutter(
+    vocabulary: Mapping[str, int],
+    encode: Callable[[str], Sequence[int]],
+    encode_inner: Callable[[str], Sequence[int]],
+    word_starts: Callable[[str], Sequence[int]],
+) -> TextCutter:
+    """Returns the cutter of a tokenizer; raises what `encode` raises.
+
+    `vocabulary` maps the tokens as they are spelled; `encode` gives the ids of a whole text, `encode_inner` those of
+    a text in the middle of another.
+    """
+    spelled = "\0".join(vocabulary)
+    holding = [place for place in PLACES if not place.crossing.search(spelled) and _holds(place, encode)]
+    do_words_hold = _words_hold(encode, encode_inner, word_starts)
+    return TextCutter(
+        {place: len(encode(place.context)) for place in holding}, word_starts if do_words_hold else None
+    )
 
 
 def _holds(place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:

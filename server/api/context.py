@@ -91,7 +91,9 @@ class PromptRenderer(Protocol):
         """Returns the tokens of a plain prompt."""
         ...
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """Returns the tokens of any text; `models.prompt.chat_template.ChatRenderer.tokenize` says more."""
         ...
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
+from models.errors import PromptTooLong
 from models.rerank_format import Reading, RerankFormat
 from server.api.context import EnginePort, ServedModel
 from server.api.errors import ApiError, Code, context_exceeded
@@ -76,7 +77,7 @@ class TextReader:
     def read(self, text: str | Sequence[int], place: str) -> TokenArray:
         """Returns the tokens of a text, or those given; `place` is where it stands in the body. Raises ApiError."""
         if isinstance(text, str):
-            tokens = self.model.renderer.tokenize(text, add_special=True)
+            tokens = self._tokens(text, place, add_special=True)
         else:
             check_token_ids(text, self.model.vocab_size, place)
             tokens = list(text)
@@ -87,9 +88,15 @@ class TextReader:
     def read_pair(self, how: RerankFormat, text: str, place: str) -> TokenArray:
         """Returns the tokens of a text to be judged, with what stands around it. Raises ApiError."""
         tokenize = self.model.renderer.tokenize
-        return self._taken(
-            [*tokenize(how.prefix), *tokenize(text, parse_special=False), *tokenize(how.suffix)], place
-        )
+        tokens = self._tokens(text, place, parse_special=False)
+        return self._taken([*tokenize(how.prefix), *tokens, *tokenize(how.suffix)], place)
+
+    def _tokens(self, text: str, place: str, **options: bool) -> list[int]:
+        limit = self.model.context_tokens
+        try:
+            return self.model.renderer.tokenize(text, **options, max_tokens=None if self._cuts else limit)
+        except PromptTooLong as error:
+            raise context_exceeded(error.num_tokens, limit, place, is_exact=False) from error
 
     def _taken(self, tokens: list[int], place: str) -> TokenArray:
         limit = self.model.context_tokens

@@ -236,7 +236,9 @@ class FakeRenderer:
     def encode(self, text: str) -> RenderedPrompt:
         return RenderedPrompt(self._tokens(text))
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         return list(map(int, self._tokens(text)))
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:

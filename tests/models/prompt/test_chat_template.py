@@ -11,6 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from cache.layers.mlx_lm_guard import guard_mlx_lm
 from cache.restore_points import RestorePoint, RestorePointKind
+from models.errors import PromptTooLong
+from models.prompt import pieces, text_segments
+from models.prompt.abandonment import Abandoned, abandoned_when
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError, RenderedPrompt
 from tests.support import tiny_models
 
@@ -335,6 +338,46 @@ def test_a_text_of_any_length_is_tokenized_with_and_without_its_frame() -> None:
     plain = tokenizer.encode(text, add_special_tokens=False)
     assert renderer.tokenize(text) == plain and len(plain) > 5
     assert renderer.tokenize(text, add_special=True) == [tokenizer.convert_tokens_to_ids("</s>"), *plain]
+
+
+@pytest.mark.parametrize("parse_special", [True, False])
+@pytest.mark.parametrize("kind", ["fast", "without a border", "slow"])
+def test_no_way_to_tokenize_gives_the_tokenizer_a_long_text_at_once(
+    kind: str, parse_special: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, number in (("SEGMENT_CHARACTERS", 50), ("MAX_CHARACTERS", 100)):
+        monkeypatch.setattr(text_segments, name, number)
+    fast, texts, text = make_tokenizer(), list[str](), "1" * 150 + "\t7" * 300 + " \n" * 100 + "words and\nmore " * 90
+    expected = fast.encode(text, add_special_tokens=False)
+    if kind == "without a border":
+        monkeypatch.setattr(pieces.Pieces, "fits", lambda _: False)
+    renderer = ChatRenderer(slow := SlowTokenizer(fast) if kind == "slow" else fast)
+    encode = pieces.encode
+
+    def noted(some: str) -> str:
+        texts.append(some)
+        return some
+
+    def encode_slowly(some: str, **_: bool) -> Any:
+        return fast.encode(noted(some), add_special_tokens=False)
+
+    monkeypatch.setattr(pieces, "encode", lambda backend, some: encode(backend, noted(some)))
+    if kind == "slow":
+        monkeypatch.setattr(slow, "encode", encode_slowly)
+    renderer.tokenize("a", add_special=True, parse_special=parse_special)
+    texts.clear()
+    ids = renderer.tokenize(text, add_special=True, parse_special=parse_special)
+    assert fast.decode(ids) == text and abs(len(ids) - len(expected)) < 40
+    # A part is looked at for words too, with what follows.
+    assert len(texts) > 10 and max(map(len, texts)) < 100 + 256
+    texts.clear()
+    with abandoned_when(lambda: len(texts) > 2), pytest.raises(Abandoned):
+        renderer.tokenize(text, parse_special=parse_special)
+    assert len(texts) <= 4, "whether anybody waits is asked before each part"
+    if kind == "slow":
+        return
+    with pytest.raises(PromptTooLong):
+        renderer.tokenize(text, parse_special=parse_special, max_tokens=10)
 
 
 def test_names_of_special_tokens_can_be_tokenized_as_text(tokenizer: Any) -> None:

@@ -214,7 +214,6 @@ def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.Monke
     backend = tiny_tokenizers.tokenizer(shape, {"<|x|>": Flags(special=True)})
     monkeypatch.setattr(segments_module, "SEGMENT_CHARACTERS", 50)
     tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
-    assert tokenizer._segments is not None
     assert len(list(tokenizer._segments.cut("some words and\nmore " * 40))) > 10
 
 
@@ -234,28 +233,57 @@ def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypat
     monkeypatch.setattr(segments_module, "SEGMENT_CHARACTERS", 100)
     monkeypatch.setattr(segments_module, "_AHEAD_CHARACTERS", 20)
     tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
-    assert tokenizer._segments is not None
     text = sample * 50
     assert max(part.stop - part.start for part in tokenizer._segments.cut(text)) < 220
     assert tokenizer.tokenize(text).ids.tolist() == whole(text, backend)
 
 
-def test_one_long_word_is_cut_anyhow_and_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths, word = list[int](), "a" * 200_000
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(sorted(tiny_tokenizers.SHAPES)),
+    st.dictionaries(st.sampled_from(CONTENTS), FLAGS, max_size=3),
+    st.booleans(),
+    st.lists(st.tuples(st.sampled_from([*ALPHABET, "1", "\t", *CONTENTS]), st.integers(1, 60)), max_size=8),
+)
+@example("bytes", {"<|x|>": Flags(special=True)}, True, [("a", 300)])
+@example("bytes", {"<|x|>": Flags(special=True)}, True, [("1", 28), ("\t", 1)] * 9)
+@example("bytes", {"<|x|>": Flags(special=True), "aa": Flags(rstrip=True)}, True, [("a b", 99)])
+@example("replaced", {"<|x|>": Flags(special=True)}, True, [(" ", 300)])
+@example("unigram", {}, False, [("1 ", 99), ("\n", 200)])
+def test_no_call_gets_more_than_it_may_whatever_the_text(
+    shape: str, added: dict[str, Flags], at_borders: bool, runs: list[tuple[str, int]]
+) -> None:
+    backend = tiny_tokenizers.tokenizer(shape, added)
+    tokenizer = Pieces(backend, backend.get_added_tokens_decoder(), at_borders=at_borders)
+    text, lengths = "".join(some * times for some, times in runs), list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, number in (("SEGMENT_CHARACTERS", 8), ("_AHEAD_CHARACTERS", 8), ("MAX_CHARACTERS", 32)):
+            patch.setattr(segments_module, name, number)
+        patch.setattr(pieces_module, "encode", counted_in(lengths))
+        try:
+            ends = tokenizer.tokenize(text, None).ends.tolist()
+        except TokenizerFailed:
+            return
+    assert max(lengths, default=0) <= 32 + max(map(len, ("a\n", *added)))
+    assert ends == sorted(ends)
 
-    def counted(backend: Any, text: str) -> Any:
-        lengths.append(len(text))
-        return encode(backend, text)
 
-    monkeypatch.setattr(pieces_module, "encode", counted)
-    tokenizer = pieces()
-    lengths.clear()
-    assert tokenizer.tokenize(word).ends[-1] == len(word)
-    assert max(lengths) < 100_000
-    lengths.clear()
+def test_one_long_word_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, tokenizer = list[int](), pieces()
+    monkeypatch.setattr(pieces_module, "encode", counted_in(lengths))
     with pytest.raises(PromptTooLong):
-        tokenizer.tokenize("b" * 200_000, max_tokens=10)
+        tokenizer.tokenize("b" * 4_000_000, max_tokens=10)
     assert sum(lengths) < 100_000
+
+
+def counted_in(lengths: list[int]) -> Any:
+    """Returns an `encode` that says how long its texts are."""
+
+    def counted(backend: Any, text: str, **options: bool) -> Any:
+        lengths.append(len(text))
+        return encode(backend, text, **options)
+
+    return counted
 
 
 def test_tokenizing_ends_where_there_are_too_many() -> None:

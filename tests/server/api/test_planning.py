@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.prompt import pieces as pieces_module
 from models.prompt.abandonment import Abandoned, stop_if_abandoned
+from models.prompt.pieces import encode
 from server.api import body as body_module
+from server.api import planning as planning_module
 from server.api.body import check_amount, check_messages
 from server.api.errors import ApiError, Code
 from server.api.planning import SIZES, Planning, Turns
+from tests.server.api.test_live import WAIT_SECONDS, Live, raw_post, serving, user
+from tests.server.api.test_live import until as until_so
+from tests.support import tiny_models
 
 SHORT, LONG = 1000, 5 << 20
 
@@ -165,6 +171,79 @@ async def test_a_place_freed_while_the_next_client_leaves_is_not_lost() -> None:
     await asyncio.wait_for(staying, 10)
     turns.give_back()
     assert turns.try_take() and not turns.try_take()
+
+
+# ------------------------------------------------------------------------------------------- one word of megabytes
+
+WORD = "z" * 4_000_000
+ORDINARY = "some words and\nmore " * 60_000
+LONG_WORDS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": [user(WORD)]}),
+    ("/v1/completions", {"prompt": WORD}),
+    ("/v1/embeddings", {"input": WORD}),
+    ("/tokenize", {"content": WORD}),
+    ("/tokenize", {"content": WORD, "parse_special": False}),
+]
+WAYS = ["chat", "completion", "embedding", "tokens", "plain tokens"]
+
+
+class HeldWord:
+    """Stands before the tokenizer: holds the calls that get a part of the long word, and counts them."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.may_go = threading.Event()
+
+    def __call__(self, backend: Any, text: str, **options: bool) -> Any:
+        """Passes the text on."""
+        if "zzz" in text:
+            self.lengths.append(len(text))
+            assert self.may_go.wait(WAIT_SECONDS)
+        return encode(backend, text, **options)
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with serving(tiny_models.write("llama", tmp_path_factory.mktemp("planning") / "tiny")) as server:
+        yield server
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> HeldWord:
+    word = HeldWord()
+    monkeypatch.setattr(pieces_module, "encode", word)
+    return word
+
+
+@pytest.mark.parametrize(("path", "fields"), LONG_WORDS, ids=WAYS)
+def test_a_long_word_whose_client_has_left_holds_up_nobody(
+    live: Live, held: HeldWord, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_left, call = list[threading.Event](), planning_module._call
+
+    def noted(event: threading.Event, work: Callable[[], Any]) -> Any:
+        has_left.append(event)
+        return call(event, work)
+
+    monkeypatch.setattr(planning_module, "_call", noted)
+    connection = raw_post(live, path, fields)
+    until_so(lambda: bool(held.lengths))
+    assert live.post("/tokenize", content="a small one").status_code == 200
+    connection.close()
+    until_so(has_left[0].is_set)
+    held.may_go.set()
+    assert len(live.post("/tokenize", content=ORDINARY).json()["tokens"]) > 60_000
+    assert len(held.lengths) == 1 and held.lengths[0] < 40_000, "the call that ran was short, and the last"
+
+
+@pytest.mark.parametrize(("path", "fields"), LONG_WORDS[:3], ids=WAYS[:3])
+def test_a_long_word_that_the_context_cannot_hold_is_refused_early(
+    live: Live, held: HeldWord, path: str, fields: dict[str, Any]
+) -> None:
+    held.may_go.set()
+    refused = live.post(path, **fields)
+    assert refused.status_code == 400 and "tokens or more" in refused.json()["error"]["message"]
+    assert sum(held.lengths) < 100_000
 
 
 def refusal(check: Callable[[], None]) -> ApiError | None:
