@@ -72,7 +72,7 @@ def test_text_and_conversations_become_tokens_in_vllms_words(client: TestClient)
 )
 def test_a_prompt_has_special_tokens_around_it_as_in_vllm(fields: Any, is_special: bool) -> None:
     class Renderer(FakeRenderer):
-        def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        def tokenize(self, text: str, *, add_special: bool = False, **options: Any) -> list[int]:
             return [int(add_special)]
 
     client = TestClient(create_app(FakeEngine(), fake_model(renderer=Renderer()), ServerConfig()))
