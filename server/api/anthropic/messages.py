@@ -159,7 +159,8 @@ class MessageExchange(Exchange):
         part = self._following or self
         calls = [block for block in part._content.blocks if block["type"] in ("tool_use", "server_tool_use")]
         searches = [call for call in calls if call["type"] == "server_tool_use"]
-        self._untold += self._content.add_results([self._run(search) for search in searches])
+        found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
+        self._untold += self._content.add_results(found)
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None
         if not searches or is_over or len(searches) < len(calls) or len(self._finished) >= MAX_PARTS:
             return None
@@ -190,7 +191,7 @@ class MessageExchange(Exchange):
         longer: dict[str, Any] = {"messages": [*messages, reply], "max_tokens": max(self._body.max_tokens - spent, 1)}
         choice = self._body.tool_choice
         if choice is not None and choice.type in ("any", "tool"):
-            longer["tool_choice"] = None
+            longer["tool_choice"] = choice.model_copy(update={"type": "auto"})
         return self._body.model_copy(update=longer)
 
     def _add(self, piece: Piece) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ VERSION: Final = "_20251119"
 """May stand behind the name in a tool's type."""
 
 _SECONDS_PER_TOOL: Final = 0.05
+_MAX_COPIES: Final = 1000
 _WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]+")
 _SATURATION, _LENGTH_WEIGHT = 1.2, 0.75
 """k1 and b of BM25 (Robertson and Zaragoza, "The Probabilistic Relevance Framework", 2009)."""
@@ -71,6 +72,11 @@ def _texts(function: Mapping[str, Any]) -> Iterator[str]:
 
 def _matches(pattern: str, functions: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns 2 for each function whose name holds the pattern, 1 where another text does, else 0."""
+    # Compiled, a part holds as many copies of what it repeats as it repeats at least, nested ones multiplied: a short
+    # pattern could fill the memory.
+    least = re.findall(r"\{[^}\d]*(\d+)", re.sub(r"\s", "", pattern))
+    if math.prod([2 ** pattern.count("+"), *(int(number) + 1 for number in least)]) > _MAX_COPIES:
+        raise SearchFailed("invalid_tool_input")
     try:
         compiled = regex.compile(pattern, regex.IGNORECASE)
         return [_match(compiled, list(_texts(function))) for function in functions]

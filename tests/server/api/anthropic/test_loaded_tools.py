@@ -1,5 +1,6 @@
 """Tools that are loaded when they are needed: what the model is shown of them, where, and what it may call."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
+from server.api.anthropic import messages as messages_module
 from server.api.anthropic.tool_search import BM25, MAX_FOUND, REGEX, SearchFailed, find_tools
 from server.app import create_app
 from server.config import ServerConfig
@@ -249,11 +251,15 @@ def test_a_search_finds_a_few() -> None:
         ("", "invalid_tool_input"),
         ("x" * 201, "invalid_tool_input"),
         (7, "invalid_tool_input"),
+        ("(a{999}){999}", "invalid_tool_input"),
+        ("(?:" * 30 + "a" + "+)" * 30 + "+b", "invalid_tool_input"),
+        ("(?:" * 20 + "a" + "){1,}" * 20, "invalid_tool_input"),
+        ("(?x)(?:a { 9 9 9 9 9 9 9 9 })", "invalid_tool_input"),
         ("(a+)+b", "execution_time_exceeded"),
     ],
 )
 def test_a_search_that_cannot_run_says_why(query: Any, code: str) -> None:
-    functions = [{"function": {"name": "a" * 60, "description": "a" * 500}}]
+    functions = [{"function": {"name": "a" * 60, "description": "a" * 9000}}]
     with pytest.raises(SearchFailed, match=code):
         find_tools(REGEX, {"query": query}, functions)
 
@@ -358,6 +364,18 @@ def test_a_search_that_fails_is_told_to_the_model_and_the_client(answers: Any) -
     assert message.content[2].content.error_code == "invalid_tool_input"
     shown = next(call for call in renderer.calls if call["messages"][-1]["role"] == "tool")["messages"]
     assert texts(shown[-1]) == ["Error: invalid_tool_input"]
+
+
+def test_a_search_keeps_no_other_request_waiting(answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops: list[bool] = []
+
+    def find(*given: Any) -> list[str]:
+        loops.append(asyncio._get_running_loop() is not None)
+        return find_tools(*given)
+
+    monkeypatch.setattr(messages_module, "find_tools", find)
+    answers(searching(REGEX, "weather"), Script(("Sunny.",)), tools=[REGEX_TOOL, *MANY])
+    assert loops == [False]
 
 
 def test_an_answer_that_only_searches_is_paused(answers: Any) -> None:
