@@ -14,7 +14,7 @@ from server.api.dialect import Exchange, OutputEvent
 from server.api.session_records import TurnRecord
 from server.api.turn_account import TurnAccount
 from server.diagnosis.conversations import Conversations
-from server.engine.errors import EngineStopped
+from server.engine.errors import EngineError, EngineStopped
 from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started
 
 
@@ -220,12 +220,21 @@ class AnswerInParts:
             following = None
             async for event in self.last.events():
                 if isinstance(event, Finished):
-                    following = await self.parts[0][0].next_part(event)
+                    following = await self._next_part(event)
                 if following is None and not (isinstance(event, Started) and len(self.parts) > 1):
                     yield event
-            if following is not None:
-                self.last.close()
-                self.parts.append((following, Answer(self._engine, following, self._arrival)))
+
+    async def _next_part(self, finished: Finished) -> Exchange | None:
+        """Submits the next part and returns it; None where the answer ends, be it that the engine takes no more."""
+        following = await self.parts[0][0].next_part(finished)
+        if following is None:
+            return None
+        self.last.close()
+        try:
+            self.parts.append((following, Answer(self._engine, following, self._arrival)))
+        except EngineError:
+            return None
+        return following
 
     def close(self) -> None:
         """Cancels what still runs and logs it, once; call it on every way out."""

@@ -395,6 +395,21 @@ def test_a_whole_answer_holds_all_parts() -> None:
     assert (answer["usage"]["output_tokens"], answer["stop_reason"]) == (3, "tool_use")
 
 
+def test_an_answer_ends_with_what_it_has_where_the_queue_is_full() -> None:
+    class Full(FakeEngine):
+        def submit(self, request: Any) -> Any:
+            self.max_waiting = 0 if self.requests else None
+            return super().submit(request)
+
+    served = fake_model(context_tokens=100_000, renderer=FakeRenderer(), tool_syntax=JSON_TOOLS)
+    app = create_app(Full(searching(REGEX, "weather")), served, ServerConfig())
+    body = {"messages": [HI], "max_tokens": 100, "tools": [REGEX_TOOL, *MANY]}
+    answer = TestClient(app).post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    kinds = [block["type"] for block in answer.json()["content"]]
+    assert (kinds[-1], answer.json()["stop_reason"]) == ("tool_search_tool_result", "pause_turn")
+
+
 # ----------------------------------------------------------------------------------- a real model and the package
 
 
