@@ -88,8 +88,8 @@ def open_conversation(
     """Returns the conversation of a request, with what the model's name adds where the request says nothing."""
     defaults = model.defaults
     arguments = {**defaults.template_arguments, **(template_arguments or {})}
-    shown = defaults.conversation(messages)
-    return Conversation(model.renderer, shown, tools, arguments, namespace, changed_tools, continues, forbids_calls)
+    shown, forbids = defaults.conversation(messages), forbids_calls and bool(tools or changed_tools)
+    return Conversation(model.renderer, shown, tools, arguments, namespace, changed_tools, continues, forbids)
 
 
 def can_continue(model: ServedModel) -> bool:

@@ -341,8 +341,8 @@ class PromptBody(BodyModel):
 
     @property
     def forbids_calls(self) -> bool:
-        """Whether the body has tools and forbids that they are called."""
-        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.type == "none"
+        """Whether the body forbids that tools are called."""
+        return self.tool_choice is not None and self.tool_choice.type == "none"
 
     def thinking_wish(self) -> ThinkingWish:
         """Returns what the body wants of thoughts; what it leaves open, the template decides."""

@@ -237,8 +237,8 @@ class ChatBody(GenerationBody):
 
     @property
     def forbids_calls(self) -> bool:
-        """Whether the body has tools and forbids that they are called."""
-        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.mode == "none"
+        """Whether the body forbids that tools are called."""
+        return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def num_top_logprobs(self) -> int | None:
         """Returns how many of the likeliest tokens are told with each token; raises ApiError for some with none."""

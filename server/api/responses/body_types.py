@@ -117,8 +117,8 @@ class InputBody(BodyModel):
 
     @property
     def forbids_calls(self) -> bool:
-        """Whether the body has tools and forbids that they are called."""
-        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.mode == "none"
+        """Whether the body forbids that tools are called."""
+        return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def thinking_wish(self) -> ThinkingWish:
         """Returns what the body wants of thoughts."""

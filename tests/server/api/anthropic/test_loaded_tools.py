@@ -169,6 +169,12 @@ def test_changes_are_told_where_they_stand() -> None:
     assert texts(removed) == ["Read is no longer available."]
 
 
+def test_no_tool_is_called_where_none_may_be_though_it_was_added() -> None:
+    inline = changed("tool_addition", type="tool_definition", definition=tool("ledger"))
+    body = roomy(CALL_LEDGER).ask(messages=[HI, inline], tool_choice={"type": "none"})
+    assert [one["type"] for one in body["content"]] == ["text"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
