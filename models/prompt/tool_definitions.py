@@ -55,9 +55,7 @@ class ToolDefinitions:
         found = [tools[name] for name in names if name in tools]
         lines = ["<functions>", *map(self._definition, found), "</functions>"] if found else []
         text = "\n".join([*lines, *(f"{name} is no longer available." for name in names if name not in tools)])
-        if len(found) == len(names):
-            self._keep(key, text)
-        return text
+        return self._keep(key, text) if len(found) == len(names) else text
 
     def _definition(self, tool: Tool) -> str:
         alone, both = self._render([_SAMPLE]), self._render([_SAMPLE, tool])
@@ -68,13 +66,16 @@ class ToolDefinitions:
         # The template writes tools otherwise than one after another, or not at all.
         return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
 
-    def _keep(self, key: Hashable, text: str) -> None:
+    def _keep(self, key: Hashable, text: str) -> str:
+        """Returns the text that is kept: another thread may have kept its own meanwhile."""
         with self._lock:
-            if key not in self._kept:
-                self._num_kept += len(text)
+            if key in self._kept:
+                return self._kept[key]
+            self._num_kept += len(text)
             self._kept[key] = text
             while self._num_kept > MAX_KEPT_CHARACTERS:
                 self._num_kept -= len(self._kept.popitem(last=False)[1])
+        return text
 
 
 def _inserted(shorter: str, longer: str) -> str:

@@ -127,6 +127,7 @@ class _Reader:
             return TextBlock(type="text", text=f"{name} is no longer available.", cache_control=block.cache_control)
         if block.tool.definition is not None:
             self._tools[name] = block.tool.definition
+            place += block.tool.definition.model_dump_json()
         return TextBlock(type="text", text=self._loaded([name], place), cache_control=block.cache_control)
 
     def _loaded(self, names: Sequence[str], place: str) -> str:

@@ -169,6 +169,14 @@ def test_changes_are_told_where_they_stand() -> None:
     assert texts(removed) == ["Read is no longer available."]
 
 
+def test_what_a_conversation_defines_itself_is_worded_as_it_says() -> None:
+    served = roomy()
+    for description in ("One.", "Other."):
+        inline = changed("tool_addition", type="tool_definition", definition=tool("inline", description))
+        served.ask(messages=[HI, inline])
+        assert description in texts(served.messages[-1])[0]
+
+
 def test_no_tool_is_called_where_none_may_be_though_it_was_added() -> None:
     inline = changed("tool_addition", type="tool_definition", definition=tool("ledger"))
     body = roomy(CALL_LEDGER).ask(messages=[HI, inline], tool_choice={"type": "none"})
