@@ -161,7 +161,7 @@ class MessageExchange(Exchange):
         searches = [call for call in calls if call["type"] == "server_tool_use"]
         found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
         self._untold += self._content.add_results(found)
-        is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None
+        is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
         if not searches or is_over or len(searches) < len(calls) or len(self._finished) >= MAX_PARTS:
             return None
         try:
@@ -169,6 +169,11 @@ class MessageExchange(Exchange):
         except (ApiError, ModelError):  # no space is left: the client may go on by itself
             return None
         return self._following
+
+    @property
+    def _num_left(self) -> int:
+        """How many tokens the parts to come may have."""
+        return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
 
     def _run(self, search: ServerToolUseBody) -> ToolSearchResultBody:
         deferred = [as_function(tool) for tool in self._body.tools or () if tool.defer_loading]
@@ -187,8 +192,7 @@ class MessageExchange(Exchange):
         if self.conversation is not None and self.conversation.continues:
             messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
         reply = InputMessage.model_validate({"role": "assistant", "content": said})
-        spent = sum(part.timings.predicted_tokens for part in self._finished)
-        longer: dict[str, Any] = {"messages": [*messages, reply], "max_tokens": max(self._body.max_tokens - spent, 1)}
+        longer: dict[str, Any] = {"messages": [*messages, reply], "max_tokens": self._num_left}
         choice = self._body.tool_choice
         if choice is not None and choice.type in ("any", "tool"):
             longer["tool_choice"] = choice.model_copy(update={"type": "auto"})

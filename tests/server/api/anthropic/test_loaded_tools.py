@@ -392,6 +392,13 @@ def test_a_search_keeps_no_other_request_waiting(answers: Any, monkeypatch: pyte
     assert loops == [False]
 
 
+def test_parts_have_as_many_tokens_as_the_request_allows_together(answers: Any) -> None:
+    tools = [REGEX_TOOL, *MANY]
+    message, _, engine, _ = answers(searching(REGEX, "weather"), CALL_WEATHER, tools=tools, max_tokens=2)
+    assert message.usage.output_tokens == 2 and len(engine.requests) == 1
+    assert message.stop_reason == "pause_turn"
+
+
 def test_an_answer_that_only_searches_is_paused(answers: Any) -> None:
     message, _, engine, _ = answers(searching(REGEX, "weather"), tools=[REGEX_TOOL, *MANY])
     assert message.stop_reason == "pause_turn"
