@@ -56,7 +56,7 @@ OTHER_APIS = (
     ),
     OtherApi("Ollama's accounts and web search", ("api/me", "api/signout", "api/web_search", "api/web_fetch")),
     OtherApi("Google's Gemini API", ("v1beta",)),
-    OtherApi("llama.cpp's own completions", ("completion", "infill")),
+    OtherApi("llama.cpp's infilling", ("infill",)),
     OtherApi("llama.cpp's adapters and embeddings", ("lora-adapters", "embedding")),
     OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
     OtherApi("a scoring API", ("reranking", "score")),

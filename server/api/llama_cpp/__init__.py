@@ -1,1 +1,1 @@
-"""llama.cpp's endpoints for tokens, templates and the state of the server."""
+"""llama.cpp's endpoints for completions, tokens, templates and the state of the server."""

@@ -3,11 +3,13 @@
 Neither shows a prompt, or anything else of a request: whoever asks may not be who sent it.
 """
 
+from collections.abc import Sequence
 from typing import Final, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from models.inference.sampling_params import SamplingParams
 from server.api import PRODUCT
 from server.api.context import ServedModel, context_of
 from server.api.errors import Code, retry_later
@@ -28,7 +30,7 @@ class SlotBody(TypedDict):
 
 
 class DefaultParams(TypedDict):
-    """The sampling of a request that says nothing of it."""
+    """The sampling of a request, or of one that says nothing of it."""
 
     n_predict: int
     temperature: float
@@ -92,7 +94,7 @@ async def props(request: Request) -> Response:
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
     body: PropsBody = {
-        "default_generation_settings": {"n_ctx": model.context_tokens, "params": _params(model)},
+        "default_generation_settings": {"n_ctx": model.context_tokens, "params": params_body(model.sampling)},
         "total_slots": context.config.slots,
         "model_alias": model.id,
         "model_path": model.id,
@@ -114,10 +116,10 @@ def _slot(slot: SlotState, model: ServedModel) -> SlotBody:
     }
 
 
-def _params(model: ServedModel) -> DefaultParams:
-    sampling = model.sampling
+def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
+    """Returns what is sampled, how much, and up to which texts."""
     return {
-        "n_predict": NO_LIMIT,
+        "n_predict": n_predict,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -133,5 +135,5 @@ def _params(model: ServedModel) -> DefaultParams:
         "dry_base": sampling.dry_base,
         "dry_allowed_length": sampling.dry_allowed_length,
         "dry_penalty_last_n": sampling.dry_penalty_last_n,
-        "stop": [],
+        "stop": list(stop),
     }

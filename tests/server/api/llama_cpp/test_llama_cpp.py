@@ -1,5 +1,6 @@
 """llama.cpp's endpoints: tokens, templates, slots and properties, in its shapes."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,14 +9,17 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
+from server.api.field_rules import Treatment
+from server.api.llama_cpp.completion import IN_COMPLETION, LlamaCompletionBody
 from server.api.model_facts import ModelFacts
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.command import Command
 from server.engine.commands import SlotState
+from server.engine.events import FinishReason
 from tests.server.api.test_live import Live, raw_request, serving, until, user
 from tests.support import tiny_models
-from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
+from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -138,6 +142,134 @@ def test_tools_and_thinking_reach_the_template() -> None:
     assert renderer.calls[0]["template_kwargs"] == {"enable_thinking": False}
 
 
+# -------------------------------------------------------------------------------------------------------- completion
+
+
+def events(answer: Any) -> list[Any]:
+    assert answer.text.endswith("\n\n") and "[DONE]" not in answer.text
+    return [json.loads(frame.removeprefix("data: ")) for frame in answer.text.split("\n\n") if frame]
+
+
+def test_a_prompt_is_continued_whole(client: TestClient, engine: SlotEngine) -> None:
+    engine.script = Script(hit_tokens=1)
+    answer = client.post(
+        "/completion", json={"prompt": "Hi", "n_predict": 9, "temperature": 0.5, "stop": ["x"]}
+    ).json()
+    assert answer.pop("timings")["predicted_n"] == 3 and answer.pop("cache")["hit_tokens"] == 1
+    settings = answer.pop("generation_settings")
+    assert (settings["n_predict"], settings["temperature"], settings["stop"]) == (9, 0.5, ["x"])
+    assert answer == {
+        "index": 0, "content": "Hello there.", "tokens": [], "id_slot": 0, "stop": True, "model": "tiny",
+        "tokens_predicted": 3, "tokens_evaluated": 2, "tokens_cached": 1, "prompt": "Hi", "truncated": False,
+        "stop_type": "eos", "stopping_word": "",
+    }  # fmt: skip
+    assert client.post("/completion", json={"prompt": "Hi", "return_tokens": True}).json()["tokens"] == [0, 1, 2]
+
+
+def test_a_stream_has_an_event_for_each_text_and_a_last_one(client: TestClient) -> None:
+    *told, last = events(client.post("/completion", json={"prompt": "Hi", "stream": True}))
+    assert [(event["content"], event["tokens"], event["stop"]) for event in told] == [
+        ("Hello", [0], False), (" there", [1], False), (".", [2], False),
+    ]  # fmt: skip
+    assert [event["tokens_predicted"] for event in told] == [1, 2, 3]
+    assert (last["content"], last["tokens"], last["stop"], last["stop_type"]) == ("", [], True, "eos")
+    assert last["timings"]["prompt_n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "word"),
+    [
+        (Script(), "eos", ""),
+        (Script(reason=FinishReason.LENGTH), "limit", ""),
+        (Script(stop_text="x"), "word", "x"),
+    ],
+)
+def test_an_answer_says_why_it_ended(
+    client: TestClient, engine: SlotEngine, script: Script, kind: str, word: str
+) -> None:
+    engine.script = script
+    answer = client.post("/completion", json={"prompt": "Hi"}).json()
+    assert (answer["stop_type"], answer["stopping_word"]) == (kind, word)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("Hi", [72, 105]),
+        (["Hi"], [72, 105]),
+        ([72, 105], [72, 105]),
+        ([[72, 105]], [72, 105]),
+        ([1, "Hi", 2], [1, 72, 105, 2]),
+        (["Hi", 2, "!"], [72, 105, 2, 33]),
+    ],
+)
+def test_a_prompt_is_text_or_tokens_or_both(
+    client: TestClient, engine: SlotEngine, prompt: Any, tokens: list[int]
+) -> None:
+    assert client.post("/completion", json={"prompt": prompt}).status_code == 200
+    assert engine.requests[-1].tokens.tolist() == tokens
+
+
+def test_the_fields_of_llama_cpps_clients_reach_the_engine(client: TestClient, engine: SlotEngine) -> None:
+    body = {
+        "prompt": "Hi", "n_predict": -1, "temperature": 0.3, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8,
+        "repeat_penalty": 1.2, "repeat_last_n": 32, "presence_penalty": 0.1, "frequency_penalty": 0.2, "seed": -1,
+        "stop": ["a", "b"], "cache_prompt": False, "id_slot": 3, "ignore_eos": True, "n_probs": 0, "mirostat": 0,
+        "logit_bias": [[5, 1.5], [6, False]], "timings_per_token": True, "n_keep": 0, "samplers": None,
+    }  # fmt: skip
+    assert client.post("/completion", json=body).status_code == 200
+    (request,) = engine.requests
+    sampling = request.sampling
+    assert (request.max_tokens, request.stop, request.cache_prompt, request.ignore_eos) == (
+        198,
+        ("a", "b"),
+        False,
+        True,
+    )
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.3, 4, 0.9, 0.1)
+    assert (sampling.typical_p, sampling.repetition_penalty, sampling.repeat_last_n) == (0.8, 1.2, 32)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.seed) == (0.1, 0.2, None)
+    assert sampling.logit_bias == ((5, 1.5), (6, -100.0))
+    assert client.post("/completion", json={"prompt": "Hi", "n_predict": 0}).status_code == 200
+    assert engine.requests[-1].max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({}, "prompt: Field required"),
+        ({"prompt": ["a", "b"]}, "prompt: Input should be a text, or a list of token ids and texts"),
+        ({"prompt": {"prompt_string": "a"}}, "prompt: Input should be a text"),
+        ({"prompt": [1, 2.5]}, "prompt: Input should be a text"),
+        ({"prompt": ""}, "prompt: the prompt is empty"),
+        ({"prompt": [5000]}, "prompt[0]: 5000 is no token id from 0 to 1023"),
+        ({"prompt": ["x" * 300, 1]}, "prompt"),
+        ({"prompt": "Hi", "n_predict": -2}, "n_predict: Input should be greater than or equal to 0"),
+        ({"prompt": "Hi", "n_probs": 5}, "n_probs is not supported"),
+        ({"prompt": "Hi", "n": 2}, "n is not supported: there is one answer to one prompt"),
+        ({"prompt": "Hi", "logit_bias": [["Hello", 1]]}, "logit_bias: 'Hello' is no token id"),
+        ({"prompt": "Hi", "logit_bias": [[1]]}, "logit_bias: Input should be a valid dictionary"),
+        ({"prompt": "Hi", "grammar": 'root ::= "a"', "json_schema": {}}, "an answer is bound by one field only"),
+    ],
+)
+def test_what_a_completion_cannot_have_is_refused_by_name(client: TestClient, fields: Any, word: str) -> None:
+    error = client.post("/completion", json=fields).json()["error"]
+    assert (error["code"], error["type"]) == (400, "invalid_request_error")
+    assert word in error["message"]
+
+
+def test_what_fails_in_a_stream_is_an_event_of_its_own(client: TestClient, engine: SlotEngine) -> None:
+    engine.script = Script(error=RuntimeError("broken"))
+    *_, last = events(client.post("/completion", json={"prompt": "Hi", "stream": True}))
+    assert (last["error"]["code"], last["error"]["type"]) == (500, "server_error")
+
+
+def test_what_is_honoured_is_what_the_body_reads() -> None:
+    read = {name for name, rule in IN_COMPLETION.items() if rule.treatment is not Treatment.REFUSED and rule.is_read}
+    unread = {"n", "return_token_ids"}
+    assert read == set(LlamaCompletionBody.model_fields) - unread
+
+
 # ------------------------------------------------------------------------------------------------- slots, properties
 
 
@@ -178,7 +310,7 @@ def test_a_slot_that_a_request_asks_for_is_a_hint(client: TestClient) -> None:
         ("GET", "/tokenize", 405, "invalid_request_error"),
         ("POST", "/props", 405, "invalid_request_error"),
         ("POST", "/slots/0?action=save", 404, "not_found_error"),
-        ("POST", "/completion", 404, "not_found_error"),
+        ("GET", "/completion", 405, "invalid_request_error"),
         ("POST", "/infill", 404, "not_found_error"),
         ("GET", "/lora-adapters", 404, "not_found_error"),
         ("GET", "/props?model=other", 404, "not_found_error"),
@@ -263,3 +395,20 @@ def test_properties_of_a_real_model(live: Live) -> None:
     assert shown["eos_token"] == tiny_models.tokenizer().eos_token
     assert shown["default_generation_settings"]["n_ctx"] == tiny_models.CONTEXT
     assert shown["total_slots"] == 2 and str(httpx.URL(live.address)) not in str(shown)
+
+
+def test_the_text_of_a_conversation_is_answered_as_the_conversation_is(live: Live) -> None:
+    fields = {"messages": [user("Hello")], "temperature": 0, "seed": 1}
+    prompt = live.post("/apply-template", **fields).json()["prompt"]
+    asked = live.post("/v1/completions", prompt=prompt, max_tokens=6, temperature=0).json()
+    tokens = live.post("/tokenize", content=prompt).json()["tokens"]
+    for written in (prompt, tokens, [*tokens[:3], *(live.post("/detokenize", tokens=tokens[3:]).json()["content"],)]):
+        told = live.post("/completion", prompt=written, n_predict=6, temperature=0, return_tokens=True).json()
+        assert (told["content"], told["tokens_predicted"]) == (asked["choices"][0]["text"], len(told["tokens"]))
+        assert told["prompt"].endswith(prompt) and told["stop_type"] in ("limit", "eos")
+    assert told["tokens_cached"] == told["tokens_evaluated"] - told["timings"]["prompt_n"] > 0
+    (think,) = live.post("/tokenize", content="<think>").json()["tokens"]
+    fields = {"grammar": 'root ::= "yes" | "no"', "logit_bias": [[think, False]], "n_predict": 9}
+    bound = live.post("/completion", prompt="x", **fields).json()
+    assert (bound["content"] in ("yes", "no"), bound["stop_type"]) == (True, "eos")
+    assert live.post("/completion", prompt="x", n_predict=0).json()["content"] == ""

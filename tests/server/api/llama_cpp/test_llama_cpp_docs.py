@@ -5,11 +5,14 @@ from typing import Any, get_type_hints
 import pytest
 
 from server.api.errors import STATUS
+from server.api.field_rules import Treatment
+from server.api.llama_cpp.completion import IN_COMPLETION, LlamaCompletion, LlamaCompletionBody
 from server.api.llama_cpp.dialect import ERROR_TYPES, LlamaCppError
 from server.api.llama_cpp.state import DefaultParams, GenerationSettings, Modalities, PropsBody, SlotBody
 from server.api.llama_cpp.template import InputTokensBody, TemplateText
 from server.api.llama_cpp.tokens import ContentBody, DetokenizeBody, TokenizeBody, TokenPiece, TokensBody
-from tests.server.api.test_docs import ROOT, rows, table
+from server.api.openai.fields import IN_TEXT
+from tests.server.api.test_docs import ROOT, reasons, rows, table
 
 PAGE = (ROOT / "docs" / "llama_cpp.md").read_text(encoding="utf-8")
 
@@ -17,6 +20,8 @@ PAGE = (ROOT / "docs" / "llama_cpp.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize(
     ("head", "names"),
     [
+        ("field of `/completion`", LlamaCompletionBody.__annotations__),
+        ("field of a completion", get_type_hints(LlamaCompletion)),
         ("field of `/tokenize`", TokenizeBody.model_fields),
         ("field of `/detokenize`", DetokenizeBody.model_fields),
         ("field of a slot", get_type_hints(SlotBody)),
@@ -25,6 +30,11 @@ PAGE = (ROOT / "docs" / "llama_cpp.md").read_text(encoding="utf-8")
 )
 def test_every_field_has_a_line(head: str, names: Any) -> None:
     assert set(rows("\n".join(sorted(table(PAGE, head))))) == set(names)
+
+
+def test_every_field_that_only_completion_refuses_is_named() -> None:
+    added = {name: rule for name, rule in IN_COMPLETION.items() if IN_TEXT.get(name) != rule}
+    assert table(PAGE, "refused, because") == reasons(added, Treatment.REFUSED)
 
 
 def test_every_other_field_and_type_of_error_is_named() -> None:
