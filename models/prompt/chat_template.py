@@ -84,6 +84,8 @@ _TEMPLATE_FAULTS = (
     AttributeError,
     ArithmeticError,
     RecursionError,
+    SyntaxError,
+    MemoryError,
 )
 
 

@@ -10,9 +10,12 @@ arguments anew for every rendering, so all that a template can reach is its own.
 *Bounds.* Nothing keeps a template from `{% for a in r %}{% for b in r %}` or `'a' * 10 ** 10`. So each turn of a
 loop, call and filter costs steps, of which a rendering has `MAX_STEPS`; what would be too long is refused before it
 is made (`template_sizes`); and nothing is evaluated while a template is compiled. A rendering that nobody waits for
-ends.
+ends. Where Python goes through a whole value at once, and can neither be stopped nor let other threads run, the value
+is weighed first: calls, filters, tests, operators, comparisons, keys, and what is shown. What is known to look at no
+member is listed; everything else is weighed.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,10 +24,12 @@ from typing import Any, Final
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
+from markupsafe import escape
 from transformers.utils import chat_template_utils
 
 from models.prompt import template_sizes
@@ -40,6 +45,23 @@ _STEPS_PER_LOOK: Final = 4096
 _CHARACTERS_PER_STEP: Final = 256
 _ITEMS_PER_STEP: Final = 8
 """Of a list that a filter goes through."""
+
+MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
+"""A template takes a hundredth of it; Python compiles a long one in one go."""
+_FEW: Final = 256
+_LIGHT_CHARACTERS: Final = 4096
+_LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
+_COMPARISONS: Final = {"gteq": "ge", "lteq": "le"}
+_PLAIN: Final = frozenset({str, int, list, dict})
+_GIVES_BYTES: Final = frozenset({"encode", "to_bytes"})
+_NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
+"""Filters for pages, some of which take long for long texts."""
+_LIGHT_TESTS: Final = frozenset(
+    {
+        *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
+        *("number", "sameas", "sequence", "string", "true", "undefined"),
+    }
+)
 
 _CHANGES: Final[Mapping[type, frozenset[str]]] = {
     list: frozenset({"append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"}),
@@ -77,10 +99,13 @@ def bounded_steps(max_steps: int) -> Iterator[None]:
         _steps.reset(token)
 
 
-def _spend(count: int = 1) -> None:
+def _spender() -> Callable[[int], None]:
     steps = _steps.get()
-    if steps is not None:
-        steps.spend(count)
+    return (lambda count: None) if steps is None else steps.spend
+
+
+def _spend(count: int = 1) -> None:
+    _spender()(count)
 
 
 def _spend_on(result: Any) -> Any:
@@ -92,9 +117,48 @@ def _spend_on(result: Any) -> Any:
         steps.spend(1 + len(result) // _CHARACTERS_PER_STEP)
     elif isinstance(result, (list, tuple, dict)):  # this is the quickest way to ask
         steps.spend(1 + len(result))
+    elif type(result) is int:
+        template_sizes.check_bits(result.bit_length())
+        steps.spend(1)
     else:
         steps.spend(1)
     return result
+
+
+def _spend_for(weight: template_sizes.Weight) -> None:
+    if weight.num_items >= _ITEMS_PER_STEP or weight.num_characters >= _CHARACTERS_PER_STEP:
+        _spend(weight.num_items // _ITEMS_PER_STEP + weight.num_characters // _CHARACTERS_PER_STEP)
+
+
+def _are_light(values: Iterable[Any]) -> bool:
+    """Whether there is little to go through in values, whatever is done with them."""
+    for value in values:
+        kind = type(value)
+        if kind is str:
+            if len(value) > _LIGHT_CHARACTERS:
+                return False
+        elif kind not in _LIGHT and (kind is not int or abs(value) > _LIGHT_CHARACTERS):
+            return False
+    return True
+
+
+def _weighed(value: Any) -> Any:
+    """Returns a value that is gone through now."""
+    if not _are_light((value,)):
+        _spend_for(template_sizes.weigh(value))
+    return value
+
+
+def _drawn(values: Iterable[Any]) -> list[Any]:
+    """Returns values, with what comes one by one drawn, so that it can be weighed."""
+    return [list(_drawing(value)) if isinstance(value, Iterator) else value for value in values]
+
+
+def _drawing(items: Iterator[Any]) -> Iterator[Any]:
+    for count, item in enumerate(items):
+        template_sizes.check_items(count)
+        _spend()
+        yield item
 
 
 def _take_step() -> bool:
@@ -102,10 +166,76 @@ def _take_step() -> bool:
     return True
 
 
+class _BoundedCode(CodeGenerator):
+    """Has the environment asked about each comparison, slice, key and output."""
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        """Writes a comparison; one with a text or number of the template itself is no work."""
+        (first, *more), left = node.ops, node.expr
+        if more:
+            pairs = nodes.Compare(left, [first]), nodes.Compare(first.expr, more)
+            self.visit(nodes.And(*pairs).set_lineno(node.lineno), frame)
+        elif first.op not in ("in", "notin") and isinstance(left, nodes.Const) | isinstance(first.expr, nodes.Const):
+            super().visit_Compare(node, frame)
+        else:
+            if first.op in ("in", "notin"):
+                self.write("(not " if first.op == "notin" else "(")
+                self._ask("contains(", first.expr, frame, left)
+                self.write(")")
+            else:
+                self._ask(f"compare({first.op!r}, ", left, frame, first.expr)
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
+        """Writes a call; a step is taken without further ado."""
+        if isinstance(node.node, nodes.EnvironmentAttribute):
+            self.write(f"environment.{node.node.name}()")
+        else:
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """Writes the joining of values."""
+        self._ask("concat_texts(", node.nodes[0], frame, *node.nodes[1:])
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        """Writes a slice; what is asked for by its key goes by `getitem`."""
+        sliced = isinstance(node.arg, nodes.Slice)
+        self.write("environment.sliced(" if sliced else "")
+        super().visit_Getitem(node, frame)
+        self.write(")" if sliced else "")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        """Writes a dict."""
+        self.write("{")
+        for item in node.items:
+            self._ask("weighed(", item.key, frame)
+            self.write(": ")
+            self.visit(item.value, frame)
+            self.write(", ")
+        self.write("}")
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier, frame: Frame) -> None:  # noqa: N802
+        """Refuses `autoescape`: texts that escape what they are joined with are longer than their parts."""
+        self.fail("a chat template has no use for autoescape", node.lineno)
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write("environment.shown(")
+
+    def _ask(self, call: str, first: nodes.Expr, frame: Frame, *more: nodes.Expr) -> None:
+        self.write(f"environment.{call}")
+        self.visit(first, frame)
+        for node in more:
+            self.write(", ")
+            self.visit(node, frame)
+        self.write(")")
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """transformers' environment for chat templates, with bounds and lists of the template's own."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
+    code_generator_class = _BoundedCode
+    weighed = staticmethod(_weighed)
+    take_step = staticmethod(_take_step)
     optimized = False
     """A constant would be computed while the template is compiled, whatever it takes."""
 
@@ -113,19 +243,61 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Returns whether a template may use an attribute: as the sandbox says, and what changes its own lists."""
         if attr in _CHANGES.get(type(obj), ()):
             return len(obj) < MAX_OWN_ITEMS
+        if type(obj) in _PLAIN:
+            return not attr.startswith("_") and attr not in _GIVES_BYTES
         return super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Calls what a template calls."""
-        if __obj is _take_step:
-            return _take_step()
-        template_sizes.check_call(__obj, args, kwargs)
+        if isinstance(__obj, Macro | LoopContext):
+            return _spend_on(super().call(__context, __obj, *args, **kwargs))
+        owner = getattr(__obj, "__self__", None)
+        if type(owner) is not str or kwargs or not _are_light((owner, *args)):
+            args = tuple(_drawn(args))
+            _spend_for(template_sizes.check_call(__obj, args, kwargs))
+        if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
+            raise SecurityError("the model's chat template gathers a list that is unsafe to add to: it is too long")
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Returns what an operator makes of two values."""
+        if operator not in ("+", "*") and not _are_light((right,)):
+            _weighed(right)
         template_sizes.check_operator(operator, left, right)
         return _spend_on(super().call_binop(context, operator, left, right))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Returns a member."""
+        return super().getitem(obj, argument if type(argument) is str else _weighed(argument))
+
+    @staticmethod
+    def contains(container: Any, item: Any) -> bool:
+        """Returns whether a value holds another one."""
+        is_quick = type(container) is dict or len(container) < _FEW if type(container) in _PLAIN else False
+        if not is_quick or not _are_light((item,)):
+            (container,) = _drawn([container])
+            _spend_for(template_sizes.check_contains(container, item))
+        return item in container
+
+    @staticmethod
+    def compare(name: str, left: Any, right: Any) -> Any:
+        """Returns what a comparison says."""
+        # Both are gone through side by side, so the smaller one bounds the work.
+        if not _are_light((right,)):
+            _weighed(left)
+        return getattr(operator, _COMPARISONS.get(name, name))(left, right)
+
+    @staticmethod
+    def sliced(part: Any) -> Any:
+        """Returns a part of a value after counting it."""
+        if isinstance(part, str | list | tuple):
+            _spend(1 + len(part) // (_CHARACTERS_PER_STEP if isinstance(part, str) else _ITEMS_PER_STEP))
+        return part
+
+    @staticmethod
+    def shown(value: Any) -> str:
+        """Returns a value as text."""
+        return value if type(value) is str else str(_weighed(value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Returns a bounded `str.format`; None for anything else."""
@@ -144,17 +316,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
         """Returns the text of an output, a macro or a block."""
-        return str(_spend_on(template_sizes.joined(parts, _spend)))
+        return str(_spend_on(template_sizes.joined(parts, _spender())))
 
-    @property
-    def take_step(self) -> Callable[[], bool]:
-        """What a template calls in each turn of a loop."""
-        return _take_step
-
-    @staticmethod
-    def concat_texts(*parts: Any) -> str:
+    @classmethod
+    def concat_texts(cls, *parts: Any) -> str:
         """Returns what `~` makes of values."""
-        return template_sizes.joined(map(str, parts), _spend)
+        return str(_spend_on(template_sizes.joined(map(cls.shown, parts), _spender())))
 
     def _generate(
         self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
@@ -163,7 +330,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Has each turn of a loop take a step, whether its condition holds or not, and bounds what `~` joins."""
+    """Has each turn of a loop take a step, whether its condition holds or not."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         """Returns the loop with a step at the head of its body, and in its condition."""
@@ -173,25 +340,23 @@ class _Counted(NodeTransformer):
         node.body = [nodes.ExprStmt(_call("take_step", [])).set_lineno(node.lineno), *node.body]
         return node
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802
-        """Returns the call that joins the same values."""
-        self.generic_visit(node)
-        return nodes.Call(nodes.EnvironmentAttribute("concat_texts"), node.nodes, [], None, None, lineno=node.lineno)
-
 
 def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
 
 
-def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a filter that checks what it is asked to make, and counts it."""
+def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template_sizes.Weight]) -> Callable[..., Any]:
+    """Returns a filter or a test that is checked by its name and arguments, and counted."""
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
+    formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
+    is_shallow = name in template_sizes.SHALLOW_FILTERS
 
     @wraps(apply)  # which keeps what Jinja notes on a filter
     def checked(*args: Any, **kwargs: Any) -> Any:
-        template_sizes.check_filter(name, args[num_own:], kwargs)
-        if len(args) > num_own and isinstance(args[num_own], list | tuple | range):
-            _spend(len(args[num_own]) // _ITEMS_PER_STEP)
+        if kwargs or formats or not _are_light(args[num_own:]):
+            if not is_shallow:
+                args = (*args[:num_own], *_drawn(args[num_own:]))
+            _spend_for(check(name, args[num_own:], kwargs))
         return _spend_on(apply(*args, **kwargs))
 
     return checked
@@ -200,11 +365,21 @@ def _bounded(name: str, apply: Callable[..., Any]) -> Callable[..., Any]:
 @lru_cache
 def _compile(template: str) -> jinja2.Template:
     """Returns a compiled chat template, as transformers' function of this purpose does."""
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise SecurityError(f"the model's chat template has {len(template)} characters of {MAX_TEMPLATE_CHARACTERS}")
     environment = chat_template_utils._cached_compile_jinja_template("").environment
     # The environment is transformers', with its own filters and names; only what it does about them is replaced.
     environment.__class__ = BoundedEnvironment
     environment.optimized = False
-    environment.filters = {name: _bounded(name, apply) for name, apply in environment.filters.items()}
+    check_filter, check_test = template_sizes.check_filter, template_sizes.check_test
+    filters = {name: apply for name, apply in environment.filters.items() if name not in _NEEDLESS_FILTERS}
+    # What is marked as escaped escapes in turn what it is joined with, and is longer then than its parts.
+    filters |= dict.fromkeys(("e", "escape", "forceescape"), lambda value: str(escape(str(value)))) | {"safe": str}
+    environment.filters = {name: _bounded(name, apply, check_filter) for name, apply in filters.items()}
+    environment.tests = {
+        name: apply if name in _LIGHT_TESTS else _bounded(name, apply, check_test)
+        for name, apply in environment.tests.items()
+    }
     del environment.globals["lipsum"]
     compiled: jinja2.Template = environment.from_string(template)
     return compiled

@@ -1,17 +1,34 @@
 """How long the things are that a chat template asks for: what would be too long is refused before it is made.
 
+What Python does about a value in one go (comparing, printing, sorting it) goes through all of it, and through a part
+that stands in many places as often as it stands there: `weigh` counts it so. Such work cannot be stopped halfway and
+holds Python's lock, so it is refused beforehand where it would take long.
+
 Pure. Raises jinja2's SecurityError, as the sandbox does for what is forbidden.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
+from typing import Any, Final, NamedTuple
 
 from jinja2.exceptions import SecurityError
+from jinja2.utils import Namespace
 
 MAX_CHARACTERS: Final = 1 << 26
 """Of one text; a prompt is shorter, since bodies are."""
 MAX_ITEMS: Final = 1_000_000
+MAX_WORKED_ITEMS: Final = 250_000
+"""Of all that one function goes through; a conversation of 4 000 messages has a fifth of them."""
+MAX_WORKED_CHARACTERS: Final = 1 << 22
+"""Of all texts that one function works on, if it does more than to look through or copy them."""
 MAX_INTEGER_BITS: Final = 4096
 MAX_WIDTH: Final = 100_000
 """What a text may be filled up to."""
@@ -19,9 +36,89 @@ MAX_WIDTH: Final = 100_000
 _WIDE = re.compile(r"\d{6,}")
 _FORMAT_FIELD = re.compile(r"\{([^{}]*(?:\{[^{}]*\})?[^{}]*)\}")
 _PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{6,}|\d*\.(?:\*|\d{6,}))")
+_CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
+    *(list, tuple),
+    *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
+)
+_SLOW_KEY_ITEMS: Final = 100
+"""What a tuple or a great number counts for: a template can find many that share a hash, which are slow as keys."""
+_KEY_BITS: Final = 60
+_TAKES_LONG_TEXTS = frozenset(
+    {
+        *("count", "endswith", "find", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace"),
+        *(
+            "rfind",
+            "rindex",
+            "rpartition",
+            "rsplit",
+            "rstrip",
+            "split",
+            "startswith",
+            "string",
+            "strip",
+            "trim",
+            "join",
+        ),
+    }
+)
+"""Methods of texts, and filters, whose work is that of a copy."""
+_LOOKS_AT = {
+    **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
+    **dict.fromkeys(("get", "pop", "setdefault"), 1),
+}
+"""Methods of lists and dicts that look at no member, and at how many of their arguments."""
+SHALLOW_FILTERS = frozenset(
+    {
+        *("attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random"),
+        *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
+    }
+)
+"""Filters that hand over members without looking at them."""
+_ITEMS_COPIED_AT_ONCE: Final = 8
+_MAX_STRFTIME_GROWTH: Final = 1 << 12
 _WIDTHS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
 _FILTER_NUMBERS = frozenset({"batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap"})
 """Filters whose numbers say how long their result is."""
+
+
+class Weight(NamedTuple):
+    """What Python goes through in a value; a part that stands there several times counts as often."""
+
+    num_items: int = 0
+    num_characters: int = 0
+    depth: int = 0
+
+
+def weigh(*values: Any) -> Weight:
+    """Returns the weight of values together; raises SecurityError if that is too much."""
+    level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
+    while level:
+        inner = list[Any]()
+        for part in level:
+            kind = type(part)
+            if kind is str:
+                num_characters += len(part)
+            elif kind is dict:
+                num_items += len(part)
+                inner += part
+                inner += part.values()
+            elif isinstance(part, _CONTAINERS):
+                num_items += len(part) + (_SLOW_KEY_ITEMS if isinstance(part, tuple) else 0)
+                if num_items <= MAX_WORKED_ITEMS:
+                    inner += part
+            elif isinstance(part, int):
+                check_bits(part.bit_length())
+                num_items += _SLOW_KEY_ITEMS if part.bit_length() > _KEY_BITS else 0
+            elif isinstance(part, range):
+                num_items += len(part)
+            elif isinstance(part, Namespace):
+                num_items += 1
+                inner.append(part._Namespace__attrs)
+        if num_items > MAX_WORKED_ITEMS:
+            raise _too_long()
+        level, depth = inner, depth + 1
+    _check_characters(num_characters)
+    return Weight(num_items, num_characters, depth)
 
 
 def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
@@ -39,59 +136,101 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
     """Raises SecurityError if `left operator right` is too long."""
     if operator == "**":
         if isinstance(left, int) and isinstance(right, int):
-            _check_bits(left.bit_length() * max(right, 0))
+            check_bits(left.bit_length() * max(right, 0))
     elif operator == "*":
         _check_product(left, right)
     elif operator == "+":
         if isinstance(left, str) and isinstance(right, str):
             _check_characters(len(left) + len(right))
         elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
-            _check_items(len(left) + len(right))
+            check_items(len(left) + len(right))
     elif isinstance(left, str):
         check_percent(left)
 
 
-def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises SecurityError if a method of a text makes a text that is too long."""
-    text = getattr(function, "__self__", None)
-    if not isinstance(text, (str, int)):  # this is the quickest way to ask
-        return
-    name = function.__name__
-    if isinstance(text, str):
-        if name in _WIDTHS:
-            _check_widths([*args, *kwargs.values()])
-            if name == "expandtabs":
-                _check_characters(len(text) + text.count("\t") * max(map(int, args), default=8))
-        elif name == "join" and args:
-            _check_join(text, args[0])
-        elif name == "replace" and len(args) >= 2:
-            _check_replace(text, args[0], args[1])
-        elif name == "translate" and args and isinstance(args[0], Mapping):
-            _check_characters(len(text) * max((len(to) for to in args[0].values() if isinstance(to, str)), default=1))
-    else:
-        _check_widths([*args, *kwargs.values()])
+def check_contains(container: Any, item: Any) -> Weight:
+    """Returns what is gone through to find `item` in `container`; raises SecurityError if that is too much."""
+    if isinstance(container, str):
+        return Weight(0, len(container))
+    weight = weigh(item)
+    if not isinstance(container, list | tuple):
+        return weight if isinstance(container, dict) else weigh(item, container)
+    check_items(len(container) * (weight.num_items + weight.num_characters // 256))
+    return Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
 
 
-def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises SecurityError if a filter makes something that is too long; `args[0]` is what it is applied to."""
+def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
+    """Returns what a call goes through; raises SecurityError if that is too much, or makes too long a text."""
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    if isinstance(owner, dict | list) and name in _LOOKS_AT:
+        return weigh(*args[: _LOOKS_AT[name]])
+    values = [*args, *kwargs.values()]
+    weight = weigh(owner, *values)
+    if not isinstance(owner, str) or name not in _TAKES_LONG_TEXTS:
+        _check_worked(weight)
+    if isinstance(owner, str):
+        _check_text_method(owner, name, args, values)
+    elif isinstance(owner, int):
+        _check_widths(values)
+    elif name == "strftime_now":
+        _check_characters(weight.num_characters * _MAX_STRFTIME_GROWTH)
+    return weight
+
+
+def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequence[Any]) -> None:
+    if name in _WIDTHS:
+        _check_widths(values)
+        if name == "expandtabs":
+            _check_characters(len(text) + text.count("\t") * max(map(int, args), default=8))
+    elif name == "join" and args:
+        _check_join(text, args[0])
+    elif name == "replace" and len(args) >= 2:
+        _check_replace(text, args[0], args[1])
+    elif name == "translate" and args and isinstance(args[0], Mapping):
+        _check_characters(len(text) * max((len(to) for to in args[0].values() if isinstance(to, str)), default=1))
+    elif name in ("split", "rsplit"):
+        separator = next((value for value in values if isinstance(value, str) and value), None)
+        check_items(text.count(separator) if separator else len(text) // 2)
+
+
+def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
+    """Returns what a filter goes through in `args[0]` and the others; raises SecurityError as `check_call` does."""
     if not args:
-        return
+        return Weight()
     value, rest = args[0], [*args[1:], *kwargs.values()]
+    num_items = len(value) if isinstance(value, Sized) else 0
     if name in _FILTER_NUMBERS:
         _check_widths(rest)
+    if name in SHALLOW_FILTERS:
+        check_items(num_items if name == "list" else 0)
+        return Weight(num_items if isinstance(value, list | tuple | range) else 0)
+    weight = weigh(*args, *kwargs.values())
+    if name not in _TAKES_LONG_TEXTS:
+        _check_worked(weight)
     if name == "indent":
         width = rest[0] if rest else 4
         _check_characters((str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width)))
     elif name == "tojson":
-        _check_widths([len(text) for text in rest if isinstance(text, str)])
+        widths = [len(text) if isinstance(text, str) else int(text or 0) for text in _flat(rest)]
+        _check_characters(weight.num_items * weight.depth * max(widths, default=0))
     elif name == "replace" and len(rest) >= 2:
         _check_replace(str(value), rest[0], rest[1])
-    elif name == "join" and isinstance(value, list | tuple):
+    elif name == "join":
         _check_join(str(rest[0]) if rest else "", value)
     elif name == "format":
         check_percent(str(value))
-    elif name == "sum" and isinstance(value, list | tuple):
-        _check_items(sum(len(part) for part in value if isinstance(part, list | tuple)))
+    elif name == "sum" and any(isinstance(start, list | tuple) for start in rest):
+        check_items(num_items * weight.num_items // _ITEMS_COPIED_AT_ONCE)
+    return weight
+
+
+def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
+    """Returns what a test goes through; raises SecurityError as `check_call` does."""
+    if name == "in" and len(args) == 2:
+        return check_contains(args[1], args[0])
+    if args and isinstance(args[0], str) and name in ("divisibleby", "even", "odd"):
+        check_percent(args[0])
+    return weigh(*args, *kwargs.values())
 
 
 def check_format(text: str) -> None:
@@ -110,16 +249,16 @@ def check_percent(text: str) -> None:
 
 def _check_product(left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length())
+        check_bits(left.bit_length() + right.bit_length())
     for many, count in ((left, right), (right, left)):
         if isinstance(count, int) and isinstance(many, str):
             _check_characters(len(many) * count)
         elif isinstance(count, int) and isinstance(many, list | tuple):
-            _check_items(len(many) * count)
+            check_items(len(many) * count)
 
 
 def _check_join(separator: str, parts: Any) -> None:
-    if isinstance(parts, list | tuple):
+    if isinstance(parts, Collection) and not isinstance(parts, str):
         lengths = (len(part) for part in parts if isinstance(part, str))
         _check_characters(sum(lengths) + len(separator) * len(parts))
     elif isinstance(parts, str):
@@ -129,6 +268,16 @@ def _check_join(separator: str, parts: Any) -> None:
 def _check_replace(text: str, old: Any, new: Any) -> None:
     if isinstance(old, str) and isinstance(new, str):
         _check_characters(len(text) + text.count(old) * len(new))
+
+
+def _check_worked(weight: Weight) -> None:
+    if weight.num_characters > MAX_WORKED_CHARACTERS:
+        raise _too_long()
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _check_widths(values: Iterable[Any]) -> None:
@@ -141,12 +290,14 @@ def _check_characters(count: int) -> None:
         raise _too_long()
 
 
-def _check_items(count: int) -> None:
+def check_items(count: int) -> None:
+    """Raises SecurityError for too many items."""
     if count > MAX_ITEMS:
         raise _too_long()
 
 
-def _check_bits(count: int) -> None:
+def check_bits(count: int) -> None:
+    """Raises SecurityError for too great a number."""
     if count > MAX_INTEGER_BITS:
         raise _too_long()
 

@@ -23,6 +23,13 @@ def render(template: Any, *messages: dict[str, Any], **arguments: Any) -> str:
     return ChatRenderer(tokenizer).render(messages or [ASK], template_kwargs=arguments).text
 
 
+def render_once(template: str) -> str:
+    """Returns what a template shows, which is not tried on samples first."""
+    tokenizer = copy.copy(tiny_models.tokenizer())
+    tokenizer.chat_template = template
+    return chat_template._apply(tokenizer, [ASK], None, generation_prompt=True)
+
+
 ESCAPES = [
     "{{ ''.__class__.__mro__ }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -178,6 +185,72 @@ GIANTS = [
 def test_nothing_giant_is_made(template: str) -> None:
     with pytest.raises(ChatTemplateError):
         render(template)
+
+
+DOUBLED = (
+    "{% set ns = namespace(x=['a'], y=['a'], t=('a',), d={'k': 1}) %}{% for i in range(40) %}"
+    "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% set ns.t = (ns.t, ns.t) %}"
+    "{% set ns.d = {'k': ns.d, 'l': ns.d} %}{% endfor %}"
+)
+USES_OF_ALL = [
+    "{{ ns.x == ns.y }}",
+    "{{ ns.x < ns.y }}",
+    "{{ ns.x <= ns.y < ns.x }}",
+    "{{ ns.x in [ns.y] }}",
+    "{{ ns.x not in [ns.y] }}",
+    "{{ ns.x }}",
+    "{{ ns }}",
+    "{{ ns.x ~ 'a' }}",
+    "{{ ns.x | string }}",
+    "{{ ns.d | tojson }}",
+    "{{ [ns.x, ns.y] | sort }}",
+    "{{ [ns.x, ns.y] | min }}",
+    "{{ [ns.t, ns.t] | unique | list }}",
+    "{{ [{'a': ns.x}, {'a': ns.y}] | groupby('a') }}",
+    "{{ [ns.x] | select('eq', ns.y) | list | length }}",
+    "{{ {ns.t: 1} }}",
+    "{{ {'a': 1}[ns.t] }}",
+    "{{ {'a': 1}.get(ns.t) }}",
+    "{{ messages[0][ns.x].foo }}",
+    "{{ '%s' % ns.x }}",
+    "{{ '{}'.format(ns.x) }}",
+    "{{ [ns.x].index(ns.y) }}",
+    "{% set l = [ns.x, ns.y] %}{% set _ = l.sort() %}",
+    "{{ ns.x is eq ns.y }}",
+    "{{ {'a': 1}.keys() - [ns.t] }}",
+    "{{ raise_exception(ns.x) }}",
+    "{% macro m() %}{{ varargs }}{% endmacro %}{{ m(ns.x) }}",
+    "{% for x in [ns.x, ns.y] %}{{ loop.changed(x) }}{% endfor %}",
+    "{% set z = namespace(unsafe_callable=1, v=ns.x) %}{{ z() }}",
+    "{{ ns.d.items() }}",
+]
+
+
+@pytest.mark.parametrize("use", USES_OF_ALL)
+def test_a_part_that_stands_in_many_places_counts_in_each(use: str) -> None:
+    with pytest.raises(ChatTemplateError, match="too long"):
+        render_once(DOUBLED + use)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ([[1] * 20] * 20000) | sum(start=[]) | length }}",
+        "{{ ('\ufb03' * 60000000).upper() | length }}",
+        "{{ ('a ' * 30000000).split() | length }}",
+        "{{ ('f' * 60000) | int(base=16) }}",
+        "{{ '%1000000000d' is even }}",
+        "{{ 'a'.encode() * 10 ** 10 }}",
+        "{{ [1, 2] | tojson(separators=('a' * 60000000, ':')) }}",
+        "{% set l = [1] %}{% set f = l.extend %}{% for i in range(40) %}{% set _ = f(l) %}{% endfor %}",
+        "{% set b = 'a' * 6000000 %}{% set c = b ~ 'b' %}{{ c in [b ~ 'c'] * 1000000 }}",
+        "{{ " + "[" * 300 + "]" * 300 + " }}",
+        " " * 300_000,
+    ],
+)
+def test_no_single_work_is_long(template: str) -> None:
+    with pytest.raises(ChatTemplateError):
+        render_once(template)
 
 
 def test_what_a_template_is_given_counts_too() -> None:
