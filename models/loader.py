@@ -42,6 +42,7 @@ _CONTEXT_KEYS = (
     "seq_length",
     "n_ctx",
 )
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ def check(path: Path, name: str) -> None:
     config = _load_config(path, name)
     trust.check_model_code(config, name)
     _check_model_type(config, name)
-    weights.find_weight_files(path)
+    _check_num_layers(config, weights.find_weight_files(path), name)
     trust.check_tokenizer_code(path, name)
 
 
@@ -226,6 +227,16 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
     if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
         unknown = f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}"
         raise ModelBroken(f"{unknown}{trust.hint_at_own_code(config)}")
+
+
+def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> None:
+    """Raises ModelBroken for more layers than weights: all would be built before the weights are missed."""
+    num_weights = sum(len(weights.read_header(file)) for file in files)
+    for section in _sections(config):
+        for key in _LAYER_KEYS:
+            count = section.get(key)
+            if isinstance(count, int | float) and count > num_weights:
+                raise ModelBroken(f"{name}: config.json has {count} {key}, but the files hold {num_weights} weights")
 
 
 def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
