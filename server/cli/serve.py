@@ -36,7 +36,7 @@ from server.api_keys import KeyRing
 from server.app import create_pool_app, replace_keys, start_draining
 from server.claims import Claim, OwnClaim
 from server.cli.addresses import is_for_this_machine, urls
-from server.cli.interrupts import interruptible
+from server.cli.interrupts import Sigterm, interruptible
 from server.cli.start_report import Surroundings, example_call, facts, slowness
 from server.config import ConfigError, ServerConfig
 from server.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
@@ -68,7 +68,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     that was loaded to multiply matrices. Raises ConfigError, StartError, ModelError and FolderError.
     """
     configure_logging(config.log_level, config.log_format)
-    signal.signal(signal.SIGTERM, _exit_before_start)
+    sigterm = Sigterm(lambda: os._exit(0))
     console = Console(highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
@@ -85,11 +85,11 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         pool = _make_pool(service, config, around, claim)
         try:
             on_listening = partial(show_banner, console, service, config, around)
-            return asyncio.run(_serve(pool, config, keys, listener, max_connections, on_listening))
+            return asyncio.run(_serve(pool, config, keys, listener, max_connections, on_listening, sigterm))
         finally:
             # It ends in a moment anyway, and a signal now would only change the exit status.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            sigterm.on_signal = lambda: None
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             pool.stop()
 
 
@@ -232,6 +232,7 @@ async def _serve(
     listener: socket.socket,
     max_connections: int,
     on_listening: Callable[[], None],
+    sigterm: Sigterm,
 ) -> int:
     app = create_pool_app(pool, config, keys=keys)
     pool.watch()
@@ -239,8 +240,8 @@ async def _serve(
     server = _Server(app, limits, on_listening)
     stopper = _Stopper(server, pool, app, config.drain_seconds)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopper.signalled)
+    loop.add_signal_handler(signal.SIGINT, stopper.signalled)
+    sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)
     if config.api_keys_file is not None:
         loop.add_signal_handler(signal.SIGHUP, partial(_reload_keys, app, config))
     try:
@@ -323,10 +324,6 @@ class _Stopper:
             logger.warning("stopping: what still runs ends now")
         await asyncio.to_thread(self._pool.stop)
         self._server.should_exit = True
-
-
-def _exit_before_start(_signal: int, _frame: object) -> None:
-    os._exit(0)
 
 
 def show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:

@@ -171,16 +171,33 @@ def test_the_cache_folder_has_the_models_name_and_one_server_at_a_time(folder: P
             assert len(second.output.splitlines()) == 1, "it is told before anything is loaded"
 
 
-def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_it_at_once(number: int, folder: Path) -> None:
     with serving(folder) as server:
         stream = Stream(server.port, max_tokens=100_000)
-        server.signal(signal.SIGINT)
+        server.signal(number)
         server.wait_for("stopping: 1 running")
-        server.signal(signal.SIGINT)
+        server.signal(number)
         assert server.wait() == 130
         with pytest.raises(http.client.IncompleteRead):
             stream.rest()
         assert "Traceback" not in server.output
+
+
+def test_sigterm_ends_it_where_a_thread_never_gives_the_lock_back(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes, os, threading, time\n"
+        "def hold():\n"
+        f"    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+        "    os.write(1, b'held\\n'); ctypes.PyDLL(None).sleep(1000)\n"
+        "threading.Thread(target=hold, daemon=True).start()\n"
+    )
+    with serving(folder, "--drain", "1000", environment={"PYTHONPATH": str(tmp_path)}) as server:
+        assert get(server.port, "/health")[0] == 200
+        (tmp_path / "go").touch()
+        server.wait_for("held")
+        server.signal(signal.SIGTERM)
+        assert server.wait() == signal.SIGALRM
 
 
 @pytest.mark.parametrize("num_open", [0, 2])
@@ -279,6 +296,14 @@ def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path
         server.wait_for(moment)
         server.signal(signal.SIGINT)
         assert server.wait() in (130, -signal.SIGINT)
+        assert "Traceback" not in server.output
+
+
+def test_sigterm_while_it_starts_ends_it_without_a_word(folder: Path) -> None:
+    with serving(folder, "--log-level", "debug") as server:
+        server.wait_for("weights")
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
         assert "Traceback" not in server.output
 
 
