@@ -54,6 +54,11 @@ _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
 _COMPARISONS: Final = {"gteq": "ge", "lteq": "le"}
 _PLAIN: Final = frozenset({str, int, list, dict})
 _GIVES_BYTES: Final = frozenset({"encode", "to_bytes"})
+_DICT_METHODS: Final = frozenset(dir(dict))
+_LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
+_JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
+"""Arguments that Jinja adds to calls."""
+_LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
 """Filters for pages, some of which take long for long texts."""
 _LIGHT_TESTS: Final = frozenset(
@@ -113,7 +118,7 @@ def _spend_on(result: Any) -> Any:
     steps = _steps.get()
     if steps is None:
         return result
-    if isinstance(result, str):
+    if type(result) is str:
         steps.spend(1 + len(result) // _CHARACTERS_PER_STEP)
     elif isinstance(result, (list, tuple, dict)):  # this is the quickest way to ask
         steps.spend(1 + len(result))
@@ -239,6 +244,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     optimized = False
     """A constant would be computed while the template is compiled, whatever it takes."""
 
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Returns an attribute or, as for a message's fields, a member; what is common by a short way."""
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_METHODS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if kind is LoopContext and attribute in _LOOP_FACTS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Returns whether a template may use an attribute: as the sandbox says, and what changes its own lists."""
         if attr in _CHANGES.get(type(obj), ()):
@@ -249,26 +263,32 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Calls what a template calls."""
-        if isinstance(__obj, Macro | LoopContext):
+        if isinstance(__obj, (Macro, LoopContext)):
             return _spend_on(super().call(__context, __obj, *args, **kwargs))
         owner = getattr(__obj, "__self__", None)
-        if type(owner) is not str or kwargs or not _are_light((owner, *args)):
+        named = [value for name, value in kwargs.items() if name not in _JINJAS_OWN] if kwargs else []
+        if type(owner) is not str or named or not _are_light((owner, *args)):
             args = tuple(_drawn(args))
-            _spend_for(template_sizes.check_call(__obj, args, kwargs))
+            _spend_for(template_sizes.check_call(__obj, args, named))
         if type(owner) in _CHANGES and not __self.is_safe_attribute(owner, __obj.__name__, __obj):
             raise SecurityError("the model's chat template gathers a list that is unsafe to add to: it is too long")
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Returns what an operator makes of two values."""
-        if operator not in ("+", "*") and not _are_light((right,)):
+        if operator == "+" and type(left) is type(right) is str:
+            template_sizes.check_characters(len(left) + len(right))
+            return _spend_on(left + right)
+        if operator not in ("+", "*"):
             _weighed(right)
         template_sizes.check_operator(operator, left, right)
         return _spend_on(super().call_binop(context, operator, left, right))
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """Returns a member."""
-        return super().getitem(obj, argument if type(argument) is str else _weighed(argument))
+        if type(argument) is not str and not _are_light((argument,)):
+            _spend_for(template_sizes.weigh_key(obj, argument))
+        return super().getitem(obj, argument)
 
     @staticmethod
     def contains(container: Any, item: Any) -> bool:
@@ -290,7 +310,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     @staticmethod
     def sliced(part: Any) -> Any:
         """Returns a part of a value after counting it."""
-        if isinstance(part, str | list | tuple):
+        if isinstance(part, (str, list, tuple)):
             _spend(1 + len(part) // (_CHARACTERS_PER_STEP if isinstance(part, str) else _ITEMS_PER_STEP))
         return part
 
@@ -308,7 +328,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @wraps(formatted)
         def checked(*args: Any, **kwargs: Any) -> str:
-            template_sizes.check_format(text)
+            template_sizes.check_format(text, *args, *kwargs.values())
             return str(_spend_on(formatted(*args, **kwargs)))
 
         return checked
@@ -375,7 +395,10 @@ def _compile(template: str) -> jinja2.Template:
     filters = {name: apply for name, apply in environment.filters.items() if name not in _NEEDLESS_FILTERS}
     # What is marked as escaped escapes in turn what it is joined with, and is longer then than its parts.
     filters |= dict.fromkeys(("e", "escape", "forceescape"), lambda value: str(escape(str(value)))) | {"safe": str}
-    environment.filters = {name: _bounded(name, apply, check_filter) for name, apply in filters.items()}
+    environment.filters = {
+        name: apply if name in _LIGHT_FILTERS else _bounded(name, apply, check_filter)
+        for name, apply in filters.items()
+    }
     environment.tests = {
         name: apply if name in _LIGHT_TESTS else _bounded(name, apply, check_test)
         for name, apply in environment.tests.items()

@@ -33,9 +33,12 @@ MAX_INTEGER_BITS: Final = 4096
 MAX_WIDTH: Final = 100_000
 """What a text may be filled up to."""
 
-_WIDE = re.compile(r"\d{6,}")
-_FORMAT_FIELD = re.compile(r"\{([^{}]*(?:\{[^{}]*\})?[^{}]*)\}")
-_PERCENT_WIDTH = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{6,}|\d*\.(?:\*|\d{6,}))")
+_FORMAT_SPEC = re.compile(r":([^{}:]*)([{}])")
+_PERCENT_FIELD = re.compile(r"[%)][-+ #0]*(\d*)(?:\.(\d*))?")
+_TOLD_WIDTH = re.compile(r"%[-+ #0]*\d*\.?\*")
+_MAX_FIELDS: Final = 100_000
+_SHORT_CHARACTERS: Final = 1300
+"""As long as any number is, printed."""
 _CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
     *(list, tuple),
     *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
@@ -69,7 +72,7 @@ _LOOKS_AT = {
 """Methods of lists and dicts that look at no member, and at how many of their arguments."""
 SHALLOW_FILTERS = frozenset(
     {
-        *("attr", "batch", "count", "d", "default", "first", "items", "last", "length", "list", "map", "random"),
+        *("attr", "batch", "items", "list", "map", "random"),
         *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
     }
 )
@@ -117,8 +120,15 @@ def weigh(*values: Any) -> Weight:
         if num_items > MAX_WORKED_ITEMS:
             raise _too_long()
         level, depth = inner, depth + 1
-    _check_characters(num_characters)
+    check_characters(num_characters)
     return Weight(num_items, num_characters, depth)
+
+
+def weigh_key(container: Any, *key: Any) -> Weight:
+    """Returns what is gone through to find a key: of some kinds, all of a dict's may share a hash."""
+    weight = weigh(*key)
+    is_slow = isinstance(container, dict) and weight.num_items > 0
+    return weight._replace(num_items=weight.num_items + len(container)) if is_slow else weight
 
 
 def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
@@ -127,7 +137,7 @@ def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
     for part in parts:
         spend(1)
         num_characters += len(part)
-        _check_characters(num_characters)
+        check_characters(num_characters)
         gathered.append(part)
     return "".join(gathered)
 
@@ -140,31 +150,29 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         _check_product(left, right)
     elif operator == "+":
-        if isinstance(left, str) and isinstance(right, str):
-            _check_characters(len(left) + len(right))
-        elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if isinstance(left, list | tuple) and isinstance(right, list | tuple):
             check_items(len(left) + len(right))
     elif isinstance(left, str):
-        check_percent(left)
+        check_percent(left, right)
 
 
 def check_contains(container: Any, item: Any) -> Weight:
     """Returns what is gone through to find `item` in `container`; raises SecurityError if that is too much."""
     if isinstance(container, str):
         return Weight(0, len(container))
-    weight = weigh(item)
+    weight = weigh_key(container, item)
     if not isinstance(container, list | tuple):
         return weight if isinstance(container, dict) else weigh(item, container)
     check_items(len(container) * (weight.num_items + weight.num_characters // 256))
     return Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
 
 
-def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
+def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
     """Returns what a call goes through; raises SecurityError if that is too much, or makes too long a text."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, dict | list) and name in _LOOKS_AT:
-        return weigh(*args[: _LOOKS_AT[name]])
-    values = [*args, *kwargs.values()]
+        return weigh_key(owner, *args[: _LOOKS_AT[name]])
+    values = [*args, *named]
     weight = weigh(owner, *values)
     if not isinstance(owner, str) or name not in _TAKES_LONG_TEXTS:
         _check_worked(weight)
@@ -173,7 +181,7 @@ def check_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     elif isinstance(owner, int):
         _check_widths(values)
     elif name == "strftime_now":
-        _check_characters(weight.num_characters * _MAX_STRFTIME_GROWTH)
+        check_characters(weight.num_characters * _MAX_STRFTIME_GROWTH)
     return weight
 
 
@@ -181,13 +189,13 @@ def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequen
     if name in _WIDTHS:
         _check_widths(values)
         if name == "expandtabs":
-            _check_characters(len(text) + text.count("\t") * max(map(int, args), default=8))
+            check_characters(len(text) + text.count("\t") * max(map(int, args), default=8))
     elif name == "join" and args:
         _check_join(text, args[0])
     elif name == "replace" and len(args) >= 2:
         _check_replace(text, args[0], args[1])
     elif name == "translate" and args and isinstance(args[0], Mapping):
-        _check_characters(len(text) * max((len(to) for to in args[0].values() if isinstance(to, str)), default=1))
+        check_characters(len(text) * max((len(to) for to in args[0].values() if isinstance(to, str)), default=1))
     elif name in ("split", "rsplit"):
         separator = next((value for value in values if isinstance(value, str) and value), None)
         check_items(text.count(separator) if separator else len(text) // 2)
@@ -209,16 +217,16 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
         _check_worked(weight)
     if name == "indent":
         width = rest[0] if rest else 4
-        _check_characters((str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width)))
+        check_characters((str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width)))
     elif name == "tojson":
         widths = [len(text) if isinstance(text, str) else int(text or 0) for text in _flat(rest)]
-        _check_characters(weight.num_items * weight.depth * max(widths, default=0))
+        check_characters(weight.num_items * weight.depth * max(widths, default=0))
     elif name == "replace" and len(rest) >= 2:
         _check_replace(str(value), rest[0], rest[1])
     elif name == "join":
         _check_join(str(rest[0]) if rest else "", value)
     elif name == "format":
-        check_percent(str(value))
+        check_percent(str(value), *rest)
     elif name == "sum" and any(isinstance(start, list | tuple) for start in rest):
         check_items(num_items * weight.num_items // _ITEMS_COPIED_AT_ONCE)
     return weight
@@ -229,22 +237,40 @@ def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wei
     if name == "in" and len(args) == 2:
         return check_contains(args[1], args[0])
     if args and isinstance(args[0], str) and name in ("divisibleby", "even", "odd"):
-        check_percent(args[0])
+        check_percent(*args)
     return weigh(*args, *kwargs.values())
 
 
-def check_format(text: str) -> None:
-    """Raises SecurityError for a text for `str.format` that fills up to a great width, or one that it is told."""
-    for field in _FORMAT_FIELD.findall(text):
-        _, colon, spec = field.partition(":")
-        if colon and ("{" in spec or _WIDE.search(spec)):
-            raise _too_long()
-
-
-def check_percent(text: str) -> None:
-    """Raises SecurityError for a text for `%` that fills up to a great width, or one that it is told."""
-    if _PERCENT_WIDTH.search(text):
+def check_format(text: str, *values: Any) -> None:
+    """Raises SecurityError for a text for `str.format` that makes a long one, or is told how wide a field is."""
+    _check_fields(text.count("{"), 0, values)
+    specs = _FORMAT_SPEC.findall(text)
+    if any(brace == "{" for _, brace in specs):
         raise _too_long()
+    _check_fields(text.count("{"), _widest(spec for spec, _ in specs), values)
+
+
+def check_percent(text: str, *values: Any) -> None:
+    """Raises SecurityError for a text for `%` that makes a long one, or is told how wide a field is."""
+    _check_fields(text.count("%"), 0, values)
+    if _TOLD_WIDTH.search(text):
+        raise _too_long()
+    _check_fields(text.count("%"), _widest(map(" ".join, _PERCENT_FIELD.findall(text))), values)
+
+
+def _widest(texts: Iterable[str]) -> int:
+    digits = "0 " + " ".join(texts)
+    return max(int(number) if len(number) < 7 else MAX_CHARACTERS for number in re.findall(r"\d+", digits))
+
+
+def _check_fields(num_fields: int, width: int, values: Sequence[Any]) -> None:
+    """Raises SecurityError for fields that could be too long if each held all of `values`."""
+    weight = weigh(*values)
+    check_items(num_fields * (MAX_ITEMS // _MAX_FIELDS))
+    longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
+    if width > MAX_WIDTH:
+        raise _too_long()
+    check_characters(num_fields * (width + longest))
 
 
 def _check_product(left: Any, right: Any) -> None:
@@ -252,7 +278,7 @@ def _check_product(left: Any, right: Any) -> None:
         check_bits(left.bit_length() + right.bit_length())
     for many, count in ((left, right), (right, left)):
         if isinstance(count, int) and isinstance(many, str):
-            _check_characters(len(many) * count)
+            check_characters(len(many) * count)
         elif isinstance(count, int) and isinstance(many, list | tuple):
             check_items(len(many) * count)
 
@@ -260,14 +286,14 @@ def _check_product(left: Any, right: Any) -> None:
 def _check_join(separator: str, parts: Any) -> None:
     if isinstance(parts, Collection) and not isinstance(parts, str):
         lengths = (len(part) for part in parts if isinstance(part, str))
-        _check_characters(sum(lengths) + len(separator) * len(parts))
+        check_characters(sum(lengths) + len(separator) * len(parts))
     elif isinstance(parts, str):
-        _check_characters(len(parts) * (1 + len(separator)))
+        check_characters(len(parts) * (1 + len(separator)))
 
 
 def _check_replace(text: str, old: Any, new: Any) -> None:
     if isinstance(old, str) and isinstance(new, str):
-        _check_characters(len(text) + text.count(old) * len(new))
+        check_characters(len(text) + text.count(old) * len(new))
 
 
 def _check_worked(weight: Weight) -> None:
@@ -285,7 +311,8 @@ def _check_widths(values: Iterable[Any]) -> None:
         raise _too_long()
 
 
-def _check_characters(count: int) -> None:
+def check_characters(count: int) -> None:
+    """Raises SecurityError for too long a text."""
     if count > MAX_CHARACTERS:
         raise _too_long()
 
