@@ -42,6 +42,7 @@ _CONTEXT_KEYS = (
     "seq_length",
     "n_ctx",
 )
+_MAX_NORMALIZER_GROWTH = 64
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers")
 
 
@@ -258,11 +259,30 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
             yield from _arrays(branch)
 
 
+def _check_normalizer(path: Path, name: str) -> None:
+    """Raises ModelBroken for a tokenizer that first makes texts far longer; its own tokens too, as it is loaded."""
+    raw = path.read_bytes() if path.is_file() else b""
+    if b"Replace" not in raw and b"\\u00" not in raw:
+        return
+    growth, left = 1, [json.loads(raw).get("normalizer")]
+    while left and growth <= _MAX_NORMALIZER_GROWTH:
+        step = left.pop() or {}
+        left += step.get("normalizers", ())
+        if step.get("type") == "Replace":
+            found = step["pattern"].get("String")
+            growth *= 1 + len(step["content"]) if not found else max(1, -(-len(step["content"]) // len(found)))
+    if growth > _MAX_NORMALIZER_GROWTH:
+        raise ModelBroken(f"{name}: {path} makes texts more than {_MAX_NORMALIZER_GROWTH} times as long (normalizer)")
+
+
 def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWrapper:
     # Without these two, a folder could ask on the terminal to run its own code, or look for files elsewhere.
     extra = {"trust_remote_code": False, "local_files_only": True}
     try:
+        _check_normalizer(path / "tokenizer.json", name)
         return load_tokenizer(path, extra, eos_token_ids=config.get("eos_token_id"))
+    except ModelBroken:
+        raise
     except Exception as error:  # tokenizer classes raise anything for a file that is missing or damaged
         code = trust.tokenizer_code(path)
         if code is not None:

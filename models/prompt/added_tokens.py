@@ -84,7 +84,7 @@ class Borders:
         Some tokenizers add thousands of tokens that are common in code and markup; cutting there would gain nothing.
         """
         raw = {number: token for number, token in added.items() if not token.normalized and token.content}
-        exact = {number: token for number, token in raw.items() if _is_exact(token, raw.values())}
+        exact = _exact(raw)
         marks = {n: token for n, token in exact.items() if _marks_turns(token, template)} or exact
         self._borders = {
             token.content: _Border(number, token.lstrip, token.rstrip) for number, token in marks.items()
@@ -139,17 +139,20 @@ class Borders:
         return runs
 
 
-def _is_exact(token: AddedToken, others: Iterable[AddedToken]) -> bool:
-    """Whether a token that is found in the text is a token there whatever stands around it."""
-    if token.single_word:
-        return False
-    if any(other.single_word for other in others) and not _separates_words(token.content):
-        return False
-    some_strip = any(other.lstrip or other.rstrip for other in others)
-    some_may_be_stripped = any(_has_space_at_edge(other.content) for other in others)
-    if not (some_strip and some_may_be_stripped):
-        return True
-    return not (token.lstrip or token.rstrip or _has_space_at_edge(token.content))
+def _exact(tokens: Mapping[int, AddedToken]) -> dict[int, AddedToken]:
+    """Returns the tokens that, where they are found in a text, are tokens there whatever stands around them."""
+    some_are_words = any(token.single_word for token in tokens.values())
+    some_strip = any(token.lstrip or token.rstrip for token in tokens.values())
+    some_may_be_stripped = any(_has_space_at_edge(token.content) for token in tokens.values())
+
+    def is_exact(token: AddedToken) -> bool:
+        if token.single_word or (some_are_words and not _separates_words(token.content)):
+            return False
+        if not (some_strip and some_may_be_stripped):
+            return True
+        return not (token.lstrip or token.rstrip or _has_space_at_edge(token.content))
+
+    return {number: token for number, token in tokens.items() if is_exact(token)}
 
 
 def _separates_words(text: str) -> bool:

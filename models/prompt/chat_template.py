@@ -12,6 +12,7 @@ This module knows neither HTTP nor MLX. Everything here may run on any thread, s
 import copy
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -68,6 +69,10 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
 MAX_EDGE_DISTANCE = 16
 """Tokens given up at most to move a restore point to an edge that holds whatever follows."""
 
+_MAX_ADDED_TOKENS = 70_000
+"""Models that speak have 65 536 more; above, a text is cut at no added token."""
+_MAX_ADDED_SQUARES = 1 << 26
+"""Of their lengths: the characters of their heads and tails."""
 _MAX_FAR_SEARCHES = 64
 """Contents that may be missing in the rendered text before the next ones are looked for nearby only."""
 _NEAR_CHARACTERS = 1 << 16
@@ -477,11 +482,17 @@ class _SlowlyTokenized(_Tokenized):
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:
-    """Returns piecewise tokenization, at borders if the tokenizer is known to cut there; None for a slow one."""
+    """Returns piecewise tokenization, at borders if the tokenizer is soon known to cut there; None for a slow one."""
     if backend is None:
         return None
-    pieces = Pieces(backend, added, template)
-    return pieces if pieces.fits() else Pieces(backend, added, at_borders=False)
+    lengths = [len(token.content) for token in added.values()]
+    if len(lengths) <= _MAX_ADDED_TOKENS and sum(n * n for n in lengths) <= _MAX_ADDED_SQUARES:
+        # Where each of many added tokens begins with another one, looking for them goes too deep.
+        with suppress(RecursionError):
+            pieces = Pieces(backend, added, template)
+            if pieces.fits():
+                return pieces
+    return Pieces(backend, added, at_borders=False)
 
 
 def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:

@@ -104,6 +104,19 @@ def write_file(name: str, text: str) -> Damage:
     return lambda folder: (folder / name).write_text(text)
 
 
+def normalize(num_doublings: int, pattern: dict[str, str], content: str = "aa") -> Damage:
+    """Has the tokenizer replace so many times what is in texts, and in a token of its own too."""
+
+    def change(folder: Path) -> None:
+        contents = json.loads((folder / "tokenizer.json").read_text())
+        double = {"type": "Replace", "pattern": pattern, "content": content}
+        contents["normalizer"] = {"type": "Sequence", "normalizers": [double] * num_doublings}
+        contents["added_tokens"][0]["normalized"] = True
+        (folder / "tokenizer.json").write_text(json.dumps(contents))
+
+    return change
+
+
 def remove(name: str) -> Damage:
     return lambda folder: (folder / name).unlink()
 
@@ -143,6 +156,9 @@ FAULTS: list[tuple[Damage, type[ModelError], str]] = [
     (write_file("model.safetensors.index.json", '{"weight_map": 3}'), ModelBroken, "index.json is damaged"),
     (remove("tokenizer.json"), ModelBroken, "tokenizer"),
     (write_file("tokenizer.json", "{}"), ModelBroken, "tokenizer"),
+    (normalize(26, {"String": "a"}), ModelBroken, r"tokenizer\.json makes texts more than 64 times as long"),
+    (normalize(1, {"String": "a"}, "a" * 65), ModelBroken, "makes texts more than 64 times as long"),
+    (normalize(26, {"Regex": "a?"}), ModelBroken, r"json makes texts more than 64 times"),
 ]
 
 
@@ -153,6 +169,11 @@ def test_each_fault_is_one_sentence(folder: Path, damage: Damage, error: type[Mo
         load(folder, "x")
     assert len(str(raised.value)) < 500
     assert "\n" not in str(raised.value)
+
+
+def test_a_normalizer_may_make_texts_somewhat_longer(folder: Path) -> None:
+    normalize(2, {"String": "a"})(folder)
+    assert len(load(folder, "x").tokenizer.encode("a", add_special_tokens=False)) == 4
 
 
 def test_weights_in_another_format_are_named(folder: Path) -> None:

@@ -4,12 +4,15 @@ import contextlib
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from models.errors import PromptTooLong, TokenizerFailed
+from models.prompt import added_tokens, chat_template
 from models.prompt import pieces as pieces_module
 from models.prompt import text_segments as segments_module
 from models.prompt.abandonment import Abandoned, abandoned_when
@@ -428,6 +431,27 @@ def test_a_tokenizer_that_gives_up_is_not_used_and_ends_no_thread() -> None:
     assert not Pieces(Panicking(), TOKENS).fits()
     with pytest.raises(TokenizerFailed):
         encode(Panicking(), "a" * 61)
+
+
+def test_each_added_token_is_looked_at_a_few_times_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = Mock(wraps=added_tokens._has_space_at_edge)
+    monkeypatch.setattr(added_tokens, "_has_space_at_edge", look)
+    added = {number: AddedToken(f"<{number}>", normalized=False, special=True) for number in range(1000)}
+    added_tokens.Borders(added)
+    assert look.call_count <= 2 * len(added)
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        [f"<{number}>" for number in range(70_001)],
+        ["a" * 10_000],
+        ["".join(chr(1000 + place) for place in range(length)) for length in range(1, 500)],
+    ],
+)
+def test_too_many_added_tokens_to_cut_at_are_left_to_the_tokenizer(contents: list[str]) -> None:
+    added = {number: AddedToken(text, normalized=False, special=True) for number, text in enumerate(contents)}
+    assert chat_template._pieces_of(BACKEND, added, "") is None
 
 
 def test_a_tokenizer_that_minds_where_a_piece_stands_does_not_fit() -> None:
