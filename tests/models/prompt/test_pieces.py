@@ -451,7 +451,9 @@ def test_each_added_token_is_looked_at_a_few_times_however_many_there_are(monkey
 )
 def test_too_many_added_tokens_to_cut_at_are_left_to_the_tokenizer(contents: list[str]) -> None:
     added = {number: AddedToken(text, normalized=False, special=True) for number, text in enumerate(contents)}
-    assert chat_template._pieces_of(BACKEND, added, "") is None
+    found = chat_template._pieces_of(BACKEND, added, "")
+    assert found is not None and not found.fits()
+    assert found.tokenize("some text").ids.tolist() == BACKEND.encode("some text", add_special_tokens=False).ids
 
 
 def test_a_tokenizer_that_minds_where_a_piece_stands_does_not_fit() -> None:
