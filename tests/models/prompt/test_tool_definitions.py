@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from models.prompt.chat_template import ChatRenderer
 from models.prompt.tool_definitions import ToolDefinitions
-from tests.support import tiny_models
+from tests.models.prompt.test_template_shapes import renderer_of
 
 ASK = {"role": "user", "content": "Hi"}
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -45,12 +44,6 @@ def tool(name: str) -> dict[str, Any]:
 
 
 TOOLS = {name: tool(name) for name in ("find_it", "keep_it", "qsample_it")}
-
-
-def renderer_of(template: str) -> ChatRenderer:
-    tokenizer = tiny_models.tokenizer()
-    tokenizer.chat_template = template
-    return ChatRenderer(tokenizer)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
