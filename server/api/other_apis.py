@@ -49,7 +49,10 @@ OTHER_APIS = (
     OtherApi("the agents that OpenAI and Anthropic run themselves", _OF_AGENTS),
     OtherApi("the accounts at OpenAI and Anthropic", ("organization", "organizations", "projects", "user_profiles")),
     OtherApi("Azure OpenAI", ("openai/deployments",)),
-    OtherApi("LM Studio's own API", ("api/v0", "api/v1")),
+    OtherApi(
+        "the rest of LM Studio's own API",
+        ("api/v0", "api/v1/chat", "api/v1/models/load", "api/v1/models/unload", "api/v1/models/download"),
+    ),
     OtherApi(
         "the part of Ollama's API that gives models to others, or takes files",
         ("api/push", "api/blobs"),
