@@ -79,6 +79,9 @@ class Loadings:
             if waiter.exception() is None:
                 self._members.adopt(loading.source.id).close()
             return
+        if waiter not in loading.waiters:
+            # The loading has ended between the cancellation and now.
+            return
         loading.waiters.remove(waiter)
         if not loading.waiters and loading.can_be_given_up and loading.task is not None:
             self._loadings.pop(loading.source.id, None)

@@ -53,6 +53,8 @@ WINDOWS = ("repetition_context_size", "presence_context_size", "frequency_contex
 WRONG_IN_BOTH: dict[str, list[Any]] = {
     "model": [5, [], {}, True],
     "stream": ["yes", 1, 0, [], {}],
+    "return_token_ids": ["yes", 1, [], {}],
+    "return_tokens_as_token_ids": ["yes", 1, [], {}],
     "max_tokens": [0, -2, 1.5, -1.5, "7", True, [], NAN, INFINITY],
     "max_completion_tokens": [0, -2, 1.5, "7", True, NAN],
     "max_new_tokens": [0, -2, 1.5, "7", True, NAN],

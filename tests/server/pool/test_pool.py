@@ -279,6 +279,24 @@ def test_idle_models_stay_half_an_hour_only_where_memory_is_short() -> None:
         run(test)
 
 
+def test_who_leaves_as_the_loading_ends_is_not_looked_for_among_those_who_wait() -> None:
+    opener = FakeOpener()
+    pool = make_pool(opener)
+
+    async def test() -> None:
+        opener.may_finish.clear()
+        waiting = asyncio.ensure_future(pool.load(pool.source_of("a")))
+        await until(opener.has_begun.is_set)
+        waiting.cancel()
+        # Before the one who leaves gets a turn.
+        pool._loadings.close()
+        (left,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(left, asyncio.CancelledError)
+        opener.may_finish.set()
+
+    run(test)
+
+
 @pytest.mark.parametrize("is_reading", [True, False], ids=["reading", "waiting"])
 def test_a_server_that_stops_waits_for_no_loading(is_reading: bool) -> None:
     opener = FakeOpener()
