@@ -6,25 +6,20 @@ A request is admitted as a whole, or it waits, or it is refused with an error th
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache import restore_points
-from cache.clock import RequestClock
-from cache.errors import BudgetExceeded, PinnedFull
-from cache.lease import Lease, PrivateLease, Tier
+from cache import snapshots
+from cache.budget import BudgetExceeded, PinnedFull
+from cache.disk_moves import Promotion
+from cache.layers.layout import SequenceSizes
+from cache.lease import Lease, PrivateLease, Recorder, Tier
 from cache.lookup import Lookup, LookupResult
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import Pins, path_nodes
-from cache.promotion import Promotion
-from cache.reclaim import Reclaimer
-from cache.recording import Recorder
-from cache.reservations import Reservations
-from cache.restore_points import RestorePoint, RestorePointKind
-from cache.sizes import SequenceSizes
-from cache.slots import Slot, SlotView, choose_slot
-from cache.snapshots import deepest_up_to
-from cache.token_trie import Match
-from cache.tokens import TokenArray
-from cache.trie import Node, NodeMatch
+from cache.reclaim import Reclaimer, Reservations
+from cache.slots import RequestClock, Slot, SlotView, choose_slot
+from cache.snapshots import RestorePoint, RestorePointKind, deepest_up_to
+from cache.trie import Match, Node, NodeMatch
+from cache.types import TokenArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,5 +204,5 @@ class Admission:
         else:
             branch = RestorePoint(match_tokens, RestorePointKind.BRANCH)
             prompt_end = RestorePoint(num_tokens - 1, RestorePointKind.PROMPT_END)
-            wanted = [*wanted, branch, prompt_end, *restore_points.intervals(offset, num_tokens)]
-        return restore_points.plan(wanted, start=offset, stop=num_tokens)
+            wanted = [*wanted, branch, prompt_end, *snapshots.intervals(offset, num_tokens)]
+        return snapshots.plan(wanted, start=offset, stop=num_tokens)

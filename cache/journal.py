@@ -2,10 +2,12 @@
 
 Every part of the cache that moves, drops, reads or writes state notes it here. Nothing is made of it but a sum,
 unless somebody listens.
+
+The cache's counters and gauges, for reports. Frozen: any thread may hold one.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -114,3 +116,26 @@ class Journal:
         """Files gave way to others."""
         if (tell := self.tell) is not None:
             tell(CacheEvent(Happening.DELETED, namespace, num_bytes=num_bytes, num_files=num_files))
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What the prefix cache holds, of all namespaces together."""
+
+    num_nodes: int = 0
+    stored_bytes: int = 0
+    """State on nodes, in memory."""
+    live_bytes: int = 0
+    """State in slots."""
+    budget_bytes: int = 0
+    bytes_per_token: float = 0.0
+    """Of a conversation's state, as it grows; 0 for a model whose state does not."""
+    num_evictions: int = 0
+    """Leaves and snapshots given up for lack of memory, since the start."""
+    moved: MovedState = field(default_factory=MovedState)
+    """What was paged, written and read, since the start."""
+    keeps_on_disk: bool = False
+    """Whether there is a disk tier with a folder it can use."""
+    disk_bytes: int = 0
+    num_disk_files_gone: int = 0
+    """Files that were missing or damaged when they were to be read, since the start."""

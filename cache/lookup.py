@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from cache.layers.layout import Layout
 from cache.slots import Slot
 from cache.snapshots import deepest, rows_before
-from cache.token_trie import Match, Place
-from cache.tokens import TokenArray
-from cache.trie import Node, NodeMatch, PrefixTrie
+from cache.trie import Match, Node, NodeMatch, Place, PrefixTrie
+from cache.types import TokenArray
 
 
 class Lookup:

@@ -2,6 +2,8 @@
 
 Invariant: the ledger's stored bytes are the bytes of all nodes. A leaf is evicted whole; of an inner node, only the
 snapshot is. Nodes that live in a slot are never evicted. `cache.eviction` decides the order.
+
+What one trie holds, counted as its nodes change: a report never walks the nodes.
 """
 
 from collections import Counter
@@ -9,15 +11,65 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from cache.eviction.order import EvictionOrder
-from cache.eviction.policy import Candidate, Chance
-from cache.eviction.quota import Shares, over_share
-from cache.holdings import Holdings
+from cache.budget import Ledger
+from cache.eviction.order import EvictionOrder, Shares, over_share
+from cache.eviction.value import Candidate, Chance
 from cache.journal import EvictionReason, Journal
 from cache.layers.layout import Layout
-from cache.ledger import Ledger
+from cache.layers.state import Segment
 from cache.snapshots import Snapshot, has_shared_rows
 from cache.trie import Node, PrefixTrie
+
+
+class Holding(NamedTuple):
+    """Tokens on edges, and bytes of stored state by kind."""
+
+    num_tokens: int = 0
+    span_bytes: int = 0
+    window_bytes: int = 0
+    point_bytes: int = 0
+
+
+class Holdings:
+    """The sum over the nodes of one trie, whose callbacks say which of them have changed."""
+
+    def __init__(self) -> None:
+        self.total = Holding()
+        self._nodes: dict[Node, Holding] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that were counted."""
+        return len(self._nodes)
+
+    def update(self, node: Node) -> None:
+        """Counts a node anew; one that is no longer in the trie counts no more."""
+        before = self._nodes.pop(node, Holding())
+        after = Holding()
+        if _is_in_trie(node):
+            after = self._nodes[node] = _holding_of(node)
+        changes = zip(self.total, before, after, strict=True)
+        self.total = Holding(*(total - old + new for total, old, new in changes))
+
+    def check(self, nodes: list[Node]) -> None:
+        """Asserts that exactly these nodes are counted, as they are now."""
+        assert {node: _holding_of(node) for node in nodes} == self._nodes, "a change of a node was not counted"
+        sums = (sum(column) for column in zip(Holding(), *self._nodes.values(), strict=True))
+        assert self.total == Holding(*sums), f"{self.total} is not the sum over the nodes"
+
+
+def _is_in_trie(node: Node) -> bool:
+    return node.parent is not None and node.parent.children.get(node.tokens.item(0)) is node
+
+
+def _holding_of(node: Node) -> Holding:
+    span_bytes = node.span.num_bytes if node.span is not None else 0
+    snapshot = node.snapshot
+    if not isinstance(snapshot, Snapshot):
+        return Holding(len(node.tokens), span_bytes)
+    window_bytes = snapshot.window.num_bytes if isinstance(snapshot.window, Segment) else 0
+    return Holding(len(node.tokens), span_bytes, window_bytes, snapshot.num_bytes - window_bytes)
+
 
 MAX_NAMESPACES = 1024
 """The most namespaces that have tries: eviction looks at all of them."""

@@ -16,14 +16,12 @@ import mlx.core as mx
 import numpy as np
 
 from cache.layers.layout import Layout
-from cache.layers.segments import RowSource, Segment
+from cache.layers.state import RowSource, Segment
 from cache.memory_tier import MemoryTier
-from cache.restore_points import RestorePointKind
 from cache.slots import Slot, TokenLog
-from cache.snapshots import Snapshot, cover, is_restorable, window_rows
-from cache.tokens import TokenArray
+from cache.snapshots import RestorePointKind, Snapshot, cover, is_restorable, window_rows
 from cache.trie import Node, PrefixTrie
-from cache.types import LayerCache
+from cache.types import LayerCache, TokenArray
 
 CLEAR_BYTES = 64 << 20
 """After a slot of at least this size was paged out, MLX frees its pool: nothing else needs buffers of those sizes."""

@@ -10,7 +10,7 @@ This module reads no clock; callers pass the time.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cache.restore_points import KEPT_POINTS
+from cache.snapshots import KEPT_POINTS
 from cache.trie import Node, PrefixTrie
 
 

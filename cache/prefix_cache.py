@@ -13,31 +13,23 @@ counter.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cache.admission import Admission, CacheRequest
-from cache.clock import RequestClock
-from cache.demotion import Demotion
+from cache.budget import Ledger
 from cache.disk.connector import DiskConnector
-from cache.disk.read_ahead import Prefetch
+from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
-from cache.journal import Journal
-from cache.layers.layout import Layout
-from cache.lease import Lease
-from cache.ledger import Ledger
+from cache.disk_moves import Demotion, Promotion
+from cache.journal import CacheStats, Journal
+from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
+from cache.lease import Lease, Recorder
 from cache.lookup import Lookup
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
-from cache.pinning import Pinning
 from cache.pins import PinName, Pins
-from cache.promotion import Promotion
-from cache.reclaim import Reclaimer
-from cache.recording import Recorder
-from cache.reports import CacheReports
-from cache.reservations import Reservations
-from cache.restore_points import RestorePoint
-from cache.sizes import CHUNK_TOKENS, SequenceSizes
-from cache.slots import Slot
-from cache.stats import CacheStats
-from cache.tokens import TokenArray
-from cache.types import LayerCache
+from cache.reclaim import Pinning, Reclaimer, Reservations
+from cache.slots import RequestClock, Slot
+from cache.snapshots import RestorePoint
+from cache.types import LayerCache, TokenArray
+from cache.views import CacheReports
 
 
 class PrefixCache:

@@ -1,15 +1,25 @@
-"""Frees memory: pages idle slots out, then evicts stored state, then ends soft pins and evicts again."""
+"""Frees memory: pages idle slots out, then evicts stored state, then ends soft pins and evicts again.
 
+Memory for the live buffers of a running sequence: reserved when it begins, and grown while it generates.
+
+Memory of the budget for state that is no conversation's, one amount at a time.
+
+Pins prefixes by name: finds the nodes to pin, bounds what explicit pins take, moves a session's pin along.
+"""
+
+import contextlib
 from collections.abc import Sequence
 
-from cache.clock import RequestClock
+from cache.budget import ASIDE, Ledger, PinLimit
+from cache.layers import layout
+from cache.layers.layout import SequenceSizes
 from cache.lookup import nodes_to_restore
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
-from cache.pins import Pins
-from cache.sizes import SequenceSizes
-from cache.slots import Slot
-from cache.trie import Node
+from cache.pins import PinName, Pins, choose_nodes, path_nodes
+from cache.slots import RequestClock, Slot
+from cache.trie import Node, PrefixTrie
+from cache.types import TokenArray
 
 
 class Reclaimer:
@@ -93,3 +103,133 @@ class Reclaimer:
         self._pins.release_soft()
         target = self._ledger.charged_bytes - self._ledger.stored_bytes // 2
         self._memory.evict(target, (), self._clock.now)
+
+
+class Reservations:
+    """Sizes the live buffers of leased slots within the budget. Worker thread only."""
+
+    def __init__(self, pager: Pager, sizes: SequenceSizes, reclaimer: Reclaimer) -> None:
+        self._pager = pager
+        self._layout = pager.layout
+        self._ledger = pager.ledger
+        self._sizes = sizes
+        self._reclaimer = reclaimer
+
+    def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
+        """Reserves memory for a sequence of `num_tokens`, and resizes the live buffers unless they take `needed`.
+
+        After an error the slot is empty and no longer leased.
+        """
+        self._ledger.reserve(slot.index, self._sizes.bytes_for(num_tokens))
+        slot.reserved_tokens, capacity = num_tokens, self._layout.capacity(slot.caches)
+        if capacity is not None and needed <= capacity <= num_tokens + layout.GROWTH_TOKENS:
+            slot.capacity = capacity
+            return
+        slot.capacity = num_tokens
+        try:
+            self._layout.resize(slot.caches, num_tokens)
+        except Exception:
+            self._pager.discard(slot)
+            raise
+
+    def try_grow(self, slot: Slot, max_tokens: int) -> bool:
+        """Grows the live buffers by a step, up to `max_tokens` in all; False if not even one more token fits.
+
+        Pages idle slots out and evicts stored state for it.
+        """
+        wanted = max(slot.offset + layout.GROWTH_TOKENS, slot.reserved_tokens)
+        capacity = self._affordable(slot, min(wanted, max_tokens))
+        if capacity <= slot.offset:
+            return False
+        self.reserve(slot, capacity, needed=capacity)
+        self._pager.measure(slot)
+        return True
+
+    def _affordable(self, slot: Slot, num_tokens: int) -> int:
+        """Frees memory for `num_tokens` in `slot`; returns how many of them fit the budget after that.
+
+        The slot counts with its estimate, even where it holds more now: an allocator hands out larger buffers
+        than it is asked for, and the next token cuts a window's buffer. Counted with what it holds, a sequence
+        that was estimated to fit would not.
+        """
+        growth = self._sizes.bytes_for(num_tokens) - self._ledger.slot_bytes(slot.index)
+        excess = self._ledger.excess_bytes(growth)
+        missing = self._reclaimer.free(excess, busy=slot, is_background=slot.turn.is_background)
+        return self._sizes.tokens_without(missing, num_tokens)
+
+
+class SetAside:
+    """Sets memory aside for a sequence that has no slot. Worker thread only."""
+
+    def __init__(self, ledger: Ledger, sizes: SequenceSizes, reclaimer: Reclaimer) -> None:
+        self._ledger = ledger
+        self._sizes = sizes
+        self._reclaimer = reclaimer
+
+    def try_take(self, num_tokens: int) -> bool:
+        """Sets aside what a sequence of `num_tokens` takes; False if running requests hold too much.
+
+        Idle slots are paged out and stored state is evicted for it, the ends of sessions last.
+        """
+        num_bytes = self._sizes.bytes_for(num_tokens)
+        if num_bytes > self._ledger.budget_bytes:
+            return False
+        if self._reclaimer.free(self._ledger.excess_bytes(num_bytes), is_background=True) > 0:
+            return False
+        self._ledger.reserve(ASIDE, num_bytes)
+        return True
+
+    def give_back(self) -> None:
+        """Ends that."""
+        self._ledger.reserve(ASIDE, 0)
+
+
+class Pinning:
+    """Pins what tries hold of given tokens. Worker thread only."""
+
+    def __init__(self, pager: Pager, sizes: SequenceSizes) -> None:
+        self.pins = Pins()
+        self._pager = pager
+        self._sizes = sizes
+
+    def pin(self, name: PinName, tokens: TokenArray) -> int:
+        """Pins what is stored of `tokens` until it is unpinned; returns how many tokens that are.
+
+        Raises PinLimit if explicit pins would take more than half of the budget.
+        """
+        trie = self._pager.trie(name.namespace)
+        match = trie.match(tokens)
+        if match.path:
+            self._pin_path(name, trie, match.path)
+        return match.length
+
+    def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
+        """Pins what is stored of `tokens` softly, up to a reading of the caller's clock."""
+        assert name.is_soft
+        trie = self._pager.trie(name.namespace)
+        path = trie.match(tokens).path
+        if path:
+            self.pins.hold(name, trie, choose_nodes(path), until)
+
+    def follow(self, slot: Slot) -> None:
+        """Moves the pin of a slot's session, if it has one, to the end of its sequence."""
+        name = PinName(slot.namespace, slot.turn.session_id or "")
+        if name in self.pins and slot.tip.parent is not None:
+            with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
+                self._pin_path(name, self._pager.trie(slot.namespace), slot.tip.path())
+
+    def _pin_path(self, name: PinName, trie: PrefixTrie, path: list[Node]) -> None:
+        nodes = choose_nodes(path)
+        num_bytes = self._bytes_of({*nodes, *self.pins.explicit(but=name)})
+        limit = self._pager.ledger.budget_bytes // 2
+        if num_bytes > limit:
+            raise PinLimit(num_bytes, limit)
+        self.pins.hold(name, trie, nodes)
+
+    def _bytes_of(self, nodes: set[Node]) -> int:
+        """Returns about how many bytes pins on `nodes` keep: the spans of their paths and their own snapshots."""
+        snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
+        return snapshots + sum(
+            node.span.num_bytes if node.span is not None else int(len(node.tokens) * self._sizes.bytes_per_token)
+            for node in path_nodes(nodes)
+        )

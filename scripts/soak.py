@@ -22,11 +22,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from cache.budget import Ledger
 from cache.disk import connector
 from cache.disk.tier import DiskTier
-from cache.ledger import Ledger
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from tests.support import cache_driver, tiny_models
 
 # isort: split

@@ -13,11 +13,10 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
+from cache.budget import DiskFault
 from cache.disk.files import NumpyArray, Tensor, TensorFile
-from cache.errors import DiskFault
 from cache.layers import mlx_lm_guard as _guard  # noqa: F401
-from cache.layers.points import PointState
-from cache.layers.segments import Segment
+from cache.layers.state import PointState, Segment
 
 # isort: split
 from mlx_lm.models import cache as mlx_lm_cache

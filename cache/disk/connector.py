@@ -14,18 +14,16 @@ from typing import cast
 
 import numpy as np
 
-from cache import restore_points
-from cache.disk.read_ahead import Prefetch
+from cache import snapshots
+from cache.disk.io import Prefetch
 from cache.disk.spans import FileSnapshot, FileSpan
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START, DiskPlace
 from cache.layers.layout import Layout
-from cache.layers.segments import Segment
-from cache.restore_points import KeptPoint
-from cache.snapshots import Snapshot, window_rows
-from cache.token_trie import Place, TokenNode
-from cache.tokens import TokenArray
-from cache.trie import Node, NodeMatch
+from cache.layers.state import Segment
+from cache.snapshots import KeptPoint, Snapshot, window_rows
+from cache.trie import Node, NodeMatch, Place, TokenNode
+from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
 
@@ -183,13 +181,13 @@ class DiskConnector:
         points = [KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
         if disk_path.path[-1].children:
             # The conversation goes on behind the end of this path, so none of its turns is the newest.
-            points = [point for point in points if restore_points.outlasts_turns(point)]
+            points = [point for point in points if snapshots.outlasts_turns(point)]
         if not points:
             return []
         on_disk = [snapshot.offset for snapshot in self.tier.snapshots(disk_path.place)]
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
         min_gain = int(GAIN_SHARE * size / self.bytes_per_token) if self.bytes_per_token else 0
-        return [nodes[offset] for offset in restore_points.choose_for_disk(points, on_disk, min_gain=min_gain)]
+        return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:
         """Returns whether a node has a snapshot with all that its layers need, not only window rows for others."""

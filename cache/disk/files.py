@@ -6,12 +6,15 @@ later whether the file is still what was written: its digest covers the header a
 the data. Nothing here knows what the tensors mean.
 
 Everything that touches the file system goes through `FileSystem`, so that tests can make any operation fail.
+
+The log of what goes wrong in a disk tier.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import sqlite3
 import stat
@@ -24,7 +27,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.errors import DiskFault
+from cache.budget import DiskFault
+
+logger = logging.getLogger(__name__)
 
 NumpyArray: TypeAlias = NDArray[Any]
 
@@ -310,3 +315,16 @@ class TensorFile:
             numbers[name] = number
             number += -(-fields["shape"][0] // self._block_rows[name])
         return numbers
+
+
+class ProblemLog:
+    """Logs the first problem of a tier as a warning and all later ones for debugging, so that no log fills up."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def report(self, message: str) -> None:
+        """Logs one problem."""
+        level = logging.DEBUG if self._has_warned else logging.WARNING
+        self._has_warned = True
+        logger.log(level, "disk cache: %s", message)

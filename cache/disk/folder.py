@@ -21,15 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
+from cache.budget import DiskFault, DiskInUse, FolderUnsafe
 from cache.disk.codec import StateImage, read_points, read_rows
 from cache.disk.files import FileSystem, Receipt, TensorFile, opened, read_exactly, write_all, write_tensors
-from cache.disk.index import DiskIndex, FileRow
+from cache.disk.index import DiskIndex, FileRow, WriteDay
 from cache.disk.spans import FileState, StoredFile
-from cache.disk.write_budget import WriteDay
-from cache.errors import DiskFault, DiskInUse, FolderUnsafe
-from cache.layers.points import PointState
-from cache.layers.segments import Segment
-from cache.tokens import TokenArray
+from cache.layers.state import PointState, Segment
+from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
 

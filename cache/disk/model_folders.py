@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cache.errors import DiskInUse
+from cache.budget import DiskInUse
 
 FINGERPRINT_DIGITS = 16
 LONGEST_NAME = 80

@@ -10,12 +10,11 @@ from enum import Enum
 from functools import reduce
 from typing import TYPE_CHECKING, Protocol
 
-from cache.errors import DiskFault
+from cache.budget import DiskFault
 
 if TYPE_CHECKING:
     from cache.disk.files import Receipt
-    from cache.layers.points import PointState
-    from cache.layers.segments import Segment
+    from cache.layers.state import PointState, Segment
 
 
 class FileState(Enum):
@@ -30,7 +29,7 @@ class FileState(Enum):
 
 
 class FileLoader(Protocol):
-    """Loads files into memory; `cache.disk.reader.FileReader`."""
+    """Loads files into memory; `cache.disk.io.FileReader`."""
 
     def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
         """Returns rows of a file in evaluated arrays; raises DiskFault."""

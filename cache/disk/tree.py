@@ -3,8 +3,14 @@
 No two files cover the same tokens of the same prefix. An edge may have gaps, since a longer prefix can be written
 before a shorter one. The file of a snapshot is on the node that ends at its offset. A file depends on the one that
 holds the tokens right before its own. This module reads and writes nothing and knows no budget; worker thread only.
+
+Files in the order of their last use, kept up to date in a heap as files are added, used and deleted.
+
+A heap entry may be out of date: its file was used again since, or is gone. `pop` notices that when the entry comes
+up, which is early enough because use only moves a file back in the order. Worker thread only.
 """
 
+import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -14,10 +20,49 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from cache.disk.index import FileRow
-from cache.disk.lru import LruOrder
 from cache.disk.spans import FilePart, FileSnapshot, FileSpan, FileState, StoredFile, merged
-from cache.token_trie import Place, TokenNode, TokenTrie
-from cache.tokens import TokenArray
+from cache.trie import Place, TokenNode, TokenTrie
+from cache.types import TokenArray
+
+MIN_GARBAGE = 1024
+"""So many entries of files that are gone may stay in the heap before `compact` removes them."""
+
+
+class LruOrder:
+    """Files, least recently used first; of files that were used together, the one with the largest `stop` first."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+        self._heap: list[tuple[int, int, int, StoredFile]] = []
+
+    def push(self, file: StoredFile) -> None:
+        """Adds a file that is not in the order."""
+        heapq.heappush(self._heap, self._entry(file))
+
+    def pop(self) -> StoredFile | None:
+        """Removes and returns the first file that is not gone; None if there is none."""
+        while self._heap:
+            last_used, _, _, file = heapq.heappop(self._heap)
+            if file.state is FileState.GONE:
+                continue
+            if file.last_used == last_used:
+                return file
+            self.push(file)
+        return None
+
+    def compact(self, num_files: int) -> None:
+        """Removes the entries of files that are gone, once they outnumber the `num_files` that are left."""
+        if len(self._heap) > 2 * num_files + MIN_GARBAGE:
+            self._heap = [entry for entry in self._heap if entry[-1].state is not FileState.GONE]
+            heapq.heapify(self._heap)
+
+    def files(self) -> set[StoredFile]:
+        """Returns the files that are not gone, for `DiskTree.check`."""
+        return {entry[-1] for entry in self._heap if entry[-1].state is not FileState.GONE}
+
+    def _entry(self, file: StoredFile) -> tuple[int, int, int, StoredFile]:
+        return file.last_used, -file.stop, next(self._count), file
+
 
 MAX_SPARE_FILES = 16
 """The most files that are evicted at once, unless more are needed: the worker waits meanwhile."""

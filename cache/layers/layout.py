@@ -7,29 +7,217 @@ mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts 
 * *point* state (recurrent, convolution, and every class without an adapter): whole, valid at one offset.
 
 Nothing here knows tokens, nodes or a budget.
+
+What is inside each of mlx-lm's classes of layer cache whose state is rows per token.
+
+One adapter per class. A class without one is taken whole, as point state: slower, never wrong.
+
+How many bytes a live sequence takes: estimated from a short one, before any memory is allocated.
 """
 
+from cache.layers import mlx_lm_guard as _guard  # noqa: F401
+
+# isort: split
+
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
 
-from cache.layers import segments
-from cache.layers.adapters import RowLeaf, leaves_of, row_leaf
-from cache.layers.arrays import arrays_in, owned
-from cache.layers.points import PointState
-from cache.layers.segments import (
+from cache.layers import state as segments
+from cache.layers.state import (
     LiveRows,
     Pack,
+    PointState,
     RowSource,
     Segment,
+    arrays_in,
     assert_rows,
     cut_packs,
     groups,
+    owned,
     packed,
     rows_up_to,
 )
 from cache.types import LayerCache
+
+
+class RowLeaf(Protocol):
+    """Adapter of one class of layer cache whose state is rows per token."""
+
+    window: int | None
+    """How many of the last rows the class keeps; None keeps all."""
+    num_components: int
+    can_overallocate: bool
+    """Whether a buffer may be longer than the rows in it."""
+
+    def length(self, cache: LayerCache) -> int:
+        """Returns how many rows are there, the last of them at the sequence's end."""
+
+    def arrays(self, cache: LayerCache) -> list[mx.array]:
+        """Returns the components in temporal order, [1, num_heads, length, width] each; views."""
+
+    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
+        """Makes `arrays`, whose first `num_rows` rows end at `offset`, the cache's state. Consumes them."""
+
+    def truncate(self, cache: LayerCache, offset: int) -> None:
+        """Forgets rows from `offset` on; for classes that keep all rows."""
+
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        """Returns how many rows a window class's buffers take at most while `num_tokens` are evaluated.
+
+        Prompts are evaluated in calls of up to `chunk_tokens`, answers in calls of one token. A call adds its
+        rows before old ones go, so this may be more than the window.
+        """
+
+    def capacity(self, cache: LayerCache) -> int | None:
+        """Returns how many rows the buffers take, None before there are any; for classes that keep all rows."""
+
+
+class _SpanLeaf:
+    """What the classes that keep every row have in common."""
+
+    window: int | None = None
+    num_components = 2
+    can_overallocate = True
+
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        raise AssertionError("every row is kept, and buffers are resized to what was reserved")
+
+    def capacity(self, cache: LayerCache) -> int | None:
+        return int(cache.keys.shape[2]) if cache.keys is not None else None
+
+    def truncate(self, cache: LayerCache, offset: int) -> None:
+        cache.offset = offset
+
+
+class _AttentionLeaf(_SpanLeaf):
+    """`KVCache`: keys and values of every token."""
+
+    def length(self, cache: LayerCache) -> int:
+        return int(cache.offset) if cache.keys is not None else 0
+
+    def arrays(self, cache: LayerCache) -> list[mx.array]:
+        return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
+
+    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
+        cache.keys, cache.values = arrays
+        cache.offset = offset
+
+
+class _ConcatenatingLeaf(_AttentionLeaf):
+    """`ConcatenateKVCache`: the same in buffers without spare rows: each token copies them."""
+
+    can_overallocate = False
+
+    def truncate(self, cache: LayerCache, offset: int) -> None:
+        cache.keys, cache.values = (owned(array[..., :offset, :]) for array in (cache.keys, cache.values))
+        cache.offset = offset
+
+
+class _QuantizedLeaf(_SpanLeaf):
+    """`QuantizedKVCache`: keys and values as (packed, scales, biases)."""
+
+    num_components = 6
+
+    def capacity(self, cache: LayerCache) -> int | None:
+        return int(cache.keys[0].shape[2]) if cache.keys is not None else None
+
+    def length(self, cache: LayerCache) -> int:
+        return int(cache.offset) if cache.keys is not None else 0
+
+    def arrays(self, cache: LayerCache) -> list[mx.array]:
+        return [array[..., : cache.offset, :] for array in (*cache.keys, *cache.values)]
+
+    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
+        cache.keys, cache.values = list(arrays[:3]), list(arrays[3:])
+        cache.offset = offset
+
+
+class _WindowLeaf:
+    """What the classes that keep the last rows have in common."""
+
+    num_components = 2
+    can_overallocate = False
+
+    def __init__(self, window: int) -> None:
+        self.window: int | None = window
+
+    def capacity(self, cache: LayerCache) -> int | None:
+        raise AssertionError("a window allocates its own buffers")
+
+    def truncate(self, cache: LayerCache, offset: int) -> None:
+        raise AssertionError("a window is restored from stored rows, never truncated")
+
+
+class _RotatingLeaf(_WindowLeaf):
+    """`RotatingKVCache` without kept first tokens: a ring of the last `max_size` rows."""
+
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        assert self.window is not None
+        joined = min(num_tokens, self.window - 1 + chunk_tokens)
+        in_place = min(num_tokens + int(mlx_lm_cache.RotatingKVCache.step) - 1, self.window)
+        return max(joined, in_place) if num_tokens else 0
+
+    def length(self, cache: LayerCache) -> int:
+        return min(int(cache.offset), int(cache.keys.shape[2])) if cache.keys is not None else 0
+
+    def arrays(self, cache: LayerCache) -> list[mx.array]:
+        return [cache._temporal_order(cache.keys), cache._temporal_order(cache.values)]
+
+    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
+        cache.keys, cache.values = arrays
+        cache.offset = offset
+        cache._idx = num_rows
+
+
+class _ChunkedLeaf(_WindowLeaf):
+    """`ChunkedKVCache`: rows from `start_position` on, trimmed to the last `chunk_size` before each call."""
+
+    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
+        assert self.window is not None
+        step = int(mlx_lm_cache.ChunkedKVCache.step)
+        num_steps = -(-min(num_tokens, max(1, chunk_tokens)) // step)
+        return min(num_tokens, self.window) + num_steps * step
+
+    def length(self, cache: LayerCache) -> int:
+        return int(cache.offset - cache.start_position) if cache.keys is not None else 0
+
+    def arrays(self, cache: LayerCache) -> list[mx.array]:
+        return list(cache.keys_and_values())
+
+    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
+        cache.keys, cache.values = arrays
+        cache.offset = offset
+        cache.start_position = offset - num_rows
+
+
+def row_leaf(cache: LayerCache) -> RowLeaf | None:
+    """Returns the adapter of a cache whose state is rows, None for one that can only be taken whole."""
+    kind = type(cache)
+    if kind is mlx_lm_cache.KVCache:
+        return _AttentionLeaf()
+    if kind is mlx_lm_cache.ConcatenateKVCache:
+        return _ConcatenatingLeaf()
+    if kind is mlx_lm_cache.QuantizedKVCache:
+        return _QuantizedLeaf()
+    if kind is mlx_lm_cache.RotatingKVCache and cache.keep == 0:
+        return _RotatingLeaf(cache.max_size)
+    if kind is mlx_lm_cache.ChunkedKVCache:
+        return _ChunkedLeaf(cache.chunk_size)
+    return None
+
+
+def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
+    """Returns the caches with every `CacheList` replaced by its members."""
+    found: list[LayerCache] = []
+    for cache in caches:
+        found.extend(leaves_of(cache.caches) if isinstance(cache, mlx_lm_cache.CacheList) else [cache])
+    return found
+
 
 GROWTH_TOKENS = 256
 """Rows by which a full span buffer grows. Each growth reads and writes all rows once, and attention reads them once a
@@ -302,3 +490,45 @@ def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
     if num_spare > 0:
         parts = [*parts, mx.zeros((batch, num_heads, num_spare, width), parts[0].dtype)]
     return mx.concatenate(parts, axis=2) if len(parts) > 1 else mx.array(parts[0])
+
+
+CHUNK_TOKENS = 256
+"""Prompt tokens evaluated in one model call at most, unless something else is configured."""
+
+
+class SequenceSizes:
+    """Bytes of the sequences of one model. Worker thread only."""
+
+    def __init__(self, layout: Layout, chunk_tokens: int) -> None:
+        """Prompts are evaluated in calls of up to `chunk_tokens`."""
+        self.bytes_per_token = 0.0
+        """Bytes of span state per token; 0 until `calibrate`."""
+        self._layout = layout
+        self._chunk_tokens = chunk_tokens
+        self._window_bytes_per_token = 0.0
+        self._point_bytes = 0
+
+    def calibrate(self, caches: Sequence[LayerCache]) -> None:
+        """Measures `caches`, which hold a few evaluated tokens. Until then all estimates are 0."""
+        self.bytes_per_token = self._layout.span_bytes_per_token(caches)
+        self._window_bytes_per_token = self._layout.window_bytes_per_token(caches)
+        self._point_bytes = self._layout.point_bytes(caches)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Returns about how many bytes a live sequence takes at most until it has `num_tokens`.
+
+        A window layer counts with the rows that it holds right after a prefill chunk, which are more than its window.
+        Point state counts twice: while rows decode together, the runner holds a merged copy of it.
+        """
+        in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
+        rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token
+        return int(rows) + 2 * self._point_bytes
+
+    def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
+        """Returns how many of `num_tokens` are left when their rows must take `excess_bytes` less.
+
+        All of them if nothing is in excess or nothing has been measured; negative if the rows are not enough.
+        """
+        if excess_bytes <= 0 or not self.bytes_per_token:
+            return num_tokens
+        return num_tokens - math.ceil(excess_bytes / self.bytes_per_token)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from cache.layers.arrays import owned
+from cache.layers.state import owned
 from cache.types import LayerCache
 from models.mlx_lm_import import (
     ArraysCache,

@@ -21,7 +21,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import ModelError, PromptTooLong
 from models.prompt.abandonment import stop_if_abandoned
 from models.prompt.outline import NO_OUTLINE, Outline

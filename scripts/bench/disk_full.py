@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from cache.disk.tier import DiskTier
-from cache.tokens import TokenArray
+from cache.types import TokenArray
 from scripts.bench.common import Report, Target, median, write_json
 from scripts.replay.disk import SizedStore, sized_tier
 from scripts.replay.layout import SizedSegment

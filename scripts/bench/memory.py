@@ -30,9 +30,8 @@ from cache.layers import mlx_lm_guard as _guard  # noqa: F401
 from cache.layers.layout import Layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
-from cache.tokens import TokenArray
-from cache.types import LayerCache
+from cache.snapshots import RestorePoint, RestorePointKind
+from cache.types import LayerCache, TokenArray
 from models.inference.embedding import Embedder
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords

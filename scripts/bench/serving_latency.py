@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cache.tokens import common_prefix_length
+from cache.types import common_prefix_length
 from scripts.bench.common import Report, Target, median
 from scripts.bench.serving_client import Answer, Messages, Stream, ask, warm_up
 from scripts.bench.serving_prompts import TextMaker, tokens_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.tokens import common_prefix_length
+from cache.types import common_prefix_length
 from scripts.bench.serving_client import Messages
 from tests.support import tiny_models
 

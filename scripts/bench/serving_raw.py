@@ -68,7 +68,7 @@ def _our_job(folder: Path) -> Job:
 
     import numpy as np
 
-    from cache.restore_points import chunk_end
+    from cache.snapshots import chunk_end
     from models.inference.runner import Runner
     from models.inference.sampling_params import SamplingParams
     from models.loader import load

@@ -21,9 +21,9 @@ import numpy as np
 
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
-from cache.tokens import TokenArray
+from cache.snapshots import RestorePoint, RestorePointKind
 from cache.trie import Node, PrefixTrie
+from cache.types import TokenArray
 from scripts.bench.common import Report, Target, median, write_json
 from scripts.replay.layout import SizedLayout
 

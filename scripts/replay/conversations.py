@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.tokens import TokenArray, common_prefix_length
+from cache.types import TokenArray, common_prefix_length
 
 BLOCK_TOKENS = 64
 MAX_COMMON_BLOCKS = 200

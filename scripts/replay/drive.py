@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cache.errors import BudgetExceeded
+from cache.budget import BudgetExceeded
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
-from cache.tokens import TokenArray
+from cache.snapshots import RestorePoint, RestorePointKind
+from cache.types import TokenArray
 from scripts.replay.conversations import BlockNumbers, Script, Turn
 from scripts.replay.disk import SizedStore, sized_tier
 from scripts.replay.layout import SizedLayout

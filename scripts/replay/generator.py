@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from cache.tokens import TokenArray
+from cache.types import TokenArray
 from scripts.replay.conversations import BLOCK_TOKENS, Conversation, Turn
 
 HARNESS_TOKENS = 15_000

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cache.tokens import TokenArray
 from cache.trie import NodeMatch, PrefixTrie
+from cache.types import TokenArray
 from scripts.bench.common import markdown_table
 from scripts.replay.drive import Outcome, Request, Sample
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache.tokens import TokenArray, common_prefix_length
 from cache.trie import Node, PrefixTrie
+from cache.types import TokenArray, common_prefix_length
 from scripts.replay.drive import Outcome, Request, Sample
 from scripts.replay.layout import SizedPoints, SizedSegment
 

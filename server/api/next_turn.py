@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cache.restore_points import RestorePointKind
-from cache.tokens import common_prefix_length
+from cache.snapshots import RestorePointKind
+from cache.types import common_prefix_length
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.engine.request import GenerationRequest, Priority
 

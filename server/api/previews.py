@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-from cache.tokens import TokenArray
+from cache.types import TokenArray
 
 MAX_REMEMBERED = 16_384
 """Most readers ask again and again for the same edges."""

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
-from cache.errors import DiskInUse, FolderUnusable
 from models.sizes import size_text
 from server.errors import StartError
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cache.errors import FolderError
+from cache.budget import FolderError
 from models.errors import ModelError
 from models.fast_blas import load_fast_blas
 from models.names import resolve, settle

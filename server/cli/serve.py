@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.markup import escape
 from starlette.applications import Starlette
 
+from cache.budget import DiskInUse, FolderUnusable
 from cache.disk import model_folders
-from cache.errors import DiskInUse, FolderUnusable
 from models import weights
 from models.names import resolve
 from server import claims

@@ -7,7 +7,7 @@ Every token of a prompt is restored, new, or evaluated again for a reason that i
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cache.tokens import TokenArray, common_prefix_length
+from cache.types import TokenArray, common_prefix_length
 from models.prompt.outline import Outline
 from server.diagnosis.compare import Change, Turn, find_changes_between, find_volatile_head
 from server.diagnosis.prompt import Prompt

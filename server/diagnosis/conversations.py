@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cache.tokens import common_prefix_length
+from cache.types import common_prefix_length
 from models.prompt.outline import NO_OUTLINE
 from models.text_comparison import shared_length
 from server.diagnosis.account import EvaluatedTurn, Rendered

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from cache.tokens import TokenArray, common_prefix_length
+from cache.types import TokenArray, common_prefix_length
 from models.prompt.outline import NO_OUTLINE
 from server.diagnosis.account import EvaluatedTurn, Rendered, explain
 from server.diagnosis.compare import Turn

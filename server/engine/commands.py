@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cache.pins import PinName
-from cache.tokens import TokenArray
-from cache.view import CacheView, EdgeDetail, NamespaceView, StateBytes
+from cache.types import TokenArray
+from cache.views import CacheView, EdgeDetail, NamespaceView, StateBytes
 from server.engine.free_memory import give_back
 from server.engine.worker import Worker
 

@@ -57,7 +57,7 @@ class EmbedderPort(Protocol):
 
 
 class AsidePort(Protocol):
-    """Memory beside that of conversations; `cache.aside.SetAside` is the real one."""
+    """Memory beside that of conversations; `cache.reclaim.SetAside` is the real one."""
 
     def try_take(self, num_tokens: int, /) -> bool:
         """Sets aside what so many tokens take; False if it cannot be had now."""

@@ -22,8 +22,8 @@ import numpy as np
 from cache.disk import model_folders
 from cache.disk.tier import DiskTier
 from cache.journal import CacheEvent, Journal, Tell
+from cache.layers.layout import CHUNK_TOKENS
 from cache.prefix_cache import PrefixCache
-from cache.sizes import CHUNK_TOKENS
 from models.adapters.adapter import NO_ADAPTER
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from cache.errors import BudgetExceeded, PinnedFull
+from cache.budget import BudgetExceeded, PinnedFull
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 from server.engine.errors import OutOfMemory, PromptTooLarge
 from server.engine.events import FinishReason, Started

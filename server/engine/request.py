@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.restore_points import RestorePoint
+from cache.snapshots import RestorePoint
 from models.adapters.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.call_watch import CallMarkers

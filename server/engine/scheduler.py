@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cache.restore_points import chunk_end
-from cache.tokens import common_prefix_length
+from cache.snapshots import chunk_end
+from cache.types import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
 MAX_PASSES = 4

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cache.disk.read_ahead import Prefetch
+from cache.disk.io import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams

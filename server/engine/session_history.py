@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from cache.tokens import TokenArray, common_prefix_length
+from cache.types import TokenArray, common_prefix_length
 
 MAX_SESSIONS = 1024
 MAX_BYTES = 64 << 20

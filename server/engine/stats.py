@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from cache.stats import CacheStats
+from cache.journal import CacheStats
 
 
 @dataclass(frozen=True)

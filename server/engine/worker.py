@@ -13,8 +13,8 @@ Invariants:
 import logging
 from collections.abc import Callable, Iterator
 
-from cache.aside import SetAside
 from cache.prefix_cache import PrefixCache
+from cache.reclaim import SetAside
 from server.engine.decode_pipeline import DecodePipeline
 from server.engine.embeddings import EmbedderPort, EmbeddingJob, Embeddings
 from server.engine.errors import EngineStopped

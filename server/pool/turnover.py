@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from cache.errors import FolderError
+from cache.budget import FolderError
 from models.errors import ModelError
 from server.engine.errors import EngineStopped
 from server.pool.changes import ChangeKind, ModelChange, TellChange

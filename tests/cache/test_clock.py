@@ -2,8 +2,8 @@
 
 import pytest
 
-from cache import clock
-from cache.clock import NEW_SESSION_COUNT, RequestClock
+from cache import slots
+from cache.slots import NEW_SESSION_COUNT, RequestClock
 
 
 def passed(requests: RequestClock, session_id: str | None, namespace: str = "", **fields: bool) -> int:
@@ -32,7 +32,7 @@ def test_a_conversation_counts_more_as_it_begins_once_and_in_each_namespace() ->
 
 
 def test_the_names_heard_of_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(slots, "MAX_SESSIONS", 2)
     requests = RequestClock()
     for name in ("a", "b", "a", "c"):
         requests.begin("", name)

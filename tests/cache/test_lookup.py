@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.lookup import Lookup
-from cache.tokens import TokenArray
 from cache.trie import PrefixTrie
+from cache.types import TokenArray
 from scripts.bench.trie import Rows
 
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(lambda tokens: np.array(tokens, np.int32))

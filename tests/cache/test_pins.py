@@ -5,10 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from cache.errors import PinLimit, PinnedFull
+from cache.budget import PinLimit, PinnedFull
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
-from cache.tokens import TokenArray
+from cache.types import TokenArray
 from tests.cache.worlds import FakeWorld
 from tests.support import cache_driver, fake_model
 from tests.support.fake_model import WINDOW

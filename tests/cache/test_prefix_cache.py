@@ -9,17 +9,15 @@ import numpy as np
 import pytest
 
 from cache import pager
-from cache.errors import BudgetExceeded
+from cache.budget import BudgetExceeded
 from cache.journal import EvictionReason
 from cache.layers import layout as layout_module
-from cache.layers import points, segments
-from cache.layers.segments import Segment
+from cache.layers import state
+from cache.layers.state import Segment
 from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
-from cache.snapshots import Snapshot
-from cache.tokens import TokenArray
-from cache.types import LayerCache
+from cache.snapshots import RestorePoint, RestorePointKind, Snapshot
+from cache.types import LayerCache, TokenArray
 from tests.support import cache_driver, fake_model
 
 # isort: split
@@ -234,10 +232,10 @@ ALLOCATIONS = [
     (layout_module, "_with_spare_rows"),
     (layout_module, "owned"),
     (layout_module, "packed"),
-    (segments, "owned"),
-    (segments, "packed"),
-    (segments, "_sliced"),
-    (points, "_copied"),
+    (state, "owned"),
+    (state, "packed"),
+    (state, "_sliced"),
+    (state, "_copied"),
 ]
 """Every place where rows or states are copied, by who calls it."""
 

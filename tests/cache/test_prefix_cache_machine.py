@@ -23,13 +23,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cache.budget import BudgetExceeded
 from cache.disk import connector
 from cache.disk.tier import DiskTier
-from cache.errors import BudgetExceeded
 from cache.layers import layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from tests.support import fake_model
 from tests.support.disk_driver import open_tier
 

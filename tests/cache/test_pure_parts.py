@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cache import restore_points
-from cache.eviction import policy
-from cache.ledger import Ledger
-from cache.restore_points import KeptPoint, RestorePoint, RestorePointKind
+from cache import snapshots
+from cache.budget import Ledger
+from cache.eviction import value as policy
 from cache.slots import SlotView, TokenLog, choose_slot
+from cache.snapshots import KeptPoint, RestorePoint, RestorePointKind
 
 # ----------------------------------------------------------------------------------------------------- placement
 
@@ -23,13 +23,13 @@ points = st.builds(RestorePoint, st.integers(-2, 12), st.sampled_from(RestorePoi
 def test_a_plan_is_ascending_within_what_is_evaluated_and_one_per_offset(
     wanted: list[RestorePoint], start: int, stop: int
 ) -> None:
-    offsets = [point.offset for point in restore_points.plan(wanted, start=start, stop=stop)]
+    offsets = [point.offset for point in snapshots.plan(wanted, start=start, stop=stop)]
     assert offsets == sorted({point.offset for point in wanted if start < point.offset <= stop})
 
 
 @given(kinds=st.lists(st.sampled_from(RestorePointKind), min_size=1))
 def test_an_explicit_point_wins_an_offset_and_else_the_first(kinds: list[RestorePointKind]) -> None:
-    (chosen,) = restore_points.plan([RestorePoint(3, kind) for kind in kinds], start=0, stop=3)
+    (chosen,) = snapshots.plan([RestorePoint(3, kind) for kind in kinds], start=0, stop=3)
     explicit = RestorePointKind.EXPLICIT
     assert chosen.kind is (explicit if explicit in kinds else kinds[0])
 
@@ -41,7 +41,7 @@ def test_a_prompt_is_cut_at_multiples_of_a_chunk_from_wherever_it_starts_and_its
     assume(offset < limit)
     ends = [offset]
     while ends[-1] < limit:
-        ends.append(restore_points.chunk_end(ends[-1], limit, chunk_tokens))
+        ends.append(snapshots.chunk_end(ends[-1], limit, chunk_tokens))
     assert ends[-1] == limit
     assert all(0 < stop - start <= chunk_tokens for start, stop in pairwise(ends))
     assert not any(end % chunk_tokens for end in ends[1:-1])
@@ -260,18 +260,18 @@ def test_a_token_log_is_a_list(steps: list[list[int] | int]) -> None:
 
 class TestSuperseded:
     @staticmethod
-    def turns(*offsets: int) -> list[restore_points.KeptPoint]:
-        return [restore_points.KeptPoint(offset, RestorePointKind.TURN_END, is_branch=False) for offset in offsets]
+    def turns(*offsets: int) -> list[snapshots.KeptPoint]:
+        return [snapshots.KeptPoint(offset, RestorePointKind.TURN_END, is_branch=False) for offset in offsets]
 
     def test_a_lone_end_supersedes_nothing(self) -> None:
-        assert restore_points.superseded([], 0) == []
-        assert restore_points.superseded(self.turns(5), 0) == []
-        assert restore_points.superseded(self.turns(5, 400), 5) == []
+        assert snapshots.superseded([], 0) == []
+        assert snapshots.superseded(self.turns(5), 0) == []
+        assert snapshots.superseded(self.turns(5, 400), 5) == []
 
     def test_behind_the_last_turn_points_are_sparser_the_further_back(self) -> None:
         stop = 100_000
         path = self.turns(*range(500, stop + 1, 500))
-        gone = set(restore_points.superseded(path, stop - 500))
+        gone = set(snapshots.superseded(path, stop - 500))
         distances = [stop - point.offset for point in path if point.offset not in gone]
         assert distances[-2:] == [500, 0]
         assert len(distances) < 8
@@ -280,28 +280,28 @@ class TestSuperseded:
     @pytest.mark.parametrize("landing", [9000, 9400])
     def test_where_the_newest_turn_went_on_from_stays(self, landing: int) -> None:
         path = self.turns(100, 8600, 9000, 9400, 9900, 10_000)
-        assert {9000, 9400} <= set(restore_points.superseded(path, 100))
-        assert {9000, 9400} - set(restore_points.superseded(path, landing)) == {landing}
+        assert {9000, 9400} <= set(snapshots.superseded(path, 100))
+        assert {9000, 9400} - set(snapshots.superseded(path, landing)) == {landing}
 
     def test_of_two_points_that_are_almost_one_the_later_goes(self) -> None:
-        assert restore_points.superseded(self.turns(1000, 5000, 5003, 5400), 1000) == [5003]
+        assert snapshots.superseded(self.turns(1000, 5000, 5003, 5400), 1000) == [5003]
 
     def test_but_not_if_the_newest_turn_went_on_from_it(self) -> None:
-        assert restore_points.superseded(self.turns(1000, 5000, 5003, 5400), 5003) == [5000]
+        assert snapshots.superseded(self.turns(1000, 5000, 5003, 5400), 5003) == [5000]
 
     def test_the_system_prompt_branches_and_what_was_asked_for_stay(self) -> None:
         path = self.turns(10, 20, 30, 40, 50, 60)
-        path[0] = restore_points.KeptPoint(10, RestorePointKind.SYSTEM_END, is_branch=False)
-        path[1] = restore_points.KeptPoint(20, RestorePointKind.EXPLICIT, is_branch=False)
-        path[2] = restore_points.KeptPoint(30, None, is_branch=True)
-        assert restore_points.superseded(path, 35) == [50]
+        path[0] = snapshots.KeptPoint(10, RestorePointKind.SYSTEM_END, is_branch=False)
+        path[1] = snapshots.KeptPoint(20, RestorePointKind.EXPLICIT, is_branch=False)
+        path[2] = snapshots.KeptPoint(30, None, is_branch=True)
+        assert snapshots.superseded(path, 35) == [50]
 
 
 def test_only_what_is_long_has_points_along_it() -> None:
-    step = restore_points.INTERVAL_TOKENS
-    assert restore_points.intervals(5, 5 + 2 * step - 1) == []
-    assert [point.offset for point in restore_points.intervals(5, 3 * step)] == [step, 2 * step]
-    assert [point.offset for point in restore_points.intervals(step, 3 * step + 1)] == [2 * step, 3 * step]
+    step = snapshots.INTERVAL_TOKENS
+    assert snapshots.intervals(5, 5 + 2 * step - 1) == []
+    assert [point.offset for point in snapshots.intervals(5, 3 * step)] == [step, 2 * step]
+    assert [point.offset for point in snapshots.intervals(step, 3 * step + 1)] == [2 * step, 3 * step]
 
 
 def test_of_each_turn_one_point_goes_to_disk_and_shared_ones_once() -> None:
@@ -313,9 +313,9 @@ def test_of_each_turn_one_point_goes_to_disk_and_shared_ones_once() -> None:
         KeptPoint(4300, RestorePointKind.TURN_END, is_branch=False),
     ]
     path = [system, branch, *turns]
-    assert restore_points.choose_for_disk(path, [], min_gain=1000) == [500, 700, 4100]
-    assert restore_points.choose_for_disk(path, [500], min_gain=200) == [700, 4100, 4300]
-    assert restore_points.choose_for_disk(path, [500, 700, 3301], min_gain=1000) == []
-    assert restore_points.choose_for_disk(path, [500, 700, 3100], min_gain=1000) == [4100]
-    assert restore_points.choose_for_disk(path, [500, 700, 4100], min_gain=1000) == []
-    assert restore_points.choose_for_disk([turns[0]], [], min_gain=1000) == [4000]
+    assert snapshots.choose_for_disk(path, [], min_gain=1000) == [500, 700, 4100]
+    assert snapshots.choose_for_disk(path, [500], min_gain=200) == [700, 4100, 4300]
+    assert snapshots.choose_for_disk(path, [500, 700, 3301], min_gain=1000) == []
+    assert snapshots.choose_for_disk(path, [500, 700, 3100], min_gain=1000) == [4100]
+    assert snapshots.choose_for_disk(path, [500, 700, 4100], min_gain=1000) == []
+    assert snapshots.choose_for_disk([turns[0]], [], min_gain=1000) == [4000]

@@ -14,7 +14,7 @@ import pytest
 from cache.disk import connector
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from cache.types import LayerCache
 from tests.support import cache_driver, fake_model, tiny_models
 from tests.support.disk_driver import open_tier

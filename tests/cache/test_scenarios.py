@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.layers.segments import Segment
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.layers.state import Segment
+from cache.snapshots import RestorePoint, RestorePointKind
 from cache.trie import Node
 from tests.cache.worlds import FakeWorld, RealWorld, World
 from tests.support import cache_driver, fake_model, tiny_models

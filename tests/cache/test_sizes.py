@@ -5,7 +5,7 @@ import pytest
 
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.tokens import TokenArray
+from cache.types import TokenArray
 from tests.cache.worlds import RealWorld
 from tests.support import tiny_models
 from tests.support.cache_driver import prefill

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache.token_trie import Place
-from cache.tokens import TokenArray, common_prefix_length
-from cache.trie import Node, PrefixTrie
+from cache.trie import Node, Place, PrefixTrie
+from cache.types import TokenArray, common_prefix_length
 
 BYTES_PER_TOKEN = 7
 SPLIT_COST = 3

@@ -7,9 +7,9 @@ import pytest
 
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePointKind
+from cache.snapshots import RestorePointKind
 from cache.trie import PrefixTrie
-from cache.view import NodeView
+from cache.views import NodeView
 from tests.support import cache_driver, fake_model
 from tests.support.disk_driver import open_tier
 from tests.support.fake_model import LAYOUTS

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cache.budget import BudgetExceeded
 from cache.disk import connector
 from cache.disk.tier import DiskTier
-from cache.errors import BudgetExceeded
 from cache.prefix_cache import PrefixCache
 from tests.support import cache_driver, fake_model
 from tests.support.disk_driver import CountingFiles, open_tier

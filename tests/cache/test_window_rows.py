@@ -14,11 +14,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cache.budget import BudgetExceeded
 from cache.disk import connector
 from cache.disk.tier import DiskTier
-from cache.errors import BudgetExceeded
 from cache.layers.layout import Layout
-from cache.layers.segments import Segment
+from cache.layers.state import Segment
 from cache.reclaim import Reclaimer
 from cache.slots import Slot
 from cache.snapshots import Snapshot, has_shared_rows

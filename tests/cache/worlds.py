@@ -13,8 +13,7 @@ import numpy as np
 from cache.disk.tier import DiskTier
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.tokens import TokenArray
-from cache.types import LayerCache
+from cache.types import LayerCache, TokenArray
 from tests.support import cache_driver, fake_model, tiny_models
 
 # isort: split

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.tokens import common_prefix_length
+from cache.types import common_prefix_length
 from scripts.replay import traces
 from scripts.replay.conversations import (
     BLOCK_TOKENS,

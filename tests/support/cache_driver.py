@@ -7,9 +7,8 @@ import numpy as np
 
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
-from cache.tokens import TokenArray
-from cache.types import LayerCache
+from cache.snapshots import RestorePoint, RestorePointKind
+from cache.types import LayerCache, TokenArray
 from tests.support import fake_model
 
 CHUNK_TOKENS = 16

@@ -16,13 +16,11 @@ import mlx.core as mx
 import numpy as np
 
 from cache.disk.files import FileSystem
-from cache.disk.listing import DiskEntry
 from cache.disk.spans import FileSnapshot, FileSpan
-from cache.disk.tier import DiskTier
+from cache.disk.tier import DiskEntry, DiskTier
 from cache.disk.tree import START
-from cache.layers.points import PointState
-from cache.layers.segments import Segment
-from cache.tokens import TokenArray
+from cache.layers.state import PointState, Segment
+from cache.types import TokenArray
 
 # isort: split
 from mlx_lm.models.cache import ArraysCache

@@ -10,7 +10,7 @@ import numpy as np
 
 from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.embeddings import EmbedderPort
 from server.engine.events import Delta, Event, Failed, Finished, Started
 from server.engine.request import GenerationRequest

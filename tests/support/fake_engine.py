@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from models.output.tool_format import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool, ToolDefinitions

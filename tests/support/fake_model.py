@@ -9,14 +9,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from cache.layers.arrays import arrays_in
-from cache.layers.points import PointState
-from cache.layers.segments import Segment
+from cache.layers.state import PointState, Segment, arrays_in
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import Snapshot
-from cache.tokens import TokenArray
 from cache.trie import Node
-from cache.types import LayerCache
+from cache.types import LayerCache, TokenArray
 
 # isort: split
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache

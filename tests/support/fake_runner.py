@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.tokens import TokenArray
-from cache.types import LayerCache
+from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.token_logprob import TokenLogprob

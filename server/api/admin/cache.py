@@ -12,9 +12,9 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cache.disk.write_budget import DiskWrites
-from cache.errors import PinLimit
-from cache.view import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView, StateBytes
+from cache.budget import PinLimit
+from cache.disk.index import DiskWrites
+from cache.views import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView, StateBytes
 from models.adapters.adapter import client_namespace
 from server.api.auth import is_owner, visible_namespace
 from server.api.context import EnginePort, ServedModel, context_of

@@ -9,7 +9,7 @@ from typing import NotRequired, TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cache.stats import CacheStats
+from cache.journal import CacheStats
 from server.api.auth import is_authorised
 from server.api.context import ApiContext, context_of
 from server.api.json_body import JsonBody

@@ -11,7 +11,7 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cache.restore_points import RestorePointKind
+from cache.snapshots import RestorePointKind
 from server.api.auth import namespace_of
 from server.api.context import ApiContext
 from server.api.dialect import Exchange, OutputEvent, Payload

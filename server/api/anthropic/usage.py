@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final, NotRequired, TypedDict
 
-from cache.restore_points import RestorePointKind
+from cache.snapshots import RestorePointKind
 from server.api.usage import CacheBody, TimingsBody, cache_of, timings_of
 from server.engine.diagnosis import Miss, MissReason
 from server.engine.events import Finished, FinishReason, Started

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ServedModel
 from server.api.conversation import Conversation

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output.pieces import Piece, Text

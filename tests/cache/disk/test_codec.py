@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from cache.disk import codec
 from cache.disk.tier import DiskTier
 from cache.layers.layout import Layout
-from cache.layers.points import PointState
-from cache.layers.segments import Segment
-from cache.tokens import TokenArray
+from cache.layers.state import PointState, Segment
+from cache.types import TokenArray
 from tests.support import disk_driver, fake_model
 from tests.support.disk_driver import assert_rows, find_span, open_tier, segment_of, stored_names, tokens_of, write
 

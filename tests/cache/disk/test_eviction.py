@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache.budget import DiskFault
 from cache.disk import tree
-from cache.disk.lru import MIN_GARBAGE, LruOrder
 from cache.disk.spans import FileState, StoredFile
 from cache.disk.tier import DiskTier
-from cache.disk.tree import DiskNode, DiskTree
-from cache.errors import DiskFault
-from cache.tokens import TokenArray
+from cache.disk.tree import MIN_GARBAGE, DiskNode, DiskTree, LruOrder
+from cache.types import TokenArray
 from tests.support.disk_driver import (
     conversation,
     entries,

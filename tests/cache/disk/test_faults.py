@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache.budget import DiskFault, FolderUnusable
 from cache.disk.spans import FileSnapshot, FileSpan
 from cache.disk.tier import DiskTier
-from cache.errors import DiskFault, FolderUnusable
 from tests.support import disk_driver
 from tests.support.disk_driver import (
     CountingFiles,

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from cache.budget import FolderUnsafe
 from cache.disk.files import FileSystem
-from cache.disk.write_queue import RETRY_SECONDS
-from cache.errors import FolderUnsafe
+from cache.disk.io import RETRY_SECONDS
 from tests.support.disk_driver import (
     CountingFiles,
     assert_points,

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache.disk import listing
-from cache.tokens import TokenArray
+from cache.disk import tier as listing
+from cache.types import TokenArray
 from tests.support.disk_driver import conversation, open_tier, snap, stored_names, tokens_of, write
 
 

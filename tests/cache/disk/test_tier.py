@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cache.budget import DiskFault, DiskInUse, FolderUnusable
+from cache.disk.io import RETRY_SECONDS
 from cache.disk.spans import FileSnapshot, FileSpan
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START
-from cache.disk.write_queue import RETRY_SECONDS
-from cache.errors import DiskFault, DiskInUse, FolderUnusable
-from cache.layers.points import PointState
-from cache.tokens import TokenArray, common_prefix_length
+from cache.layers.state import PointState
+from cache.types import TokenArray, common_prefix_length
 from tests.support import disk_driver
 from tests.support.disk_driver import (
     CountingFiles,

@@ -1,6 +1,6 @@
 """The bytes that may be written in a day: no change of the wall clock adds or takes any while the process runs."""
 
-from cache.disk.write_budget import DAY_SECONDS, WriteBudget, WriteDay
+from cache.disk.index import DAY_SECONDS, WriteBudget, WriteDay
 
 
 class Clocks:

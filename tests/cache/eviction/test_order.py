@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
-from cache import restore_points
-from cache.eviction import order, policy
-from cache.eviction.policy import Candidate, Chance
-from cache.eviction.value import Valuation
-from cache.layers.points import PointState
+from cache import snapshots
+from cache.eviction import order, value
+from cache.eviction.value import Candidate, Chance, Valuation
+from cache.layers.state import PointState
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
-from cache.restore_points import RestorePointKind
-from cache.snapshots import Snapshot
+from cache.snapshots import RestorePointKind, Snapshot
 from cache.trie import Node, PrefixTrie
 from tests.support import cache_driver, fake_model
 
@@ -113,7 +111,7 @@ def test_among_equals_the_oldest_goes() -> None:
 def test_once_a_conversation_has_begun_the_longest_of_the_silent_goes_first(
     monkeypatch: pytest.MonkeyPatch, newest: str, gone: str
 ) -> None:
-    monkeypatch.setattr(policy, "LONG_TOKENS", 100)
+    monkeypatch.setattr(value, "LONG_TOKENS", 100)
     prefix_cache = cache_of(10_000)
     stories = {"known": story(1), "short": story(2), "long": list(range(3000, 3400)), "new": story(4)}
     for session_id in ("known", "short", "long", newest):
@@ -174,7 +172,7 @@ def test_what_has_no_value_goes_in_the_first_round_and_nothing_else_does() -> No
 
 def test_points_along_a_new_prompt_are_thinned_while_it_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """They took the memory of other conversations until the answer was over."""
-    monkeypatch.setattr(restore_points, "INTERVAL_TOKENS", 500)
+    monkeypatch.setattr(snapshots, "INTERVAL_TOKENS", 500)
     prefix_cache = recurrent()
     wanted: list[int] = []
 

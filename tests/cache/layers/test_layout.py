@@ -7,11 +7,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from cache.layers import arrays
-from cache.layers import segments as segments_module
-from cache.layers.arrays import arrays_in
+from cache.layers import state as arrays
+from cache.layers import state as segments_module
 from cache.layers.layout import GROWTH_TOKENS, Layout
-from cache.layers.segments import Segment
+from cache.layers.state import Segment, arrays_in
 from cache.types import LayerCache
 from tests.support import fake_model
 

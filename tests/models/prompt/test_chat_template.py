@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from cache.layers.mlx_lm_guard import guard_mlx_lm
-from cache.restore_points import RestorePoint, RestorePointKind
+from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.prompt import pieces, text_segments
 from models.prompt.abandonment import Abandoned, abandoned_when

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from cache.restore_points import RestorePointKind
+from cache.snapshots import RestorePointKind
 from models.output.call_watch import CallMarkers
 from server.app import create_app
 from server.config import ServerConfig

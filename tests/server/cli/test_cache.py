@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cache.budget import DiskInUse
 from cache.disk import model_folders
 from cache.disk.model_folders import find_all, place
-from cache.errors import DiskInUse
 from server.cli.main import execute
 from tests.support.disk_driver import open_tier, tokens_of, write
 

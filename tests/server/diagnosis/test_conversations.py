@@ -2,7 +2,7 @@
 
 import pytest
 
-from cache.tokens import common_prefix_length
+from cache.types import common_prefix_length
 from models.prompt.outline import NO_OUTLINE, Outline
 from server.diagnosis import conversations as conversations_module
 from server.diagnosis.account import EvaluatedTurn, Rendered, explain

@@ -11,7 +11,7 @@ import pytest
 from cache.disk import connector
 from cache.disk.tier import DiskTier
 from cache.lease import Tier
-from cache.view import CacheView
+from cache.views import CacheView
 from server.engine import engine as engine_module
 from server.engine.commands import DescribeCache
 from server.engine.engine import Engine, EngineConfig

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.errors import PinLimit
+from cache.budget import PinLimit
 from cache.pins import PinName
 from models.inference.sampling_params import SamplingParams
 from models.output.reasoning_format import ReasoningFormat, Thinking

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.stats import CacheStats
+from cache.journal import CacheStats
 from server.api.context import ServedModel
 from server.engine.stats import EngineStats
 from server.pool.loading import Around

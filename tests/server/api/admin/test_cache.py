@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from cache.errors import PinLimit
+from cache.budget import PinLimit
 from models.prompt.chat_template import ChatRenderer
 from server.api.next_turn import stable_prefix
 from server.app import create_app

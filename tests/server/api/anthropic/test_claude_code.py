@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache.tokens import common_prefix_length
+from cache.types import common_prefix_length
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.request import GenerationRequest

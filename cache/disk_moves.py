@@ -1,21 +1,24 @@
 """Reads from disk what memory lacks of a prompt, and attaches it to the trie.
 
 State is read from disk only beyond what memory can restore; how far beyond is decided by `cache.disk.connector`.
+
+Writes state to disk: what memory is about to evict, and in idle time whatever disk lacks.
 """
 
-from cache.clock import RequestClock
+from collections.abc import Iterator
+
+from cache.budget import DiskFault
 from cache.disk.connector import DiskConnector, DiskMatch
-from cache.disk.read_ahead import Prefetch
-from cache.errors import DiskFault
-from cache.layers.segments import Segment
+from cache.disk.io import Prefetch
+from cache.layers.state import Segment
 from cache.lookup import Lookup, LookupResult, look_up
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.reclaim import Reclaimer
-from cache.restore_points import RestorePointKind
-from cache.snapshots import Snapshot
-from cache.tokens import TokenArray
-from cache.trie import NodeMatch, PrefixTrie
+from cache.slots import RequestClock
+from cache.snapshots import RestorePointKind, Snapshot
+from cache.trie import Node, NodeMatch, PrefixTrie
+from cache.types import TokenArray
 
 MAX_READS = 8
 """Files that may prove unreadable before a prompt is evaluated without the disk."""
@@ -112,3 +115,48 @@ def assert_attachable(trie: PrefixTrie, tokens: TokenArray, segment: Segment | N
     """Asserts that the trie still holds all tokens before those of a segment that was read."""
     first = segment.start if segment is not None else len(tokens)
     assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
+
+
+class Demotion:
+    """Demotes state from memory to disk. Worker thread only."""
+
+    def __init__(self, disk: DiskConnector | None, memory: MemoryTier, pager: Pager) -> None:
+        self.disk = disk
+        """None without a disk tier, and once it is closed: then nothing is written."""
+        self._memory = memory
+        self._pager = pager
+        memory.before_eviction = self._save_dropped
+
+    def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
+        if self.disk is not None:
+            self.disk.save_dropped(trie.namespace, node)
+
+    def save(self) -> Iterator[None]:
+        """Writes the state that is to be kept and not on disk yet, the last used first; one piece with each step.
+
+        For idle time: after any other call to the cache, make a new iterator.
+        """
+        if self.disk is None:
+            return
+        leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]
+        leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
+        for (trie, leaf), used_at in zip(leaves, self.disk.tier.times_of_use(len(leaves)), strict=True):
+            if leaf.parent is not None:
+                yield from self._save_path(self.disk, trie, leaf, used_at)
+
+    def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
+        """Has a conversation written. The snapshot taken at its end for that stays in memory if the budget allows."""
+        path = leaf.path()
+        ends = [
+            slot for slot in self._pager.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot
+        ]
+        tips = [slot.tip for slot in ends]
+        for slot in ends:
+            self._pager.keep_tip(slot)
+        try:
+            yield from disk.save_path(trie.namespace, path, self._pager.copy_live, used_at)
+        finally:
+            for node in tips:
+                is_over = self._memory.ledger.excess_bytes() > 0
+                if is_over and node.parent is not None and node.snapshot is not None:
+                    trie.snap(node, None)

@@ -2,15 +2,73 @@
 
 A component is one array of one layer: its keys, its values, their scales. Rows of many components are packed into few
 arrays, since an allocator may bound the number of live buffers.
+
+Arrays that own their bytes.
+
+A slice of a larger buffer keeps all of that buffer alive, behind the back of whoever counts bytes. So what is stored
+is copied unless it owns its buffer.
+
+Whole state of layers that can be restored only where it was taken: recurrent, convolution, and unknown classes.
 """
 
-from collections.abc import Iterable, Sequence
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from cache.layers.arrays import owned
+from cache.types import LayerCache
+
+_PROBE_BYTES = 1 << 20
+_SMALLEST_BYTES = 8
+"""The smallest allocation on CUDA, where sizes below a page are powers of two."""
+
+
+def owned(array: mx.array) -> mx.array:
+    """Returns `array`, or an evaluated copy of it where it is a view of a larger buffer."""
+    mx.eval(array)
+    if is_view(array):
+        array = mx.array(array)
+        mx.eval(array)
+    return array
+
+
+def is_view(array: mx.array) -> bool:
+    """Whether an evaluated array's buffer is larger than an allocation of its own would be."""
+    return int(mx.get_array_buffer_size(array)) > _allocated_bytes(array.nbytes)
+
+
+def _allocated_bytes(num_bytes: int) -> int:
+    """Returns the size of the buffer that the allocator gives an array, rounded up as on this device."""
+    granule = _granule_bytes()
+    if granule == 1:
+        return num_bytes
+    if num_bytes >= granule:
+        return -(-num_bytes // granule) * granule
+    return max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length()) if num_bytes else _SMALLEST_BYTES
+
+
+@functools.cache
+def _granule_bytes() -> int:
+    """Returns the step in which the allocator sizes large buffers: 1 byte on the CPU, 16 KiB on a GPU."""
+    mx.clear_cache()  # a buffer that was freed may be handed out again although it is larger
+    probe = mx.zeros((_PROBE_BYTES + 1,), mx.uint8)
+    mx.eval(probe)
+    return int(mx.get_array_buffer_size(probe)) - _PROBE_BYTES
+
+
+def arrays_in(value: Any) -> list[mx.array]:
+    """Returns every array that a layer cache reaches, whatever its class calls its state."""
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        value = vars(value).values() if hasattr(value, "__dict__") else ()
+    return [array for part in value for array in arrays_in(part)]
+
 
 PACK_BYTES = 32 << 20
 """Rows of successive layers share one array up to this size: few buffers, yet paging needs little extra memory."""
@@ -172,3 +230,31 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
         held = ", ".join(f"[{start}, {stop})" for start, stop in zip(starts, stops, strict=True)) or "none"
         raise AssertionError(f"of the window rows [{offset - num_rows}, {offset}) some are missing: {held}")
     return offset - starts[0]
+
+
+class PointState:
+    """Whole state of the point layers at one offset. Immutable, and owns its bytes.
+
+    Buffers may be shared with a live cache, array objects never: a model that writes into its state in place
+    changes its own object, and the library gives that a buffer of its own.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self._held = [_copied(cache, owned) for cache in caches]
+        arrays = arrays_in(self._held)
+        self.num_bytes = int(mx.get_array_buffer_size(*arrays)) if arrays else 0
+
+    @property
+    def held(self) -> Sequence[LayerCache]:
+        """The layer caches that carry the state. Not for changing; `PointState(held)` is the same state again."""
+        return self._held
+
+    def put(self, caches: Sequence[LayerCache]) -> None:
+        """Makes this the state of live caches of the same model."""
+        for cache, held in zip(caches, self._held, strict=True):
+            vars(cache).update(vars(_copied(held, lambda array: array)))
+
+
+def _copied(cache: LayerCache, own: Callable[[mx.array], mx.array]) -> LayerCache:
+    """Returns a deep copy of a layer cache; its arrays are new objects over `own(array)`."""
+    return copy.deepcopy(cache, {id(array): own(array[...]) for array in arrays_in(cache)})
