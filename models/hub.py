@@ -3,6 +3,8 @@
 `huggingface_hub` keeps no part of a file whose download is interrupted, and a small model is one file. So weights
 are fetched here first, each into `blobs/<sha256>.part`, which the next attempt continues, and moved to where
 `snapshot_download` finds them; it then fetches the rest and files everything under its name.
+
+What a download tells while it goes on is said in events.
 """
 
 import errno
@@ -16,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import httpx2
 from huggingface_hub import HfApi, get_session, get_token, hf_hub_url, snapshot_download
@@ -30,7 +32,6 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
 
-from models.alternatives import suggest_smaller
 from models.errors import (
     DiskTooFull,
     HubUnreachable,
@@ -50,9 +51,53 @@ from models.names import (
     parse_repository,
     resolve,
     suggest,
+    suggest_smaller,
 )
-from models.pull_events import PlannedFile, PullChecking, PullPlanned, PullProgress, TellPull
-from models.sizes import size_text
+from models.short_names import size_text
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file of a model."""
+
+    name: str
+    num_bytes: int
+    digest: str
+    """Its SHA-256 in hexadecimal; empty for a small file."""
+
+
+@dataclass(frozen=True)
+class PullPlanned:
+    """What is to be fetched is known, and that there is space for it."""
+
+    repository: str
+    files: tuple[PlannedFile, ...]
+
+
+@dataclass(frozen=True)
+class PullProgress:
+    """How far it is."""
+
+    file: PlannedFile | None
+    """The one that is being fetched; None for the small ones together, and at the beginning and the end."""
+    file_bytes: int
+    """What of it is here."""
+    done_bytes: int
+    """What of all files is here, those that were before included."""
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class PullChecking:
+    """A file is all here, and its contents are compared with its digest."""
+
+    file: PlannedFile
+
+
+PullEvent: TypeAlias = PullPlanned | PullProgress | PullChecking
+TellPull: TypeAlias = Callable[[PullEvent], None]
+"""Called on the thread that downloads; what it raises ends the download, and what was fetched is kept."""
+
 
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5

@@ -1,35 +1,157 @@
-"""Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder."""
+"""Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder.
 
+A model folder may hold code of its own. It is never imported or run, and there is no setting that allows it.
+
+Many folders name such code (`auto_map`, which transformers reads) although mlx-lm knows the model and its tokenizer
+is a file: these load, and the code is not looked at. A model that cannot do without is refused in one sentence. Knows
+file formats only, neither mlx-lm nor transformers.
+
+A checksum of a model's weights, made where they are: one pass over memory, little beside the loading.
+
+Each array is taken as 32-bit words; a chunk's sum of word × odd random multiplier, modulo 2^32, changes with any one
+word and with nearly any other change (multiply-shift hashing; Dietzfelbinger et al., 1997). Integer sums do not
+depend on the order of adding, so every device and thread count comes to the same result. It tells models apart that
+their makers made; it does not withstand one who looks for a collision.
+"""
+
+import hashlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from transformers import PreTrainedTokenizerBase
 
-from models import trust, weights
-from models.adapters.switch import AdapterSet
-from models.checksum import checksum
+from models import weights
 from models.errors import ModelBroken, ModelNotFound
-from models.mlx_lm_import import (
-    MODEL_REMAPPING,
-    TokenizerWrapper,
-    load_model,
-    load_tokenizer,
-    make_prompt_cache,
-)
+from models.lora import AdapterSet
+from models.mlx_lm_import import MODEL_REMAPPING, TokenizerWrapper, load_model, load_tokenizer, make_prompt_cache
 from models.output.detokenizer import Detokenizer, markers
-from models.output.reasoning_format import ReasoningFormat, find_reasoning_format
-from models.output.tool_format import ToolFormat
-from models.output.tool_formats.find import ToolSyntax, find_tool_syntax, markers_of
-from models.output.tool_formats.harmony import HARMONY_REASONING, HarmonyFormat
+from models.output.reasoning import ReasoningFormat, find_reasoning_format
+from models.output.tool_calls import ToolFormat
+from models.output.tool_formats import HARMONY_REASONING, HarmonyFormat, ToolSyntax, find_tool_syntax, markers_of
 from models.precision import Precision, choose_precision, convert, measure
+
+_NEVER_RUN = "which mlx-serve never runs"
+
+
+def check_model_code(config: dict[str, Any], name: str) -> None:
+    """Raises ModelBroken for a configuration that has the model built by a file of the folder."""
+    if config.get("model_file") is not None:
+        raise ModelBroken(
+            f"{name}: config.json has the model built by code of the folder ({_shown(config['model_file'])}), "
+            f"{_NEVER_RUN}; choose a conversion without model_file"
+        )
+
+
+def hint_at_own_code(config: dict[str, Any]) -> str:
+    """Returns what to add for an architecture that is unknown, where the folder brings code for it; maybe empty."""
+    code = _code_in(config.get("auto_map"), ("AutoModelForCausalLM", "AutoModel", "AutoConfig"))
+    if code is None:
+        return ""
+    return f", and the folder's own code for it ({code}) is never run; choose a model of a type that mlx-lm knows"
+
+
+def check_tokenizer_code(folder: Path, name: str) -> None:
+    """Raises ModelBroken for a tokenizer that is code, with no `tokenizer.json` in its place.
+
+    What else transformers would take then may cut texts otherwise than the model has learned it.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return
+    code = tokenizer_code(folder)
+    if code is not None:
+        raise ModelBroken(refusal_of_tokenizer(name, code))
+
+
+def tokenizer_code(folder: Path) -> str | None:
+    """Returns the class that a folder names for its tokenizer, such as `tokenization_x.XTokenizer`; maybe None."""
+    for file in ("tokenizer_config.json", "config.json"):
+        code = _code_in(_read_object(folder / file).get("auto_map"), ("AutoTokenizer",))
+        if code is not None:
+            return code
+    return None
+
+
+def refusal_of_tokenizer(name: str, code: str) -> str:
+    """Returns why a tokenizer that needs `code` is not loaded."""
+    return (
+        f"{name}: its tokenizer is code of the folder ({code}), {_NEVER_RUN}; choose a conversion whose "
+        "tokenizer.json says all, without auto_map in tokenizer_config.json"
+    )
+
+
+def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
+    """Returns the first class that `auto_map` names for `kinds`; older folders give a tokenizer's as a list alone."""
+    if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
+        auto_map = {"AutoTokenizer": auto_map}
+    if not isinstance(auto_map, dict):
+        return None
+    for kind in kinds:
+        named = auto_map.get(kind)
+        found = [code for code in (named if isinstance(named, list) else [named]) if isinstance(code, str)]
+        if found:
+            return _shown(found[-1])
+    return None
+
+
+def _shown(code: Any, limit: int = 100) -> str:
+    text = " ".join(str(code).split())
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+_CHUNK_WORDS: Final = 1 << 22
+_WORD_BYTES: Final = 4
+_SEED: Final = 20_26
+
+
+def checksum(arrays: Iterable[tuple[str, mx.array]]) -> str:
+    """Returns 16 hexadecimal digits that differ for arrays of other names, types, shapes, or any other bytes."""
+    multipliers = mx.array(np.random.default_rng(_SEED).integers(1 << 32, size=_CHUNK_WORDS, dtype=np.uint32) | 1)
+    digest = hashlib.blake2b(digest_size=8)
+    for name, array in sorted(arrays, key=lambda named: named[0]):
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        digest.update(np.array(_chunk_sums(array, multipliers)).tobytes())
+    return digest.hexdigest()
+
+
+def _chunk_sums(array: mx.array, multipliers: mx.array) -> mx.array:
+    """Returns one uint32 for each chunk of an array; shape [num_chunks]."""
+    if array.size == 0:
+        return mx.zeros(0, mx.uint32)
+    words = _words(array)
+    sums = []
+    for start in range(0, words.size, _CHUNK_WORDS):
+        chunk = words[start : start + _CHUNK_WORDS]
+        sums.append(mx.sum(chunk * multipliers[: chunk.size]))
+        # At once, or the products of all chunks of a large array would be held together.
+        mx.eval(sums[-1])
+    return mx.stack(sums)
+
+
+def _words(array: mx.array) -> mx.array:
+    flat = array.reshape(-1)
+    if flat.itemsize < _WORD_BYTES:
+        flat = mx.view(flat, mx.uint8 if flat.itemsize == 1 else mx.uint16)
+        missing = -flat.size % (_WORD_BYTES // flat.itemsize)
+        flat = mx.pad(flat, (0, missing)) if missing else flat
+    return mx.view(flat, mx.uint32)
+
 
 DEFAULT_CONTEXT_TOKENS = 32_768
 """For configurations that name no limit, as those of purely recurrent models."""
@@ -131,10 +253,10 @@ def check(path: Path, name: str) -> None:
     """Raises what `load` raises for files that are missing, damaged or of an unknown kind; reads little of them."""
     _check_folder(path, name)
     config = _load_config(path, name)
-    trust.check_model_code(config, name)
+    check_model_code(config, name)
     _check_model_type(config, name)
     _check_num_layers(config, weights.find_weight_files(path), name)
-    trust.check_tokenizer_code(path, name)
+    check_tokenizer_code(path, name)
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
@@ -227,7 +349,7 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
     module = MODEL_REMAPPING.get(model_type, model_type)
     if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
         unknown = f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}"
-        raise ModelBroken(f"{unknown}{trust.hint_at_own_code(config)}")
+        raise ModelBroken(f"{unknown}{hint_at_own_code(config)}")
 
 
 def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> None:
@@ -284,9 +406,9 @@ def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerW
     except ModelBroken:
         raise
     except Exception as error:  # tokenizer classes raise anything for a file that is missing or damaged
-        code = trust.tokenizer_code(path)
+        code = tokenizer_code(path)
         if code is not None:
-            raise ModelBroken(trust.refusal_of_tokenizer(name, code)) from error
+            raise ModelBroken(refusal_of_tokenizer(name, code)) from error
         raise ModelBroken(f"{name}: its tokenizer cannot be loaded: {_first_lines(error)}") from error
 
 

@@ -3,6 +3,8 @@
 A name is `demo` or `demo-hybrid` (the models that come with the project), one of our own (`models.store`), a folder,
 a short name like `qwen3:0.6b`, or a Hugging Face repository that is in the local cache, as `org/name[@revision]` or
 by its address on the hub. `models.hub` brings repositories there.
+
+Names a smaller model for a machine that cannot hold the one that was asked for.
 """
 
 import contextlib
@@ -11,14 +13,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from models.errors import ModelBroken, ModelError, ModelNotFound, reason
-from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, like
+from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, largest, like
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
 from models.weights import other_formats
@@ -431,3 +433,35 @@ def _read_json(path: Path) -> dict[str, dict[str, str]]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+GENERAL = "qwen3"
+"""The family that is named in place of one of which nothing is known."""
+
+
+def suggest_smaller(name: str, limit_bytes: int) -> str | None:
+    """Returns the short name of the largest model that takes at most `limit_bytes`; None if none does.
+
+    Of the family that `name` belongs to, else of one that is called alike, else of any.
+    """
+    everything = [one for family in FAMILIES.values() for one in family]
+    for candidates in (_within(name, _letters_and_digits), _within(name, _letters), FAMILIES[GENERAL], everything):
+        found = largest(candidates, limit_bytes)
+        if found is not None:
+            return found.name
+    return None
+
+
+def _within(name: str, key: Callable[[str], str]) -> Sequence[ShortName]:
+    """Returns the models of the families that `name` names, the longest name first."""
+    families = [family for family in FAMILIES if key(family) in key(name)]
+    longest = max((len(key(family)) for family in families), default=0)
+    return [one for family in families if len(key(family)) == longest for one in FAMILIES[family]]
+
+
+def _letters_and_digits(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^a-z]", "", text.lower())

@@ -2,6 +2,8 @@
 
 `qwen3:8b` is a family and a size, in the usual quantization; `qwen3:8b-8bit` names another one. What they stand for
 is in `short_names.toml`.
+
+Sizes as people read them.
 """
 
 import re
@@ -91,3 +93,11 @@ def largest(names: Sequence[ShortName], limit_bytes: int) -> ShortName | None:
 
 def _plain(text: str) -> str:
     return re.sub(r"[\s_-]", "", text).lower()
+
+
+def size_text(num_bytes: int) -> str:
+    """Returns a size as people read it, such as `3.4 GB`; a GB is 10^9 bytes."""
+    for unit, bytes_per_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= bytes_per_unit:
+            return f"{num_bytes / bytes_per_unit:.1f} {unit}"
+    return f"{num_bytes} bytes"

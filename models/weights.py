@@ -158,7 +158,7 @@ def fingerprint(folder: Path) -> str:
 
     They cover configuration, tokenizer and templates whole. Of the weights they cover every tensor's name,
     type and shape and `_SAMPLE_BYTES` from its middle, so that no model has to be read to be told from others; what
-    differs elsewhere is seen once it is loaded (`models.checksum`).
+    differs elsewhere is seen once it is loaded (`models.loader`).
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(folder):

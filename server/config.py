@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from models.adapters.adapter import parse_adapter
+from models.adapter import parse_adapter
 from server.pool.keep_alive import parse_keep_alive
 from server.pool.names import parse_alias
 

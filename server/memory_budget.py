@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.sizes import size_text
+from models.short_names import size_text
 
 USABLE_SHARE = 0.75
 """The share of the machine's memory for weights and state; the rest is for the system, other programs and a step's

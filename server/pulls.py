@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from models.hub import PullEvent, PullProgress, TellPull
 from models.names import parse_repository
-from models.pull_events import PullEvent, PullProgress, TellPull
 from server.pool.loading import on_thread
 
 MAX_TOGETHER = 2

@@ -15,22 +15,20 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from models import weights
-from models.adapters.adapter import parse_adapter
-from models.alternatives import suggest_smaller
-from models.embedding_format import EmbeddingFormat, read_embedding_format
+from models.adapter import parse_adapter
 from models.errors import EmbeddingUnsupported, InvalidParameter, ModelError
-from models.inference.grammar_compiler import GrammarCompiler
+from models.formats import EmbeddingFormat, RerankFormat, read_embedding_format, read_rerank_format
+from models.inference.grammar import GrammarCompiler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, read_config, release
 from models.mlx_lm_import import get_total_parameters
-from models.names import BUILT_IN, find_stored, identity_of, resolve, shorten
-from models.output.reasoning_format import ReasoningFormat
-from models.output.token_texts import TokenTexts
+from models.names import BUILT_IN, find_stored, identity_of, resolve, shorten, suggest_smaller
+from models.output.detokenizer import TokenTexts
+from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
-from models.rerank_format import RerankFormat, read_rerank_format
-from models.sizes import size_text
+from models.short_names import size_text
 from server.api.context import ListedModel, ServedModel
 from server.api.model_facts import ModelFacts, architecture_facts
 from server.claims import Claim
@@ -412,7 +410,7 @@ def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[st
     if not config.adapters or loaded.name != model_id(config.models[0]):
         return loaded
     # Brings along all of mlx-lm's training.
-    from models.adapters.attach import attach
+    from models.lora_files import attach
 
     tell("reading adapters")
     is_converted = loaded.precision is not Precision.STORED

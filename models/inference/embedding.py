@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.types import LayerCache
-from models.adapters.adapter import NO_ADAPTER
-from models.adapters.switch import AdapterSet, selecting
-from models.embedding_format import Pooling
+from models.adapter import NO_ADAPTER
 from models.errors import EmbeddingUnsupported
+from models.formats import Judgement, Pooling, Reading
+from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
-from models.rerank_format import Judgement, Reading
 
 Vector: TypeAlias = NDArray[np.float32]
 """`[dimensions]`, of length 1; of a judgement the probability alone."""

@@ -3,8 +3,8 @@
 A model may do anything with its layer caches, so a list of model classes cannot answer this. Rows of different
 lengths are decoded together, and each is compared with the same row decoded alone: the logits, and what every layer
 writes into its caches, where a wrong position shows at once. There are rows before, at and beyond every length at
-which the model may change what it does (`models.inference.borders`); the long ones are made up
-(`models.inference.probe_rows`).
+which the model may change what it does (`models.inference.probe`); the long ones are made up
+(`models.inference.probe`).
 
 The same arithmetic in another order rounds differently. So each row is also evaluated alone as one chunk: the
 *spread* between that and token by token says how much difference is rounding. Rounding may also change a discrete
@@ -13,9 +13,23 @@ the same row, step and layer; only faults that come back count.
 
 The time is bounded. A model that is not proven correct within it decodes its rows one after another.
 Worker thread only.
+
+Synthetic long rows for the probe: state of any length without evaluating as many tokens.
+
+A decode step depends on a row's length and on the contents of its layer caches, not on how they were computed. So
+keys and values are drawn from those of a few real tokens. Values at the borders, where a window ends or a chunk
+begins, are made large: a mask that is wrong by one token then changes what the layer puts out by a good part, not by
+one part in a thousand. Point state has one size at all lengths, so it is only varied.
+
+The lengths at which a model's attention may change: sliding windows, chunks, an indexer's selection.
+
+Sizes come from three places: layer caches that keep a bounded number of rows, windows that the model asks its caches'
+masks for, and numbers of its configuration whose names suggest a bound of attention. A number that has nothing to do
+with attention only costs the probe one more length.
 """
 
 import logging
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +38,180 @@ from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 from cache.types import LayerCache
-from models.inference.borders import find_borders, spy_on_masks
-from models.inference.probe_rows import bytes_per_token, copy_row, fill, last_rows
-from models.inference.ragged import RaggedBatch, leaves, ragged_attention
-from models.mlx_lm_import import ArraysCache, make_prompt_cache
+from models.inference.ragged import NotRagged, RaggedBatch, leaves, ragged_attention
+from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 logger = logging.getLogger(__name__)
+
+_BORDER_TOKENS = 6
+"""How many tokens around a border have large values: a row passes the border in fewer steps."""
+_MAX_GAIN = 16.0
+"""Half precision must not overflow in a layer that attends to one of the large values alone."""
+
+
+def fill(
+    caches: Sequence[LayerCache], short: Sequence[LayerCache], num_tokens: int, borders: Sequence[int], seed: int
+) -> None:
+    """Makes fresh `caches` a row of `num_tokens` tokens, like `short`, which holds a few; the same for one seed.
+
+    `borders` are distances from the row's end. Raises `NotRagged` for a class that is not known here.
+    """
+    gains = _gains(num_tokens, borders)
+    for index, (cache, source) in enumerate(zip(leaves(caches), leaves(short), strict=True)):
+        rng = np.random.default_rng([seed, index])
+        if isinstance(source, ArraysCache):
+            cache.cache = [None if state is None else _varied(state, rng) for state in source.cache]
+        elif not isinstance(source, KVCache | RotatingKVCache):
+            raise NotRagged(f"rows of {type(source).__name__} cannot be made up")
+        elif source.keys is not None:  # some models leave caches unused, whose layers share others' keys
+            _fill_rows(cache, source, num_tokens, gains, rng)
+
+
+def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
+    """Makes fresh `caches` hold the state of `source`, which does not change with them."""
+    for cache, original in zip(leaves(caches), leaves(source), strict=True):
+        vars(cache).update({name: _same(value) for name, value in vars(original).items()})
+
+
+def _same(value: Any) -> Any:
+    """The value itself, arrays as new objects: writing into an array changes the object, not what it was made of."""
+    if isinstance(value, list):
+        return [_same(part) for part in value]
+    return value[...] if isinstance(value, mx.array) else value
+
+
+def bytes_per_token(caches: Sequence[LayerCache]) -> int:
+    """Returns the bytes of keys and values per token; an upper bound for rows longer than a window."""
+    rows = [cache for cache in leaves(caches) if isinstance(cache, KVCache | RotatingKVCache)]
+    return sum(a.nbytes // a.shape[2] for cache in rows if cache.keys is not None for a in (cache.keys, cache.values))
+
+
+def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
+    """Returns keys and values of the last `count` tokens, `[1, num_heads, count, head_dim]`; empty if unused."""
+    if cache.keys is None:
+        return []
+    if isinstance(cache, RotatingKVCache):
+        return [cache._temporal_order(rows)[..., -count:, :] for rows in (cache.keys, cache.values)]
+    return [rows[..., cache.offset - count : cache.offset, :] for rows in (cache.keys, cache.values)]
+
+
+def _gains(num_tokens: int, borders: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Returns the factor by which the values of each token are enlarged, `[num_tokens]`."""
+    from_end = np.arange(num_tokens, 0, -1)
+    at_border = np.zeros(num_tokens, bool)
+    at_border[:1] = at_border[-1:] = True
+    for border in borders:
+        at_border |= abs(from_end - border) < _BORDER_TOKENS
+    return np.where(at_border, min(num_tokens**0.5, _MAX_GAIN), 1.0)
+
+
+def _varied(state: mx.array, rng: np.random.Generator) -> mx.array:
+    return state * mx.array(rng.uniform(0.5, 1.5, state.shape)).astype(state.dtype)
+
+
+def _fill_rows(
+    cache: LayerCache, source: LayerCache, num_tokens: int, gains: np.ndarray[Any, Any], rng: np.random.Generator
+) -> None:
+    is_ring = isinstance(source, RotatingKVCache)
+    num_rows = min(num_tokens, source.max_size) if is_ring else num_tokens
+    keys, values = last_rows(source, source.offset)
+    arrays = [_drawn_keys(keys, num_rows, rng), _drawn_values(values, gains[-num_rows:], rng)]
+    cache.offset = num_tokens
+    if is_ring:
+        cache._idx = num_rows
+        if num_tokens > num_rows and source.keep == 0:  # as one that went round, its oldest row in the middle
+            cache._idx = num_tokens % num_rows or num_rows
+            arrays = [mx.roll(array, cache._idx, 2) for array in arrays]
+    cache.keys, cache.values = arrays
+
+
+def _drawn_keys(keys: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
+    """Keys around those of real tokens: what all have in common stays, and attention as sharp as it was."""
+    one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
+    return one + (other - third) * mx.array(0.3, keys.dtype)
+
+
+def _drawn_values(values: mx.array, gains: np.ndarray[Any, Any], rng: np.random.Generator) -> mx.array:
+    """Values of either sign, so that many together come to little and one large one shows."""
+    signs = gains * rng.choice([-1.0, 1.0], len(gains))
+    return _drawn(values, len(gains), rng) * mx.array(signs[:, None]).astype(values.dtype)
+
+
+def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
+    return mx.take(rows, mx.array(rng.integers(0, rows.shape[2], num_rows)), axis=2)
+
+
+MAX_NAMED_TOKENS = 8192
+"""Larger numbers of a configuration are ignored: often they repeat the context. Those of caches and masks count."""
+
+_SIZE = re.compile(r"(window|window_size|chunk_size|index_topk)$")
+_BLOCKS = re.compile(r"^(.*)topk_blocks$")
+
+
+def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
+    """Returns the lengths in tokens, ascending, at which attention may change.
+
+    `asked_windows` are those that `spy_on_masks` has collected in a call of the model.
+    """
+    kept = {int(size) for cache in leaves(caches) for size in _bounds(cache)}
+    named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
+    return sorted(size for size in kept | asked_windows | named if size > 1)
+
+
+def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
+    """Returns a set that fills with the windows that a model asks the masks of `caches` for, as it is called."""
+    windows: set[int] = set()
+    for cache in leaves(caches):
+        if hasattr(cache, "make_mask"):
+            cache.make_mask = _spying(cache.make_mask, windows)
+    return windows
+
+
+def _spying(make_mask: Any, windows: set[int]) -> Any:
+    def spy(*args: Any, **options: Any) -> Any:
+        asked = (*args[1:2], options.get("window_size"))
+        windows.update(size for size in asked if isinstance(size, int) and not isinstance(size, bool))
+        return make_mask(*args, **options)
+
+    return spy
+
+
+def _bounds(cache: LayerCache) -> Iterator[int]:
+    for name in ("max_size", "chunk_size"):
+        if isinstance(size := getattr(cache, name, None), int):
+            yield size
+
+
+def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
+    """Sizes among the fields of `value` and of what it consists of: modules, configurations, lists, dicts."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    fields = _fields(value)
+    for name, field in fields.items():
+        if isinstance(field, int) and not isinstance(field, bool):
+            yield from _size(str(name), field, fields)
+        elif isinstance(field, dict | list | tuple) or hasattr(field, "__dict__"):
+            yield from _named_sizes(field, seen)
+
+
+def _fields(value: Any) -> dict[Any, Any]:
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    own = dict(value) if isinstance(value, dict) else {}
+    return own | (vars(value) if hasattr(value, "__dict__") and (isinstance(value, Module) or not own) else {})
+
+
+def _size(name: str, number: int, fields: dict[Any, Any]) -> Iterator[int]:
+    if _SIZE.search(name):
+        yield number
+    elif (blocks := _BLOCKS.match(name)) and isinstance(size := fields.get(f"{blocks[1]}block_size"), int):
+        yield number * size  # an indexer that selects whole blocks
+
 
 MAX_SECONDS = 30.0
 """Time limit of the whole probe, which one model call may exceed. A slower machine gains little from ragged

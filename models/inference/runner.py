@@ -26,6 +26,8 @@ may or may not hold the new token, layer by layer. The caller discards those row
 rows are unharmed. This module knows no requests, no text, and no stored state.
 
 Worker thread only.
+
+How likely the model held the tokens of a decode step, for the rows that are to tell it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,19 +40,70 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.types import LayerCache
-from models.adapters import mixing
-from models.adapters.adapter import NO_ADAPTER
-from models.adapters.switch import AdapterSet, selecting
+from models import lora
+from models.adapter import NO_ADAPTER
 from models.inference import probe
-from models.inference.logprobs import StepLogprobs
 from models.inference.ragged import RaggedBatch, own_point_state, ragged_attention
-from models.inference.recent_tokens import TokenIds
-from models.inference.row_sampling import RowSampling
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_state import RowSampling, TokenIds
+from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
 from models.output.grammar import MaskWords
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
+
+
+@dataclass(eq=False)
+class StepLogprobs:
+    """The distributions of some rows of a step: those of the model, before anything that changes what is sampled.
+
+    Arrays have one row for each row of the step that tells, and are lazy until they are evaluated with the step.
+    """
+
+    places: dict[int, int]
+    """Row of the step to row of the arrays."""
+    num_top: list[int]
+    """How many of the likeliest tokens each of them tells."""
+    all: mx.array
+    """Natural logarithms of the probabilities, float32 `[num_telling, vocab_size]`."""
+    top_ids: mx.array
+    """The likeliest tokens, the likeliest first, uint32 `[num_telling, max(num_top)]`."""
+
+    @classmethod
+    def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "StepLogprobs | None":
+        """Returns the distributions of the rows that tell, from logits `[num_rows, vocab_size]`; None without one."""
+        telling = [row for row, one in enumerate(params) if one.top_logprobs is not None]
+        if not telling:
+            return None
+        num_top = [params[row].top_logprobs or 0 for row in telling]
+        chosen = logits[mx.array(telling)].astype(mx.float32)
+        found = chosen - mx.logsumexp(chosen, axis=-1, keepdims=True)
+        places = {row: place for place, row in enumerate(telling)}
+        return cls(places, num_top, found, _likeliest(found, max(num_top)))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What is to be evaluated before `read`."""
+        return [self.all, self.top_ids]
+
+    def read(self, row: int, token: int) -> TokenLogprob | None:
+        """Returns what a row of the step tells of `token`, which may be another than the sampled one."""
+        place = self.places.get(row)
+        if place is None:
+            return None
+        # Views, where memory is shared: nothing is computed or copied.
+        found, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[place]]
+        return TokenLogprob(token, float(found[token]), tuple((int(one), float(found[one])) for one in ids))
+
+
+def _likeliest(found: mx.array, count: int) -> mx.array:
+    """Returns the ids of the `count` largest of each row, the largest first."""
+    if count == 0:
+        return mx.zeros((found.shape[0], 0), mx.uint32)
+    ids = mx.argpartition(-found, kth=count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(found, ids, axis=-1), axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1)
+
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_STEPS = 256
@@ -119,7 +172,7 @@ class Runner:
         self._prefilled_tokens = 0
         self._num_steps = 0
         self.is_ragged = probe.is_ragged(model, vocab_size, max_seconds=max_probe_seconds)
-        self.mixes = adapters is not None and self.is_ragged and mixing.can_mix(model, adapters, vocab_size)
+        self.mixes = adapters is not None and self.is_ragged and lora.can_mix(model, adapters, vocab_size)
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def make_caches(self) -> list[LayerCache]:

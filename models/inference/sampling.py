@@ -9,21 +9,196 @@ A draw adds Gumbel noise and takes the maximum (Gumbel-max trick: Maddison, Tarl
 section 2). The noise comes from a key made of the request's seed and the number of tokens drawn before, so it does
 not depend on which rows share the step, and a small rounding difference in the logits seldom changes the token.
 Kernels do round differently with the number of rows and with the chunks that a prompt was evaluated in.
+
+Which tokens may be drawn, for some rows of a decode step at once.
+
+The order is top-n-sigma, top-k, top-p, min-p, typical-p, XTC. A filter takes log-probabilities up to a constant and
+returns them with -inf for what it drops. It keeps at least one token of each row, and all that tie with the last one
+kept. Where no row asks for it, `of` returns None and nothing is computed; a row that does not ask loses nothing.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from models.inference.row_sampling import RowSampling
-from models.inference.sampling_bans import bans_of
-from models.inference.sampling_filters import filters_of
+from models.inference.penalties import bans_of, penalties_of
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_penalties import penalties_of
+from models.inference.sampling_state import RowSampling
 from models.output.grammar import MaskWords
+
+ALL_MASS = 2.0
+"""A share of probability that is never reached: rounding must not drop the tail of a row that wants all of it."""
+
+
+class Filter(Protocol):
+    """One filter of all rows of a step."""
+
+    def apply_to(self, scaled: mx.array) -> mx.array:
+        """Returns `scaled`, float32 `[num_rows, vocab_size]`, with -inf for the tokens that are dropped."""
+        ...
+
+
+def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
+    """Returns the filters that at least one of the rows asks for, in the order in which they apply."""
+    params = [row.params for row in rows]
+    found: list[Filter | None] = [
+        _NearMaximum.of(params),
+        _Likeliest.of(params, vocab_size),
+        _Typical.of(params),
+        _Xtc.of(rows),
+    ]
+    return [one for one in found if one is not None]
+
+
+@dataclass
+class _NearMaximum:
+    """Top-n-sigma: keeps what is within n standard deviations of the logits below the largest one.
+
+    (Tang, Liu, Xu et al., "Top-nσ: Not All Logits Are You Need", 2024, section 3.) Temperature changes nothing of it.
+    The maximum of each row must be 0.
+    """
+
+    num_deviations: mx.array
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "_NearMaximum | None":
+        wanted = [0.0 if p.is_greedy else p.top_n_sigma for p in params]
+        return cls(_column(wanted)) if max(wanted) > 0 else None
+
+    def apply_to(self, scaled: mx.array) -> mx.array:
+        is_there = scaled > -math.inf
+        count = is_there.sum(axis=-1, keepdims=True)
+        mean = mx.where(is_there, scaled, 0.0).sum(axis=-1, keepdims=True) / count
+        variance = mx.where(is_there, (scaled - mean) ** 2, 0.0).sum(axis=-1, keepdims=True) / count
+        floor = mx.where(self.num_deviations > 0, -self.num_deviations * mx.sqrt(variance), -math.inf)
+        return mx.where(scaled >= floor, scaled, -math.inf)
+
+
+@dataclass
+class _Likeliest:
+    """Top-k, then top-p, then min-p. The likeliest `num_sorted` tokens suffice to find the cut of every row.
+
+    The maximum of each row must be 0.
+    """
+
+    top_k: mx.array
+    top_p: mx.array | None
+    is_uncut: mx.array
+    num_sorted: int
+    log_min_p: mx.array | None
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> "_Likeliest | None":
+        top_k = [p.top_k if 0 < p.top_k < vocab_size and not p.is_greedy else vocab_size for p in params]
+        top_p = [p.top_p if p.top_p < 1 and not p.is_greedy else ALL_MASS for p in params]
+        log_min_p = [math.log(p.min_p) if p.min_p > 0 and not p.is_greedy else -math.inf for p in params]
+        cuts = [k for k, mass in zip(top_k, top_p, strict=True) if k < vocab_size or mass < 1]
+        if not cuts and max(log_min_p) == -math.inf:
+            return None
+        return cls(
+            top_k=mx.array(top_k)[:, None],
+            top_p=_column(top_p) if min(top_p) < 1 else None,
+            is_uncut=mx.array([k == vocab_size and mass > 1 for k, mass in zip(top_k, top_p, strict=True)])[:, None],
+            num_sorted=max(cuts, default=0),
+            log_min_p=_column(log_min_p) if max(log_min_p) > -math.inf else None,
+        )
+
+    def apply_to(self, scaled: mx.array) -> mx.array:
+        floor = mx.array(-math.inf)
+        if self.num_sorted:
+            floor = mx.where(self.is_uncut, floor, self._floor_of_likeliest(scaled))
+        if self.log_min_p is not None:
+            floor = mx.maximum(floor, self.log_min_p)
+        return mx.where(scaled >= floor, scaled, -math.inf)
+
+    def _floor_of_likeliest(self, scaled: mx.array) -> mx.array:
+        """The value `[num_rows, 1]` of the last token that top-k and then top-p keep."""
+        descending = _largest(scaled, self.num_sorted)
+        floor = mx.take_along_axis(descending, mx.minimum(self.top_k, self.num_sorted) - 1, axis=-1)
+        if self.top_p is None:
+            return floor
+        probs = mx.softmax(mx.where(descending >= floor, descending, -math.inf), axis=-1)
+        num_kept = _num_within(probs, self.top_p)
+        return mx.maximum(floor, mx.take_along_axis(descending, num_kept - 1, axis=-1))
+
+
+@dataclass
+class _Typical:
+    """Keeps the tokens whose information is nearest to that expected of the row, until they have a share of the mass.
+
+    Locally typical sampling: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2023, section 4.
+    """
+
+    mass: mx.array
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "_Typical | None":
+        mass = [p.typical_p if p.typical_p < 1 and not p.is_greedy else ALL_MASS for p in params]
+        return cls(_column(mass)) if min(mass) < 1 else None
+
+    def apply_to(self, scaled: mx.array) -> mx.array:
+        log_probs = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
+        probs = mx.exp(log_probs)
+        entropy = -mx.where(probs > 0, probs * log_probs, 0.0).sum(axis=-1, keepdims=True)
+        distance = mx.abs(log_probs + entropy)
+        order = mx.argsort(distance, axis=-1)
+        num_kept = _num_within(mx.take_along_axis(probs, order, axis=-1), self.mass)
+        last = mx.take_along_axis(order, num_kept - 1, axis=-1)
+        return mx.where(distance <= mx.take_along_axis(distance, last, axis=-1), scaled, -math.inf)
+
+
+@dataclass
+class _Xtc:
+    """Exclude top choices: at some draws, of the tokens that are likely enough only the least likely one is kept.
+
+    Whether a draw is one of these is itself random; it depends on the request's seed and position alone. The method
+    is that of llama.cpp, where tokens like the end of the turn may be dropped too.
+    """
+
+    rows: list[RowSampling]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSampling]) -> "_Xtc | None":
+        return cls(list(rows)) if any(map(_asks_for_xtc, rows)) else None
+
+    def apply_to(self, scaled: mx.array) -> mx.array:
+        thresholds = [_xtc_threshold(row) for row in self.rows]
+        if min(thresholds) >= ALL_MASS:
+            return scaled
+        is_likely = (mx.softmax(scaled, axis=-1) >= _column(thresholds)) & (scaled > -math.inf)
+        ceiling = mx.where(is_likely, scaled, math.inf).min(axis=-1, keepdims=True)
+        return mx.where(scaled <= ceiling, scaled, -math.inf)
+
+
+def _asks_for_xtc(row: RowSampling) -> bool:
+    return row.params.xtc_probability > 0 and not row.params.is_greedy
+
+
+def _xtc_threshold(row: RowSampling) -> float:
+    """The probability from which a token is likely in the next draw; one that is never reached if it is spared."""
+    is_struck = _asks_for_xtc(row) and row.chance("xtc") < row.params.xtc_probability
+    return row.params.xtc_threshold if is_struck else ALL_MASS
+
+
+def _num_within(probs: mx.array, mass: mx.array) -> mx.array:
+    """How many of the first `probs` of each row it takes to have `mass` of them, at least 1: `[num_rows, 1]`."""
+    return (mx.cumsum(probs, axis=-1) - probs < mass).sum(axis=-1, keepdims=True)
+
+
+def _largest(values: mx.array, count: int) -> mx.array:
+    """The `count` largest values of each row, descending."""
+    negated = -values
+    if count < values.shape[-1]:
+        negated = mx.partition(negated, count - 1, axis=-1)[:, :count]
+    return -mx.sort(negated, axis=-1)
+
+
+def _column(values: Iterable[float]) -> mx.array:
+    return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 class BatchSampler:
@@ -129,10 +304,6 @@ def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
         bits = np.unpackbits(words.view(np.uint8), count=min(words.size * 32, vocab_size), bitorder="little")
         row[: bits.size] = bits
     return mx.array(allowed)
-
-
-def _column(values: Iterable[float]) -> mx.array:
-    return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 def _gumbel_noise(keys: mx.array, vocab_size: int) -> mx.array:

@@ -6,12 +6,17 @@ token needs nothing but the token, and a UTF-8 decoder holds back what is not ye
 asked for the text of the last tokens with and without the new one.
 
 Knows no requests and no sampling. A `Detokenizer` serves all sequences of a model, a `StreamDecoder` serves one.
+
+What single tokens, and lists of them, are as text: every one, special tokens too.
+
+Which of a model's tokens hold a text. Knows no tokenizer but the bytes of single tokens.
 """
 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
@@ -162,3 +167,55 @@ class StreamDecoder:
         text = self._detokenizer.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+class TokenTexts:
+    """The texts of one model's tokens. For any thread."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        """`detokenizer` is borrowed."""
+        self._detokenizer = detokenizer
+
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes of one token, which may be a part of a character; none for an id without a token."""
+        if self._detokenizer.encodes_bytes:
+            return self._detokenizer.bytes_of(token_id)
+        return self._decode([token_id]).encode()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, with U+FFFD for what is no character."""
+        if self._detokenizer.encodes_bytes:
+            return b"".join(map(self._detokenizer.bytes_of, token_ids)).decode(errors="replace")
+        return self._decode(list(token_ids))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        tokenizer = self._detokenizer.tokenizer
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+MAX_KEPT = 256
+"""Texts whose tokens are kept."""
+
+
+class TokenSearch:
+    """Looks for texts in one model's tokens. For any thread. The first search reads all tokens and takes a while."""
+
+    def __init__(self, piece: Callable[[int], bytes], vocab_size: int) -> None:
+        """`piece` returns the bytes of one token."""
+        self._piece = piece
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._pieces: list[bytes] | None = None
+        self._found: dict[str, tuple[int, ...]] = {}
+
+    def containing(self, text: str) -> tuple[int, ...]:
+        """Returns the tokens whose text holds all of `text`, which is not empty, in ascending order."""
+        with self._lock:
+            if self._pieces is None:
+                self._pieces = [self._piece(token_id) for token_id in range(self._vocab_size)]
+            if text not in self._found:
+                if len(self._found) >= MAX_KEPT:
+                    self._found.clear()
+                wanted = text.encode()
+                self._found[text] = tuple(index for index, piece in enumerate(self._pieces) if wanted in piece)
+            return self._found[text]

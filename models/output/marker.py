@@ -2,6 +2,8 @@
 
 Text is held back while it could be the beginning of a marker, and no longer. Stop strings and the markers around tool
 calls are found this way. Knows neither.
+
+Ends a text at the first stop string.
 """
 
 from collections.abc import Sequence
@@ -88,3 +90,23 @@ class _PrefixAutomaton:
                 return 0
             num_matched = self._fallback[num_matched]
         return num_matched + 1
+
+
+class StopStringMatcher:
+    """Finds the first stop string in the text of one sequence; holds back what could be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """`stops` may be empty; none of them is an empty string."""
+        self._search = MarkerSearch(stops)
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Returns the text that is safe to emit, and the stop string if one is complete: then the text before it.
+
+        After a stop string nothing more may be pushed.
+        """
+        found = self._search.push(text)
+        return found.before, found.marker
+
+    def flush(self) -> str:
+        """Returns what was held back: the text is over, so it is no stop string."""
+        return self._search.flush()

@@ -2,6 +2,10 @@
 
 A parser (`plain.py`, `reasoning.py`, `tool_calls.py`) turns the text of one answer into pieces, and a dialect writes
 pieces as its clients expect them. So a new format is a new parser, and a new dialect sees no format. Pure.
+
+Output in which nothing is looked for: all text is part of the answer.
+
+How likely the model held one token of its output. Pure.
 """
 
 from dataclasses import dataclass
@@ -73,3 +77,28 @@ class OutputParser(Protocol):
     def finish(self, *, is_complete: bool) -> list[Piece]:
         """Returns the pieces that were held back. `is_complete`: the model ended the answer by itself."""
         ...
+
+
+class PlainParser:
+    """Passes text on as it comes."""
+
+    made_calls = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """Returns the text, unless it is empty."""
+        return [Text(text)] if text else []
+
+    def finish(self, *, is_complete: bool) -> list[Piece]:
+        """Returns nothing: nothing is ever held back."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token that was put out, and what the model thought of it and of others in its place."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm of its probability, before bias, penalties, temperature, filters and grammars."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest tokens in its place with theirs, the likeliest first; it may be among them."""

@@ -3,13 +3,31 @@
 Arguments that are JSON are passed on while they arrive (`open_call.py`); the parser of the format has the last word
 when the call is complete. White space around calls belongs to the format, not to the answer. It is dropped before a
 call, and at the end of an answer that holds one; around a malformed call it stays.
+
+How a model writes tool calls, and the reading of complete ones.
+
+The parser of each format is the model's own (mlx-lm has one per format); it takes the text between the markers. What
+it returns is checked: a call has a name and the JSON text of an object as its arguments.
+
+Follows a JSON object while its text arrives, and says how much of it is certain to be valid so far. Pure.
+
+A call whose arguments are passed on while they arrive.
+
+They are JSON, and each letter is passed on once it is certain to be valid so far (`json_prefix.py`). Only the end of
+a call shows whether all of it is valid; until then, only what was passed on is certain.
+
+Follows the text of one output to the end of its first tool call. Pure.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final
 
 from models.output.marker import MarkerSearch
-from models.output.open_call import OpenCall
 from models.output.pieces import (
     Piece,
     Text,
@@ -19,7 +37,313 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.output.tool_format import ToolCall, ToolFormat
+from models.output.reasoning import ThoughtWatch
+from models.texts import read_object, well_formed, well_formed_json
+
+_PARSER_FAULTS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+)
+"""What a parser may raise on malformed text. Python's own parser raises MemoryError for an expression too deep."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One complete call; `arguments` is a JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+JSON_HEAD: Final = re.compile(
+    r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""A call in JSON up to its arguments."""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """The markers around a call, and the parser of the text between them."""
+
+    start: str
+    end: str
+    """May be empty: the call then ends with the answer."""
+    parse: Callable[[str, Any], Any]
+    """(text, tools) to one `{"name", "arguments"}` or a list of them; raises where the text is malformed."""
+    head: re.Pattern[str] = JSON_HEAD
+    """What stands before the arguments of a call whose arguments are a JSON object, with the group `name`."""
+    frames: tuple[str, ...] = ()
+    """Markers around all calls of an answer; they belong to the format like white space."""
+    writes_json: bool = False
+    """Whether the model writes a call as `{"name", "arguments"}` in JSON, one between two markers."""
+
+    def find_arguments(self, text: str) -> tuple[str, int] | None:
+        """Returns the name of a call that has begun, and where the JSON text of its arguments begins."""
+        found = self.head.match(text)
+        if found is None:
+            return None
+        name = found["name"]
+        try:
+            read = json.loads(name) if name.startswith('"') else name.strip()
+        except ValueError:
+            return None
+        return (well_formed(read), found.end()) if read else None
+
+    def read_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
+        """Returns the calls that stand between two markers; none where the text is malformed."""
+        return checked_calls(lambda: self._written_calls(text, tools))
+
+    def _written_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
+        """Returns the calls as the model wrote them.
+
+        Calls in plain JSON are read here whatever the model's format: models use names for the fields that some
+        parsers do not know, and those parsers lose what they do not know.
+        """
+        written = _json_calls(text)
+        if written is not None:
+            return written
+        return self.parse(text, tools)
+
+
+def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
+    """Returns the calls that `parse` returns, one or a list; none where it raises or returns anything else."""
+    try:
+        parsed = parse()
+        return [_tool_call(fields) for fields in (parsed if isinstance(parsed, list) else [parsed])]
+    except _PARSER_FAULTS:
+        return []
+
+
+def _json_calls(text: str) -> list[Any] | None:
+    """Returns the calls of a JSON text with one or a list of them; None where it holds anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    calls = value if isinstance(value, list) else [value]
+    return calls if all(isinstance(call, dict) and "name" in call for call in calls) else None
+
+
+def _tool_call(fields: Any) -> ToolCall:
+    """Returns a call; raises where a parser returned something else."""
+    name, given = fields["name"], fields.get("id")
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call without a name")
+    call_id = given if isinstance(given, str) and given else new_call_id()
+    return ToolCall(well_formed(call_id), well_formed(name), _arguments_text(fields))
+
+
+def _arguments_text(fields: Any) -> str:
+    """Returns a call's arguments as the JSON text of an object; raises where they are anything else.
+
+    Arguments that are missing, null or empty are `{}`. Some models call them `parameters`.
+    """
+    arguments = fields.get("arguments")
+    if arguments is None:
+        arguments = fields.get("parameters")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text = well_formed_json(arguments)
+    if read_object(text) is None:
+        raise ValueError("arguments that are no JSON object")
+    return text
+
+
+def new_call_id() -> str:
+    """Returns a name that no other call has."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})')
+_ESCAPE_BEGUN = re.compile(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,3}|[dD](?:[0-7][0-9a-fA-F]{0,2})?)?)?")
+_SPACE = " \t\r\n"
+
+
+class _Expects(Enum):
+    VALUE = auto()
+    VALUE_OR_END = auto()
+    KEY = auto()
+    KEY_OR_END = auto()
+    COLON = auto()
+    COMMA_OR_END = auto()
+    NOTHING = auto()
+
+
+class JsonPrefix:
+    """Reads the text of one object from its first brace on. What follows the object is not looked at."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+        """Whether no continuation can make the text an object, or it holds half a character, so that it is not passed
+        on."""
+        self._text = ""
+        """What was pushed and is not certain yet."""
+        self._at = 0
+        """How much of it has been read."""
+        self._open: list[str] = []
+        self._expects = _Expects.VALUE
+        self._is_in_string = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the object was closed."""
+        return self._expects is _Expects.NOTHING
+
+    def push(self, text: str) -> str:
+        """Returns the text that has become certain."""
+        self._text, self._at = self._text + text, 0
+        before = -1
+        while before < self._at < len(self._text) and not self.is_broken and not self.is_complete:
+            before = self._at
+            read = self._read_string if self._is_in_string else self._read_one
+            read()
+        certain, self._text = self._text[: self._at], self._text[self._at :]
+        return certain
+
+    def _read_string(self) -> None:
+        letter = self._text[self._at]
+        if letter == "\\":
+            self._read_escape()
+        elif letter < " ":
+            self.is_broken = True
+        else:
+            self._at += 1
+            self._is_in_string = letter != '"'
+
+    def _read_escape(self) -> None:
+        found = _ESCAPE.match(self._text, self._at)
+        if found is not None:
+            self._at = found.end()
+        elif len(self._text) - self._at >= len("\\u0000") or not _may_be_escape(self._text[self._at :]):
+            self.is_broken = True
+
+    def _read_one(self) -> None:
+        letter = self._text[self._at]
+        if letter in _SPACE:
+            self._at += 1
+        elif self._expects in (_Expects.VALUE, _Expects.VALUE_OR_END) and letter not in "]}":
+            self._read_value(letter)
+        elif letter == '"' and self._expects in (_Expects.KEY, _Expects.KEY_OR_END):
+            self._take(_Expects.COLON)
+            self._is_in_string = True
+        elif letter == ":" and self._expects is _Expects.COLON:
+            self._take(_Expects.VALUE)
+        elif letter == "," and self._expects is _Expects.COMMA_OR_END:
+            self._take(_Expects.KEY if self._open[-1] == "}" else _Expects.VALUE)
+        elif self._may_end() and letter == self._open[-1]:
+            self._open.pop()
+            self._take(_Expects.COMMA_OR_END if self._open else _Expects.NOTHING)
+        else:
+            self.is_broken = True
+
+    def _may_end(self) -> bool:
+        return self._expects in (_Expects.COMMA_OR_END, _Expects.KEY_OR_END, _Expects.VALUE_OR_END)
+
+    def _read_value(self, letter: str) -> None:
+        if letter == "{":
+            self._open.append("}")
+            self._take(_Expects.KEY_OR_END)
+        elif not self._open:
+            self.is_broken = True
+        elif letter == "[":
+            self._open.append("]")
+            self._take(_Expects.VALUE_OR_END)
+        elif letter == '"':
+            self._take(_Expects.COMMA_OR_END)
+            self._is_in_string = True
+        else:
+            self._read_literal()
+
+    def _read_literal(self) -> None:
+        """Reads a literal once what ends it is there: a number may go on with every digit."""
+        stop = next((i for i in range(self._at, len(self._text)) if self._text[i] in ",]}" + _SPACE), None)
+        if stop is None:
+            return
+        if _LITERAL.fullmatch(self._text, self._at, stop) is None:
+            self.is_broken = True
+            return
+        self._at = stop
+        self._expects = _Expects.COMMA_OR_END
+
+    def _take(self, expects: _Expects) -> None:
+        self._at += 1
+        self._expects = expects
+
+
+def _may_be_escape(text: str) -> bool:
+    return (
+        re.fullmatch(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,3}|[dD](?:[0-7][0-9a-fA-F]{0,2})?)?)?", text) is not None
+    )
+
+
+class OpenCall:
+    """One call from the beginning of its arguments on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._id = new_call_id()
+        self._object = JsonPrefix()
+        self._written: list[str] = []
+        self._passed_on: list[str] = []
+
+    @property
+    def started(self) -> ToolCallStarted:
+        """The piece that the call begins with."""
+        return ToolCallStarted(self._id, self.name)
+
+    def push(self, text: str) -> list[Piece]:
+        """Takes what follows in the output; returns the arguments that have become certain."""
+        self._written.append(text)
+        certain = self._object.push(text)
+        self._passed_on.append(certain)
+        return [ToolArguments(certain)] if certain else []
+
+    def end(self, call: ToolCall | None, text: str) -> list[Piece]:
+        """Ends the call: `call` is what its whole text means, None for nothing; `text` is that text."""
+        rest = self._rest(call) if call is not None else None
+        if rest is None:
+            return [ToolCallFailed(text)]
+        return [*([ToolArguments(rest)] if rest else []), ToolCallEnded()]
+
+    def _rest(self, call: ToolCall) -> str | None:
+        """Returns the arguments that were not passed on yet; None where those that were are not the call's."""
+        if call.name != self.name:
+            return None
+        passed_on = "".join(self._passed_on)
+        if self._object.is_complete:
+            return "" if read_object(passed_on) == read_object(call.arguments) else None
+        # Halves of characters were left alone: here the whole text is known, and they are replaced in it.
+        written = well_formed_json(_object_in("".join(self._written)))
+        is_same = read_object(written) == read_object(call.arguments) and written.startswith(passed_on)
+        return written[len(passed_on) :] if is_same else None
+
+
+def _object_in(text: str) -> str:
+    """Returns the JSON object that a text begins with."""
+    depth, is_in_string, position = 0, False, 0
+    while position < len(text):
+        letter = text[position]
+        if is_in_string:
+            position += letter == "\\"
+            is_in_string = letter != '"'
+        else:
+            is_in_string = letter == '"'
+            depth += (letter in "{[") - (letter in "}]")
+            if depth == 0 and letter in "}]":
+                return text[: position + 1]
+        position += 1
+    return text
+
 
 MAX_HEAD_CHARACTERS = 2048
 """A call whose arguments have not begun by then is read when it is complete."""
@@ -134,3 +458,50 @@ class ToolCallParser:
 def pieces_of(call: ToolCall) -> tuple[Piece, Piece, Piece]:
     """Returns the pieces of a call that came at once."""
     return ToolCallStarted(call.id, call.name), ToolArguments(call.arguments), ToolCallEnded()
+
+
+@dataclass(frozen=True)
+class CallMarkers:
+    """What stands around one call; neither is empty."""
+
+    start: str
+    end: str
+
+
+class CallWatch:
+    """Says when the first call of an output is complete, whatever it holds. Calls in a thought are none.
+
+    It is told of every token after `thoughts` was, so that it knows whether the token was part of the thought.
+    """
+
+    def __init__(self, markers: CallMarkers, thoughts: ThoughtWatch | None) -> None:
+        self.is_complete = False
+        """Whether a call has ended."""
+        self._markers = markers
+        self._thoughts = thoughts
+        self._is_thinking = thoughts is not None and thoughts.is_thinking
+        self._is_in_call = False
+        self._search = MarkerSearch([markers.start])
+
+    def accept(self, token: int, text: str) -> None:
+        """Takes the next token of the output and the text that became certain with it."""
+        was_thinking, thoughts = self._is_thinking, self._thoughts
+        self._is_thinking = thoughts is not None and thoughts.is_thinking
+        if not self._is_thinking:
+            self._read(thoughts.answer_begun if was_thinking and thoughts is not None else text)
+
+    def forced(self) -> int | None:
+        """It forces nothing."""
+        return None
+
+    def finish(self) -> None:
+        """There is nothing to end."""
+
+    def _read(self, text: str) -> None:
+        while text and not self.is_complete:
+            found = self._search.push(text)
+            if found.marker is not None:
+                self.is_complete = self._is_in_call
+                self._is_in_call = True
+                self._search = MarkerSearch([self._markers.end])
+            text = found.after

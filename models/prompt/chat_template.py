@@ -23,15 +23,11 @@ from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import ModelError, PromptTooLong
-from models.prompt.abandonment import stop_if_abandoned
-from models.prompt.outline import NO_OUTLINE, Outline
-from models.prompt.pieces import Pieces, Tail, encode
+from models.prompt.shapes import NO_OUTLINE, Adaptation, Outline, adaptation_for
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
-from models.prompt.template_shapes import Adaptation, adaptation_for
-from models.prompt.text_segments import TextCutter
+from models.prompt.tokenize import Pieces, Tail, TextCutter, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
-from models.text_comparison import shared_length
-from models.unicode_text import well_formed
+from models.texts import shared_length, well_formed
 
 Message: TypeAlias = Mapping[str, Any]
 """`role`, `content` (text, None, or a list of text parts), and what else the template reads. A part or a

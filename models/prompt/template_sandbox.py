@@ -33,7 +33,7 @@ from markupsafe import escape
 from transformers.utils import chat_template_utils
 
 from models.prompt import template_sizes
-from models.prompt.abandonment import stop_if_abandoned
+from models.prompt.tokenize import stop_if_abandoned
 
 MAX_OWN_ITEMS: Final = 100_000
 """As long as the longest range that the sandbox makes."""

@@ -1,15 +1,99 @@
 """A model under a name of our own: where its weights lie, and its defaults. Pure.
 
 A name holds no slash, so that it never looks like a path or like a repository.
+
+What requests under a stored name get where they say nothing themselves. Pure.
 """
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
-from models.errors import StoreError
-from models.store.defaults import ModelDefaults
+from models.errors import InvalidParameter, StoreError
+from models.inference.sampling_params import SamplingParams, check
+
+SAMPLING_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "repeat_last_n",
+)
+"""The fields of `SamplingParams` that a stored model may set."""
+MIN_CONTEXT_TOKENS = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+_ANY_VOCABULARY = 2**31
+_SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True)
+class ExampleMessage:
+    """A message that stands before those of each conversation, to show how answers look."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class ModelDefaults:
+    """Defaults of a stored model; what a request says goes before each of them."""
+
+    system: str = ""
+    messages: tuple[ExampleMessage, ...] = ()
+    sampling: Mapping[str, int | float] = field(default_factory=dict)
+    """By the names of `SAMPLING_DEFAULTS`."""
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    """Longest answer; None: as the server has it."""
+    context_tokens: int | None = None
+    """Longest prompt and answer together; None: as the model and the server have it."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is told, as `chat_template_kwargs` of a request."""
+
+    def check(self) -> None:
+        """Raises InvalidParameter, naming the parameter, for the first value that cannot be honoured."""
+        check(self.sampling_over(SamplingParams()), _ANY_VOCABULARY)
+        if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop):
+            message = f"stop: at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
+            raise InvalidParameter("stop", message)
+        _check_least("num_predict", self.max_tokens, 1)
+        _check_least("num_ctx", self.context_tokens, MIN_CONTEXT_TOKENS)
+
+    def sampling_over(self, sampling: SamplingParams) -> SamplingParams:
+        """Returns a model's own sampling with these defaults in its place; raises InvalidParameter."""
+        unknown = next((name for name in self.sampling if name not in SAMPLING_DEFAULTS), None)
+        if unknown is not None:
+            raise InvalidParameter(unknown, f"{unknown} is no parameter of sampling that a model may set")
+        named: dict[str, Any] = {**self.sampling}
+        return replace(sampling, **named)
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns a request's messages with the examples before them, and the system prompt if they have none.
+
+        The contents of those added are lists of texts, as templates are given them.
+        """
+        has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
+        system = [messages[0]] if has_system else [_message("system", self.system)] if self.system else []
+        examples = [_message(example.role, example.content) for example in self.messages]
+        return [*system, *examples, *messages[1 if has_system else 0 :]]
+
+
+def _message(role: str, content: str) -> Mapping[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": content}]}
+
+
+def _check_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise InvalidParameter(name, f"{name} must be at least {least}, not {value}")
+
 
 LATEST = "latest"
 """The tag of a name that says none."""

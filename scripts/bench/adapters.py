@@ -18,10 +18,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from models.adapters.adapter import AdapterPlace
-from models.adapters.attach import attach
+from models.adapter import AdapterPlace
 from models.inference.runner import DecodeRow, DecodeStep, Runner
 from models.inference.sampling_params import SamplingParams
+from models.lora_files import attach
 from scripts.bench.common import Report, median, write_json
 from scripts.bench.decode import VOCAB, build_model
 from scripts.bench.decode_step import launch

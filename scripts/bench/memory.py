@@ -35,7 +35,7 @@ from cache.types import LayerCache, TokenArray
 from models.inference.embedding import Embedder
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
 from scripts.bench.common import Report, Target, median, write_json
 from server.engine.events import Event, Finished
 from server.engine.request import GenerationRequest

@@ -12,21 +12,17 @@ from typing import Any, Literal, Protocol, TypeVar
 from starlette.requests import Request
 
 from cache.journal import Tell
-from models.adapters.adapter import NO_ADAPTER, Adapter, state_namespace
-from models.embedding_format import EmbeddingFormat
+from models.adapter import NO_ADAPTER, Adapter, state_namespace
+from models.formats import EmbeddingFormat, Reading, RerankFormat
 from models.inference.sampling_params import SamplingParams
+from models.output.detokenizer import TokenSearch
 from models.output.grammar import CompiledGrammar, Grammar
-from models.output.pieces import OutputParser
-from models.output.plain import PlainParser
-from models.output.reasoning import ReasoningParser
-from models.output.reasoning_format import ReasoningFormat, Thinking
-from models.output.token_search import TokenSearch
-from models.output.tool_formats.find import ToolSyntax, tool_parser
-from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
+from models.output.pieces import OutputParser, PlainParser
+from models.output.reasoning import ReasoningFormat, ReasoningParser, Thinking
+from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax, tool_parser
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool
-from models.rerank_format import Reading, RerankFormat
-from models.store.defaults import ModelDefaults
+from models.store.stored_model import ModelDefaults
 from server.api.answer_figures import AnswerFigures
 from server.api.arrival import Arrival
 from server.api.errors import ApiError, Code, stopped
@@ -103,7 +99,7 @@ class PromptRenderer(Protocol):
 
 
 class TokenReader(Protocol):
-    """Tokens to text; the real one is `models.output.token_texts.TokenTexts`. For any thread."""
+    """Tokens to text; the real one is `models.output.detokenizer.TokenTexts`. For any thread."""
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes of one token."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
 from server.api.context import PromptRenderer, ServedModel
 from server.api.errors import ApiError, Code

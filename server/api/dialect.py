@@ -18,8 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from models.output.pieces import OutputParser, Piece
-from models.output.plain import PlainParser
+from models.output.pieces import OutputParser, Piece, PlainParser
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.context import ServedModel
 from server.api.conversation import Conversation

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.responses import Response
 
 from models.errors import PromptTooLong
-from models.rerank_format import Reading, RerankFormat
+from models.formats import Reading, RerankFormat
 from server.api.context import EnginePort, ServedModel
 from server.api.errors import ApiError, Code, context_exceeded
 from server.api.json_body import json_text

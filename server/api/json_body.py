@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from models.unicode_text import well_formed
+from models.texts import well_formed
 
 # One encoder for all: building one per chunk of a stream costs more than encoding the chunk.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

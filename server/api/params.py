@@ -7,8 +7,7 @@ from typing import Any
 from starlette.requests import Request
 
 from models.inference.sampling_params import SamplingParams
-from models.output.call_watch import CallMarkers
-from models.output.tool_format import ToolFormat
+from models.output.tool_calls import CallMarkers, ToolFormat
 from models.prompt.chat_template import RenderedPrompt
 from server.api.context import ServedModel
 from server.api.dialect import dialect_of

@@ -2,7 +2,7 @@
 
 A body waits only for bodies of its own size class, so that long ones never delay a short one. Within a class clients
 take turns, however many bodies each has sent. The bytes that wait are bounded. When a client leaves, its work ends
-where the renderer next checks (`models.prompt.abandonment`); until then it occupies its thread, so that abandoned
+where the renderer next checks (`models.prompt.tokenize`); until then it occupies its thread, so that abandoned
 work does not pile up.
 """
 
@@ -15,7 +15,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from models.prompt.abandonment import abandoned_when
+from models.prompt.tokenize import abandoned_when
 from server.api.errors import Code, retry_later
 
 Result = TypeVar("Result")

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from models.errors import GrammarFailed, InvalidGrammar
-from models.output.grammar import CompiledGrammar, Grammar, GrammarKind, OutputGrammar
-from models.output.json_schema import close_objects
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.grammar import CompiledGrammar, Grammar, GrammarKind, OutputGrammar, close_objects
+from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
 from server.api.context import ServedModel
 from server.api.errors import ApiError, Code

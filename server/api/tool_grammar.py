@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from models.errors import InvalidGrammar
-from models.output.grammar import JSON_STYLE, Grammar, GrammarKind
-from models.output.json_schema import close_objects, describes_members
-from models.output.tool_format import ToolFormat
-from models.output.tool_formats.bare import BareFormat
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, close_objects, describes_members
+from models.output.tool_calls import ToolFormat
+from models.output.tool_formats import BareFormat, HarmonyFormat
 from server.api.context import ServedModel
 from server.api.conversation import Conversation
 from server.api.errors import ApiError, Code

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
-from models.sizes import size_text
+from models.short_names import size_text
 from server.errors import StartError
 
 

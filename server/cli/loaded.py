@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import typer
 
-from models.sizes import size_text
+from models.short_names import size_text
 from server.cli.models import plain_table
 from server.errors import StartError
 

@@ -651,7 +651,7 @@ def _prepare_mlx() -> str | None:
     """Imports MLX so that no Ctrl-C is lost meanwhile; returns the name of the fast BLAS that it uses, if any."""
     with held_back():
         fast_blas = load_fast_blas()
-    from models.compiler import find_compiler
+    from models.precision import find_compiler
 
     with held_back():
         find_compiler()

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from models.names import InstalledModel, installed
-from models.sizes import size_text
+from models.short_names import size_text
 
 HEADINGS = ("NAME", "SIZE", "ARCHITECTURE", "WEIGHTS", "FOLDER")
 

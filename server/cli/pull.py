@@ -22,10 +22,9 @@ from rich.progress import (
 )
 
 from models.errors import ModelNotFound
+from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress
 from models.names import parse_repository, resolve, shorten
-from models.pull_events import PullChecking, PullEvent, PullPlanned, PullProgress
-from models.short_names import ShortName, find_family, find_short_name, largest
-from models.sizes import size_text
+from models.short_names import ShortName, find_family, find_short_name, largest, size_text
 from server.memory_budget import Machine, comfortable_weights_bytes, largest_weights_bytes, read_machine
 
 LINE_SHARE = 0.1

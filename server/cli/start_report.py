@@ -10,7 +10,7 @@ from pathlib import Path
 
 from models.fast_blas import ADVICE
 from models.precision import Precision
-from models.sizes import size_text
+from models.short_names import size_text
 from server.claims import Claim
 from server.config import ServerConfig
 from server.service import Service

@@ -21,13 +21,11 @@ from models.names import (
     parse_repository,
     place_of,
 )
-from models.sizes import size_text
+from models.short_names import size_text
 from models.store import library
-from models.store.library import Making
-from models.store.modelfile import modelfile_of, parse_modelfile
-from models.store.parameters import WITHOUT_EFFECT, parameters_of
+from models.store.library import FileFault, Making, verify
+from models.store.modelfile import WITHOUT_EFFECT, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import StoredModel, WeightsPlace
-from models.store.verify import FileFault, verify
 from server.errors import StartError
 
 STANDARD_INPUT = "-"

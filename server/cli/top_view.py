@@ -7,7 +7,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from models.sizes import size_text
+from models.short_names import size_text
 
 BAR = 20
 NARROW = 60

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from models.sizes import size_text
+from models.short_names import size_text
 from server.cli.top_view import clean, count
 
 STYLES = {"live": "green", "memory": "blue", "disk": "yellow"}

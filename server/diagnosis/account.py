@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cache.types import TokenArray, common_prefix_length
-from models.prompt.outline import Outline
+from models.prompt.shapes import Outline
 from server.diagnosis.compare import Change, Turn, find_changes_between, find_volatile_head
 from server.diagnosis.prompt import Prompt
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse

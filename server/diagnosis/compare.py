@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from models.text_comparison import shared_length
+from models.texts import shared_length
 from server.diagnosis.prompt import PLAIN, Part, Prompt
 from server.diagnosis.words import excerpt, find_changes
 from server.engine.diagnosis import Cause, MissReason

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cache.types import common_prefix_length
-from models.prompt.outline import NO_OUTLINE
-from models.text_comparison import shared_length
+from models.prompt.shapes import NO_OUTLINE
+from models.texts import shared_length
 from server.diagnosis.account import EvaluatedTurn, Rendered
 from server.diagnosis.compare import Turn, find_volatile_head, is_version
 from server.diagnosis.prompt import Prompt, with_parts_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from models.unicode_text import read_object
+from models.texts import read_object
 
 SYSTEM_ROLES = ("system", "developer")
 PLAIN = "prompt"

@@ -12,7 +12,7 @@ from html import unescape
 from itertools import pairwise
 from unicodedata import normalize
 
-from models.text_comparison import shared_length
+from models.texts import shared_length
 from server.engine.diagnosis import Cause
 
 WINDOW_CHARACTERS = 120

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from cache.types import TokenArray, common_prefix_length
-from models.prompt.outline import NO_OUTLINE
+from models.prompt.shapes import NO_OUTLINE
 from server.diagnosis.account import EvaluatedTurn, Rendered, explain
 from server.diagnosis.compare import Turn
 from server.diagnosis.conversations import Conversations, Name

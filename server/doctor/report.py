@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from models.text_comparison import shared_length
+from models.texts import shared_length
 from server.doctor import turns
 from server.doctor.fetch import Sessions
 from server.doctor.findings import Checkup, Finding, Refused, Savings, findings_of, savings_of

@@ -21,9 +21,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from models.adapters.adapter import NO_ADAPTER
+from models.adapter import NO_ADAPTER
 from models.errors import ModelError
-from models.rerank_format import Reading
+from models.formats import Reading
 from server.engine.errors import EngineError, PromptTooLarge, StepFailed
 from server.engine.request import TokenArray
 

@@ -24,12 +24,12 @@ from cache.disk.tier import DiskTier
 from cache.journal import CacheEvent, Journal, Tell
 from cache.layers.layout import CHUNK_TOKENS
 from cache.prefix_cache import PrefixCache
-from models.adapters.adapter import NO_ADAPTER
+from models.adapter import NO_ADAPTER
+from models.formats import Reading
 from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
-from models.rerank_format import Reading
 from server.engine.command import Command
 from server.engine.commands import ResizeBudget
 from server.engine.dormant import DormantState

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
 from server.engine.diagnosis import Reuse
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from models.output.call_watch import CallWatch
 from models.output.grammar import MaskWords
+from models.output.pieces import TokenLogprob
 from models.output.reasoning import ThoughtWatch
-from models.output.token_logprob import TokenLogprob
+from models.output.tool_calls import CallWatch
 from server.engine.constraint import TokenConstraint
 from server.engine.events import Delta, FinishReason
 from server.engine.grammar_constraint import GrammarConstraint

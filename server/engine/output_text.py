@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from models.output.stop_strings import StopStringMatcher
-from models.output.token_logprob import TokenLogprob
+from models.output.marker import StopStringMatcher
+from models.output.pieces import TokenLogprob
 from server.engine.constraint import TokenConstraint
 from server.engine.events import Delta
 

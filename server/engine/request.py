@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint
-from models.adapters.adapter import NO_ADAPTER, Adapter, state_namespace
+from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
-from models.output.call_watch import CallMarkers
 from models.output.grammar import OutputGrammar
-from models.output.reasoning_format import Thinking
-from models.prompt.outline import NO_OUTLINE, Outline
+from models.output.reasoning import Thinking
+from models.output.tool_calls import CallMarkers
+from models.prompt.shapes import NO_OUTLINE, Outline
 
 TokenArray: TypeAlias = NDArray[np.int32]
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from cache.types import LayerCache
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
 from server.engine.request import TokenArray
 
 

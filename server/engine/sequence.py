@@ -10,7 +10,7 @@ from cache.disk.io import Prefetch
 from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
 from server.engine.events import Event, Finished, FinishReason, Progress, Started, Timings
 from server.engine.output import Output
 from server.engine.output_text import MakeDecoder, TextDecoder

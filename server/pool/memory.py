@@ -7,7 +7,7 @@ each loaded model has the same budget for the state of its conversations. Sizes 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.sizes import size_text
+from models.short_names import size_text
 from server.pool.errors import ModelTooLarge
 
 SMALLEST_SHARE_BYTES = 64 << 20

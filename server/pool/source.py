@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from models.store.defaults import ModelDefaults
+from models.store.stored_model import ModelDefaults
 
 
 @dataclass(frozen=True)

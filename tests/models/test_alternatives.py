@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.alternatives import suggest_smaller
+from models.names import suggest_smaller
 
 GB = 10**9
 

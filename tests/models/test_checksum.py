@@ -4,8 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models import checksum as module
-from models.checksum import checksum
+from models import loader as module
+from models.loader import checksum
 
 INTEGERS = (mx.uint8, mx.int8, mx.uint16, mx.int16, mx.uint32, mx.int32, mx.uint64, mx.int64)
 DTYPES = (*INTEGERS, mx.bool_, mx.float16, mx.bfloat16, mx.float32, mx.complex64)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from models.embedding_format import POOLING_FILE, EmbeddingFormat, Pooling, read_embedding_format
 from models.errors import EmbeddingUnsupported
+from models.formats import POOLING_FILE, EmbeddingFormat, Pooling, read_embedding_format
 
 SPECIAL = frozenset({1, 2})
 

@@ -17,7 +17,7 @@ from models.errors import ModelBroken, ModelError, ModelNotFound
 from models.loader import DEFAULT_CONTEXT_TOKENS, load
 from models.mlx_lm_import import make_prompt_cache
 from models.output.detokenizer import StreamDecoder
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.tool_formats import HarmonyFormat
 from models.weights import fingerprint
 from tests.support import tiny_models
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from models.rerank_format import Judgement, read_rerank_format
+from models.formats import Judgement, read_rerank_format
 
 VOCABULARY = {"no": 2152, "yes": 9693, "nein": 1, "ja": 2}
 QUESTION = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.errors import PullFailed
-from models.pull_events import PlannedFile, PullChecking, PullEvent, PullProgress
+from models.hub import PlannedFile, PullChecking, PullEvent, PullProgress
 from server.pulls import Pulls
 
 FILE = PlannedFile("model.safetensors", 100, "ab" * 32)

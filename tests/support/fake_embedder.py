@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from models.rerank_format import Reading
+from models.formats import Reading
 from server.engine.embeddings import Vector
 from server.engine.request import TokenArray
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from cache.snapshots import RestorePoint, RestorePointKind
-from models.output.tool_format import ToolFormat
+from models.formats import Judgement, Reading
+from models.output.tool_calls import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool, ToolDefinitions
-from models.rerank_format import Judgement, Reading
 from server.api.context import ServedModel
 from server.engine.command import Command
 from server.engine.diagnosis import Miss, Reuse

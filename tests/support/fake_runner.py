@@ -12,7 +12,7 @@ import numpy as np
 from cache.types import LayerCache, TokenArray
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
 from tests.support import fake_model
 
 OVERLAPS = True

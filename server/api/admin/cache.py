@@ -15,7 +15,7 @@ from starlette.responses import Response
 from cache.budget import PinLimit
 from cache.disk.index import DiskWrites
 from cache.views import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView, StateBytes
-from models.adapters.adapter import client_namespace
+from models.adapter import client_namespace
 from server.api.auth import is_owner, visible_namespace
 from server.api.context import EnginePort, ServedModel, context_of
 from server.api.errors import ApiError, Code

@@ -14,7 +14,7 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.unicode_text import read_object
+from models.texts import read_object
 from server.api.anthropic.signature import enclose, sign
 
 BlockEvent: TypeAlias = dict[str, Any]

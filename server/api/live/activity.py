@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from cache.journal import CacheEvent, Happening, Tell
-from models.adapters.adapter import client_namespace
+from models.adapter import client_namespace
 from server.api.answer_figures import AnswerFigures
 from server.api.live.event_log import EventLog
 from server.api.live.pace import Pace

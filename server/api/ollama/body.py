@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.tool_formats import HarmonyFormat
 from server.api.context import ApiContext, ServedModel
 from server.api.dialect import ModelReady, Payload
 from server.api.errors import ApiError, Code

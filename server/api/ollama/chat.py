@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import Message, RenderedPrompt
-from models.unicode_text import well_formed_json
+from models.texts import well_formed_json
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel
 from server.api.conversation import Conversation, can_continue, open_conversation

@@ -11,8 +11,7 @@ from typing import Any, Final, NotRequired, TypedDict
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from models.store.modelfile import modelfile_of
-from models.store.parameters import parameters_of
+from models.store.modelfile import modelfile_of, parameters_of
 from server.api import PRODUCT
 from server.api.context import ApiContext, ListedModel, Occupancy, ServedModel, context_of
 from server.api.dialect import Payload

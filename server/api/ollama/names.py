@@ -15,10 +15,9 @@ from starlette.responses import Response
 from models.errors import ModelError, ModelfileError, StoreError
 from models.names import find_stored, folder_of, installed_place
 from models.store import library
-from models.store.defaults import ExampleMessage
 from models.store.library import Making, parse_free_name
 from models.store.modelfile import parse_modelfile
-from models.store.stored_model import StoredModel, WeightsPlace
+from models.store.stored_model import ExampleMessage, StoredModel, WeightsPlace
 from server.api.auth import is_owner
 from server.api.body import parse_object, read_body
 from server.api.context import ApiContext, context_of

@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from models.errors import ModelError, ModelNotFound, RepositoryNotFound
-from models.hub import pull
+from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, pull
 from models.names import BUILT_IN, parse_repository, shorten, suggest
-from models.pull_events import PullChecking, PullEvent, PullPlanned, PullProgress
 from models.short_names import find_family, largest
 from server.api.auth import is_owner
 from server.api.body import parse_object, read_body

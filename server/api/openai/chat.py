@@ -11,13 +11,13 @@ from models.output.pieces import (
     Piece,
     Reasoning,
     Text,
+    TokenLogprob,
     ToolArguments,
     ToolCallCut,
     ToolCallEnded,
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.output.token_logprob import TokenLogprob
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel

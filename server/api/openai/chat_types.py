@@ -9,7 +9,7 @@ from pydantic_core.core_schema import ValidationInfo
 
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.prompt.chat_template import Message
-from models.unicode_text import read_object
+from models.texts import read_object
 from server.api.errors import ApiError, Code
 from server.api.openai.errors import ErrorObject
 from server.api.openai.generation_body import GenerationBody

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from models.output.pieces import Piece
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import Piece, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
 from server.api.choices import AllEnded, ChoiceEvent, ChoiceFailed, Choices

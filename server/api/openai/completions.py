@@ -13,8 +13,7 @@ from starlette.responses import Response
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
-from models.output.pieces import Piece, Text
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import Piece, Text, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
 from server.api.auth import namespace_of
 from server.api.context import ApiContext, ServedModel

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
 from server.api.context import TokenReader
 
 LEAST = -9999.0

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from models.output.grammar import Grammar, GrammarKind
-from models.unicode_text import read_object
+from models.texts import read_object
 from server.api.errors import ApiError, Code
 from server.api.structured_output import ANY_OBJECT, AnswerGrammar, choice_grammar, json_grammar
 from server.api.typed_body import BodyModel

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from models.unicode_text import read_object
+from models.texts import read_object
 from server.api.responses.client_tools import INPUT
 
 _HEAD: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')

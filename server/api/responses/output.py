@@ -19,7 +19,7 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.unicode_text import read_object
+from models.texts import read_object
 from server.api.responses.client_tools import ClientTool, ToolSet
 from server.api.responses.custom_input import CustomInput
 from server.api.responses.thoughts import enclose

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
-from models.adapters.adapter import NO_ADAPTER, AdapterPlace
-from models.adapters.attach import attach
-from models.adapters.mixing import can_mix
-from models.adapters.switch import AdapterSet
+from models.adapter import NO_ADAPTER, AdapterPlace
 from models.errors import ModelBroken, ModelError, ModelNotFound
+from models.lora import AdapterSet, can_mix
+from models.lora_files import attach
 from tests.support import adapters as tiny_adapters
 from tests.support import tiny_models
 

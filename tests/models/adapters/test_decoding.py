@@ -7,12 +7,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.adapters.adapter import AdapterPlace
-from models.adapters.attach import attach
-from models.embedding_format import Pooling
+from models.adapter import AdapterPlace
+from models.formats import Pooling
 from models.inference.embedding import Embedder
 from models.inference.runner import DecodeRow, Runner
 from models.inference.sampling_params import SamplingParams
+from models.lora_files import attach
 from tests.support import adapters as tiny_adapters
 from tests.support import tiny_models
 

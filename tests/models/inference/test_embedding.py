@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from models.embedding_format import Pooling
 from models.errors import EmbeddingUnsupported
+from models.formats import Judgement, Pooling
 from models.inference.embedding import Embedder
-from models.rerank_format import Judgement
 from tests.support import tiny_models
 
 NAMES = ("llama", "llama_swa", "gemma3", "qwen3_5", "mamba", "gpt_oss", "rwkv7")

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tokenizers import decoders
 
 from models.errors import GrammarFailed, InvalidGrammar
-from models.inference import grammar_compiler
-from models.inference.grammar_compiler import MAX_CHARACTERS, MAX_KEPT, GrammarCompiler
+from models.inference import grammar as grammar_compiler
+from models.inference.grammar import MAX_CHARACTERS, MAX_KEPT, GrammarCompiler
 from models.output.grammar import Grammar, GrammarKind
 from tests.support import tiny_models, tiny_tokenizers
 

@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from models.inference.row_sampling import RowSampling
+from models.inference.penalties import bans_of
 from models.inference.sampling import BatchSampler
-from models.inference.sampling_bans import bans_of
 from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_state import RowSampling
 
 VOCAB = 6
 BANS: list[dict[str, Any]] = [

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from models.inference.row_sampling import RowSampling
-from models.inference.sampling_filters import filters_of
+from models.inference.sampling import filters_of
 from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_state import RowSampling
 
 VOCAB = 40
 Floats = NDArray[np.float64]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from models.inference.row_sampling import RowSampling
+from models.inference.penalties import MAX_PENALTY, penalties_of
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import ALL_TOKENS, MAX_REPEATED, SamplingParams
-from models.inference.sampling_penalties import MAX_PENALTY, penalties_of
+from models.inference.sampling_state import RowSampling
 
 VOCAB = 6
 LONGEST = 200

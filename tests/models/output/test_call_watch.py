@@ -2,9 +2,8 @@
 
 import pytest
 
-from models.output.call_watch import CallMarkers, CallWatch
-from models.output.reasoning import ThoughtWatch
-from models.output.reasoning_format import ReasoningFormat, Thinking
+from models.output.reasoning import ReasoningFormat, Thinking, ThoughtWatch
+from models.output.tool_calls import CallMarkers, CallWatch
 
 MARKERS = CallMarkers("<call>", "</call>")
 THINKS = ReasoningFormat("<think>", "</think>")

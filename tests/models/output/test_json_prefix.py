@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.output.json_prefix import JsonPrefix
+from models.output.tool_calls import JsonPrefix
 
 VALUES = st.recursive(
     st.none()

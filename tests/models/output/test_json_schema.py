@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from models.inference.grammar_compiler import GrammarCompiler
-from models.output.json_schema import BOUNDS, close_objects
+from models.inference.grammar import GrammarCompiler
+from models.output.grammar import BOUNDS, close_objects
 from server.api.structured_output import json_grammar
 from tests.support import tiny_models
 

@@ -7,10 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallStarted
-from models.output.plain import PlainParser
-from models.output.reasoning import ReasoningParser, ThoughtWatch
-from models.output.reasoning_format import KNOWN_MARKERS, ReasoningFormat, Thinking, find_reasoning_format
+from models.output.pieces import Piece, PlainParser, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallStarted
+from models.output.reasoning import (
+    KNOWN_MARKERS,
+    ReasoningFormat,
+    ReasoningParser,
+    Thinking,
+    ThoughtWatch,
+    find_reasoning_format,
+)
 from models.output.tool_calls import ToolCallParser
 from tests.support.fake_engine import JSON_TOOLS
 

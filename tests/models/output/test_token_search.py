@@ -1,7 +1,7 @@
 """Which tokens hold a text."""
 
-from models.output import token_search
-from models.output.token_search import TokenSearch
+from models.output import detokenizer
+from models.output.detokenizer import TokenSearch
 
 PIECES = [b"a", b"\n", b" b\n\n", b'"', b"", b"\xc3", "é:".encode()]
 
@@ -23,6 +23,6 @@ def test_tokens_are_found_by_what_they_hold() -> None:
 
 def test_what_is_kept_of_searches_is_bounded() -> None:
     search = TokenSearch(lambda token_id: b"%d" % token_id, 1000)
-    for number in range(3 * token_search.MAX_KEPT):
+    for number in range(3 * detokenizer.MAX_KEPT):
         assert number in search.containing(str(number))
-    assert len(search._found) <= token_search.MAX_KEPT
+    assert len(search._found) <= detokenizer.MAX_KEPT

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from models.output.detokenizer import Detokenizer
-from models.output.token_texts import TokenTexts
+from models.output.detokenizer import Detokenizer, TokenTexts
 from tests.models.output.test_detokenizer import sentencepiece_tokenizer, word_tokenizer
 from tests.support import tiny_models
 

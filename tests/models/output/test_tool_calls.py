@@ -9,10 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.output.pieces import Piece, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
-from models.output.plain import PlainParser
-from models.output.tool_calls import ToolCallParser
-from models.output.tool_format import ToolCall, ToolFormat
+from models.output.pieces import (
+    Piece,
+    PlainParser,
+    Text,
+    ToolArguments,
+    ToolCallEnded,
+    ToolCallFailed,
+    ToolCallStarted,
+)
+from models.output.tool_calls import ToolCall, ToolCallParser, ToolFormat
 from tests.support.fake_engine import JSON_TOOLS
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'

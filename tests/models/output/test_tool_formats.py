@@ -19,11 +19,17 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.output.tool_formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V3_1
-from models.output.tool_formats.find import ToolSyntax, find_tool_syntax, tool_parser
-from models.output.tool_formats.harmony import HarmonyFormat, HarmonyParser
-from models.output.tool_formats.llama_json import LLAMA_JSON
-from models.output.tool_formats.pythonic import PYTHONIC
+from models.output.tool_formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_1,
+    LLAMA_JSON,
+    PYTHONIC,
+    HarmonyFormat,
+    HarmonyParser,
+    ToolSyntax,
+    find_tool_syntax,
+    tool_parser,
+)
 
 TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
 MakeParser = Callable[[], OutputParser]

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from cache.layers.mlx_lm_guard import guard_mlx_lm
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
-from models.prompt import pieces, text_segments
-from models.prompt.abandonment import Abandoned, abandoned_when
+from models.prompt import tokenize
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError, RenderedPrompt
+from models.prompt.tokenize import Abandoned, abandoned_when
 from tests.support import tiny_models
 
 CHATML = """\
@@ -346,13 +346,13 @@ def test_no_way_to_tokenize_gives_the_tokenizer_a_long_text_at_once(
     kind: str, parse_special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, number in (("SEGMENT_CHARACTERS", 50), ("MAX_CHARACTERS", 100)):
-        monkeypatch.setattr(text_segments, name, number)
+        monkeypatch.setattr(tokenize, name, number)
     fast, texts, text = make_tokenizer(), list[str](), "1" * 150 + "\t7" * 300 + " \n" * 100 + "words and\nmore " * 90
     expected = fast.encode(text, add_special_tokens=False)
     if kind == "without a border":
-        monkeypatch.setattr(pieces.Pieces, "fits", lambda _: False)
+        monkeypatch.setattr(tokenize.Pieces, "fits", lambda _: False)
     renderer = ChatRenderer(slow := SlowTokenizer(fast) if kind == "slow" else fast)
-    encode = pieces.encode
+    encode = tokenize.encode
 
     def noted(some: str) -> str:
         texts.append(some)
@@ -361,7 +361,7 @@ def test_no_way_to_tokenize_gives_the_tokenizer_a_long_text_at_once(
     def encode_slowly(some: str, **_: bool) -> Any:
         return fast.encode(noted(some), add_special_tokens=False)
 
-    monkeypatch.setattr(pieces, "encode", lambda backend, some: encode(backend, noted(some)))
+    monkeypatch.setattr(tokenize, "encode", lambda backend, some: encode(backend, noted(some)))
     if kind == "slow":
         monkeypatch.setattr(slow, "encode", encode_slowly)
     renderer.tokenize("a", add_special=True, parse_special=parse_special)

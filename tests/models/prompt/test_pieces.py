@@ -13,10 +13,9 @@ from tokenizers import AddedToken
 
 from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt import added_tokens, chat_template
-from models.prompt import pieces as pieces_module
-from models.prompt import text_segments as segments_module
-from models.prompt.abandonment import Abandoned, abandoned_when
-from models.prompt.pieces import Pieces, encode
+from models.prompt import tokenize as pieces_module
+from models.prompt import tokenize as segments_module
+from models.prompt.tokenize import Abandoned, Pieces, abandoned_when, encode
 from tests.support import tiny_models, tiny_tokenizers
 from tests.support.tiny_tokenizers import Flags
 

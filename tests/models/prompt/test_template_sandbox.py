@@ -10,8 +10,8 @@ import pytest
 
 from models.names import DEMO_FOLDER
 from models.prompt import chat_template, template_sandbox
-from models.prompt.abandonment import Abandoned, abandoned_when
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError
+from models.prompt.tokenize import Abandoned, abandoned_when
 from tests.support import tiny_models
 
 ASK = {"role": "user", "content": "hello"}

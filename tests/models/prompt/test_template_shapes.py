@@ -13,7 +13,7 @@ import pytest
 
 import models.prompt.template_sandbox
 from models.prompt.chat_template import ChatRenderer, ChatTemplateError
-from models.prompt.template_shapes import SHAPES
+from models.prompt.shapes import SHAPES
 from tests.support import tiny_models
 
 PLAIN_CALLS = """\

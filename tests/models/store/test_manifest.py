@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.errors import InvalidParameter, StoreDamaged, StoreError
-from models.store.defaults import SAMPLING_DEFAULTS, ExampleMessage, ModelDefaults
 from models.store.manifest import FILE_NAME, Manifest, data_folder
-from models.store.stored_model import StoredModel, WeightsPlace, find_full_name, parse_full_name
+from models.store.stored_model import (
+    SAMPLING_DEFAULTS,
+    ExampleMessage,
+    ModelDefaults,
+    StoredModel,
+    WeightsPlace,
+    find_full_name,
+    parse_full_name,
+)
 
 NOW = datetime(2026, 11, 23, 12, 0, tzinfo=UTC)
 

@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.errors import ModelfileError
-from models.store.defaults import ExampleMessage, ModelDefaults
-from models.store.modelfile import modelfile_of, parse_modelfile
-from models.store.parameters import parameters_of, with_parameters
-from models.store.stored_model import StoredModel, WeightsPlace
+from models.store.modelfile import modelfile_of, parameters_of, parse_modelfile, with_parameters
+from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 EXAMPLE = '''\

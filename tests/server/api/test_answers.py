@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cache.snapshots import RestorePointKind
-from models.output.call_watch import CallMarkers
+from models.output.tool_calls import CallMarkers
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Miss, MissReason

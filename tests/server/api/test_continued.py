@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
-from models.output.reasoning_format import ReasoningFormat
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.reasoning import ReasoningFormat
+from models.output.tool_formats import HarmonyFormat
 from server.api.conversation import Conversation
 from server.app import create_app
 from server.config import ServerConfig

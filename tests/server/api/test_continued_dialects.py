@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.tool_formats import HarmonyFormat
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_live import Live, serving

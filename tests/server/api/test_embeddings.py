@@ -15,11 +15,10 @@ import ollama
 import pytest
 from starlette.testclient import TestClient
 
-from models.embedding_format import EmbeddingFormat, Pooling
 from models.errors import EmbeddingUnsupported
+from models.formats import EmbeddingFormat, Judgement, Pooling, RerankFormat
 from models.loader import load
 from models.names import DEMO
-from models.rerank_format import Judgement, RerankFormat
 from server.api import embedding
 from server.api.field_rules import Rules
 from server.api.ollama.embed import EmbedBody, EmbeddingPromptBody

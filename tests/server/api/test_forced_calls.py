@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from models.inference.grammar_compiler import GrammarCompiler
-from models.output.tool_formats.harmony import HarmonyFormat
-from models.output.tool_formats.llama_json import LLAMA_JSON
-from models.output.tool_formats.pythonic import PYTHONIC
+from models.inference.grammar import GrammarCompiler
+from models.output.tool_formats import LLAMA_JSON, PYTHONIC, HarmonyFormat
 from server.api.conversation import open_conversation
 from server.api.responses.custom_input import CustomInput
 from server.api.tool_grammar import ForcedCalls, calls_in_text, forced_calls, strict_calls

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.prompt import pieces as pieces_module
-from models.prompt.abandonment import Abandoned, stop_if_abandoned
-from models.prompt.pieces import encode
+from models.prompt import tokenize as pieces_module
+from models.prompt.tokenize import Abandoned, encode, stop_if_abandoned
 from server.api import body as body_module
 from server.api import planning as planning_module
 from server.api.body import check_amount, check_messages

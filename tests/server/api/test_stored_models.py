@@ -8,9 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from models.store.defaults import ExampleMessage, ModelDefaults
 from models.store.manifest import Manifest
-from models.store.stored_model import StoredModel, WeightsPlace
+from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
 from server.app import create_pool_app
 from server.config import ServerConfig
 from server.pool.catalog import InstalledCatalog

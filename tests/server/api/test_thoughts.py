@@ -7,7 +7,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.names import DEMO
-from models.output.reasoning_format import ReasoningFormat
+from models.output.reasoning import ReasoningFormat
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_answers import CALL_TEXTS, TOOLS, ask

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models.output.token_logprob import TokenLogprob
+from models.output.pieces import TokenLogprob
 from server.engine.events import Delta, Failed
 from server.engine.generation import MAX_PENDING, Generation
 from server.engine.mailbox import Mailbox

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.prompt.outline import NO_OUTLINE
+from models.prompt.shapes import NO_OUTLINE
 from server.diagnosis.account import EvaluatedTurn, Rendered, declined, explain
 from server.diagnosis.advice import TOOLS, advice
 from server.diagnosis.compare import Turn

@@ -3,7 +3,7 @@
 import pytest
 
 from cache.types import common_prefix_length
-from models.prompt.outline import NO_OUTLINE, Outline
+from models.prompt.shapes import NO_OUTLINE, Outline
 from server.diagnosis import conversations as conversations_module
 from server.diagnosis.account import EvaluatedTurn, Rendered, explain
 from server.diagnosis.compare import Turn, find_changes_between

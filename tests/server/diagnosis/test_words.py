@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models.text_comparison import shared_length
+from models.texts import shared_length
 from server.diagnosis.words import MAX_WORDS, classify_text, excerpt, find_changes
 from server.engine.diagnosis import Cause
 

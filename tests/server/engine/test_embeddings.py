@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cache.types import LayerCache
-from models.embedding_format import Pooling
 from models.errors import EmbeddingUnsupported
+from models.formats import Pooling
 from server.engine.embeddings import STEPS_BEHIND_CHAT, EmbeddingJob
 from server.engine.errors import EngineStopped, PromptTooLarge, StepFailed
 from tests.support.engine_driver import Harness

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from models.output.call_watch import CallMarkers
+from models.output.tool_calls import CallMarkers
 from server.engine.events import FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Collected, Harness

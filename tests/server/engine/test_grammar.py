@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from models.output.grammar import OutputGrammar
-from models.output.reasoning_format import ReasoningFormat, Thinking
+from models.output.reasoning import ReasoningFormat, Thinking
 from server.api.errors import as_api_error
 from server.engine.errors import AnswerUnbound
 from server.engine.events import Failed, FinishReason

@@ -10,7 +10,7 @@ import pytest
 from cache.budget import PinLimit
 from cache.pins import PinName
 from models.inference.sampling_params import SamplingParams
-from models.output.reasoning_format import ReasoningFormat, Thinking
+from models.output.reasoning import ReasoningFormat, Thinking
 from server.engine.commands import ClearCache, PinSession, UnpinSession
 from server.engine.errors import OutOfMemory, PromptTooLarge, StepFailed
 from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from models.errors import ModelBroken
 from models.names import DEMO_FOLDER
-from models.store.defaults import ModelDefaults
 from models.store.manifest import FILE_NAME, Manifest
-from models.store.stored_model import StoredModel, WeightsPlace
+from models.store.stored_model import ModelDefaults, StoredModel, WeightsPlace
 from server.pool.catalog import InstalledCatalog
 from server.pool.source import ModelSource
 from tests.models.test_names import COMMIT, hub_cache, write_download, write_model

@@ -10,7 +10,7 @@ import httpx
 import pydantic
 import pytest
 
-from models.output.reasoning_format import ReasoningFormat
+from models.output.reasoning import ReasoningFormat
 from server.api.anthropic.signature import sign
 from server.app import create_app
 from server.config import ServerConfig

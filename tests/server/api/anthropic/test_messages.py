@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.output.grammar import CompiledGrammar, Grammar
-from models.output.reasoning_format import ReasoningFormat
+from models.output.reasoning import ReasoningFormat
 from server.api.anthropic.body_types import MAX_CACHE_POINTS, MessagesBody
 from server.api.anthropic.conversation import read_conversation
 from server.api.anthropic.params import read_params

@@ -13,8 +13,8 @@ from packaging.version import Version
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from models.output.reasoning_format import ReasoningFormat
-from models.output.tool_formats.harmony import HarmonyFormat
+from models.output.reasoning import ReasoningFormat
+from models.output.tool_formats import HarmonyFormat
 from server.api.model_facts import ModelFacts, architecture_facts
 from server.app import create_app
 from server.config import ServerConfig

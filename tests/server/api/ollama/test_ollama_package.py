@@ -8,7 +8,7 @@ import httpx
 import ollama
 import pytest
 
-from models.output.reasoning_format import ReasoningFormat
+from models.output.reasoning import ReasoningFormat
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.errors import OutOfMemory, QueueFull

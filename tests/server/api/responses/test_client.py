@@ -10,7 +10,7 @@ import pydantic
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
-from models.output.reasoning_format import ReasoningFormat
+from models.output.reasoning import ReasoningFormat
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.errors import OutOfMemory

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from models.output.reasoning_format import ReasoningFormat
+from models.output.reasoning import ReasoningFormat
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.errors import OutOfMemory

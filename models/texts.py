@@ -2,9 +2,12 @@
 
 JSON can spell one (`"\\ud83d"`), and so can a model's output and a template; UTF-8 cannot. Here each becomes U+FFFD,
 the replacement character, as in a decoder. Two halves that meet become the character that they spell. Pure.
+
+Comparing texts that may be megabytes long.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pydantic_core
@@ -40,3 +43,15 @@ def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Returns how much two texts or lists begin with alike; compares whole slices, as they may be long."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,1 +1,0 @@
-"""LoRA adapters: variants of a model that share its weights."""

@@ -1,0 +1,358 @@
+"""Which format of tool calls a model writes, by its tokens and its template, and the parser of an answer in it.
+
+gpt-oss's harmony format: each message says in its header which channel it is for, and to whom.
+
+`<|channel|>analysis<|message|>` begins a thought, `final` the answer, and `commentary` with a recipient a call, whose
+body is the JSON text of its arguments. A message ends with `<|end|>`, or with the token that ends the answer, which
+has no text. (OpenAI, "harmony response format".)
+
+Calls that are all of an answer, without an end marker, and often without a marker at all.
+
+Whether an answer is such a call shows with its first letters. One that may be is held back to its end, and is text
+where it is none after all.
+
+DeepSeek's calls: those of V3 and R1, whose arguments stand in a block of code, and those of V3.1.
+
+Llama 3's calls in JSON: `{"name": …, "parameters": {…}}`, several one after another or parted by semicolons.
+
+They are all of an answer, behind `<|python_tag|>` or without it.
+
+Calls as a list in Python: `[f(a=1), g(b="x")]`, as Llama 3.2 and 4 and others write them. All of an answer.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from models.output.marker import MarkerSearch
+from models.output.pieces import OutputParser, Piece, Reasoning, Text, ToolCallEnded
+from models.output.reasoning import ReasoningFormat
+from models.output.tool_calls import OpenCall, ToolCallParser, ToolFormat, checked_calls, pieces_of
+
+CHANNEL: Final = "<|channel|>"
+MESSAGE: Final = "<|message|>"
+_HARMONY_START: Final = "<|start|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_REASONING = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>")
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_HEADERS: Final = (CHANNEL, "to=", _HARMONY_START)
+_NOBODY: Final = ("assistant", "user", "all")
+
+
+@dataclass(frozen=True)
+class HarmonyFormat:
+    """Says that a model writes harmony; thoughts, text and calls are read together then."""
+
+    frames: tuple[str, ...] = (CHANNEL, MESSAGE, _HARMONY_START, *_ENDS, "<|constrain|>")
+    """All markers of the format."""
+
+
+class HarmonyParser:
+    """Splits one answer's text into thoughts, text and calls."""
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Without `tools`, what is addressed to one stays text."""
+        self.made_calls = False
+        self._has_tools = bool(tools)
+        self._search = MarkerSearch([MESSAGE])
+        self._header: str | None = ""
+        """The header of the next message so far; None within its body."""
+        self._is_thought = False
+        self._call: _HarmonyCall | None = None
+
+    def feed(self, text: str) -> list[Piece]:
+        """Returns the pieces that `text` completes; holds back what may become a marker."""
+        pieces: list[Piece] = []
+        while text:
+            text = self._read_body(text, pieces) if self._header is None else self._read_header(text, pieces)
+        return pieces
+
+    def finish(self, *, is_complete: bool) -> list[Piece]:
+        """Returns the rest. The open call of an answer that is complete is complete too."""
+        rest, pieces = self._search.flush(), list[Piece]()
+        if self._header is None:
+            self._take(rest, pieces)
+            return pieces + self._end_message("", is_complete=is_complete)
+        header = self._header + rest
+        return [Text(header)] if header.strip() not in ("", _HARMONY_START, f"{_HARMONY_START}assistant") else []
+
+    def _read_header(self, text: str, pieces: list[Piece]) -> str:
+        assert self._header is not None
+        found = self._search.push(text)
+        self._header += found.before
+        if found.marker is not None:
+            self._begin_message(self._header)
+            return found.after
+        if not self._may_be_header(self._header):
+            # The model does without headers: what it says is the answer.
+            said = self._header + self._search.flush()
+            self._begin_message("")
+            return said
+        return ""
+
+    def _may_be_header(self, header: str) -> bool:
+        begun = header.lstrip()
+        return not begun or any(one.startswith(begun) or begun.startswith(one) for one in _HEADERS)
+
+    def _begin_message(self, header: str) -> None:
+        channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
+        self._is_thought = channel is not None and channel[1] == "analysis"
+        if recipient is not None and recipient[1] not in _NOBODY:
+            name = recipient[1].removeprefix("functions.") if self._has_tools else ""
+            self._call = _HarmonyCall(name, header + MESSAGE)
+        self._header, self._search = None, MarkerSearch([*_ENDS, _HARMONY_START])
+
+    def _read_body(self, text: str, pieces: list[Piece]) -> str:
+        found = self._search.push(text)
+        self._take(found.before, pieces)
+        if found.marker is not None:
+            pieces += self._end_message(found.marker, is_complete=True)
+        return found.after
+
+    def _take(self, text: str, pieces: list[Piece]) -> None:
+        if not text:
+            return
+        if self._call is not None:
+            pieces += self._call.push(text)
+        else:
+            pieces.append(Reasoning(text) if self._is_thought else Text(text))
+
+    def _end_message(self, marker: str, *, is_complete: bool) -> list[Piece]:
+        call, self._call = self._call, None
+        self._header, self._search = marker if marker == _HARMONY_START else "", MarkerSearch([MESSAGE])
+        if call is None:
+            return []
+        pieces = call.end(marker, is_complete=is_complete)
+        self.made_calls = self.made_calls or isinstance(pieces[-1], ToolCallEnded)
+        return pieces
+
+
+class _HarmonyCall:
+    """The body of a message to a tool. One without a name is no call, and comes as text at its end."""
+
+    def __init__(self, name: str, header: str) -> None:
+        self._name = name
+        self._header = header
+        self._body = ""
+        self._open = OpenCall(name)
+        self._is_open = False
+
+    def push(self, text: str) -> list[Piece]:
+        self._body += text
+        if self._is_open:
+            return self._open.push(text)
+        if not self._name or not self._body.lstrip().startswith("{"):
+            return []
+        self._is_open = True
+        return [self._open.started, *self._open.push(self._body.lstrip())]
+
+    def end(self, marker: str, *, is_complete: bool) -> list[Piece]:
+        """Returns the rest of the call, or all that was written of it as text."""
+        written = self._header + self._body + ("" if marker == _HARMONY_START else marker)
+        calls = checked_calls(self._read) if self._name and is_complete else []
+        if self._is_open:
+            return self._open.end(calls[0] if calls else None, written)
+        if not calls:
+            return [Text(written)]
+        return list(pieces_of(calls[0]))
+
+    def _read(self) -> dict[str, Any]:
+        """Returns the call; raises where the body is neither the JSON text of arguments nor nothing at all."""
+        return {"name": self._name, "arguments": json.loads(self._body or "{}")}
+
+
+@dataclass(frozen=True)
+class BareFormat:
+    """How a model writes calls that are all of its answer."""
+
+    may_be_call: Callable[[str], bool]
+    """Whether an answer that begins with this text, no white space before it, may be calls."""
+    parse: Callable[[str, Any], Any]
+    """(text, tools) to a list of `{"name", "arguments"}`; raises where the text is anything else."""
+    call_start: str
+    """A regular expression: how an answer begins that is calls, behind white space and the first of the frames."""
+    frames: tuple[str, ...] = ()
+    """Markers that may stand around the calls and belong to the format."""
+
+
+class BareCallParser:
+    """Reads one answer: as calls if all of it is, else as text."""
+
+    def __init__(self, bare_format: BareFormat, tools: Sequence[Mapping[str, Any]]) -> None:
+        self.made_calls = False
+        self._format = bare_format
+        self._tools = list(tools)
+        self._held: str | None = ""
+        """The answer so far, while it may be calls; None once it is text."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Returns text that is certain to be no call."""
+        if self._held is None:
+            return [Text(text)] if text else []
+        self._held += text
+        if not self._held or self._may_be_call(self._held):
+            return []
+        held, self._held = self._held, None
+        return [Text(held)]
+
+    def finish(self, *, is_complete: bool) -> list[Piece]:
+        """Returns the calls that the answer is, or what was held back of it."""
+        if not self._held:
+            return []
+        written = self._without_frames(self._held)
+        calls = checked_calls(lambda: self._format.parse(written, self._tools)) if is_complete else []
+        if not calls:
+            return [Text(self._held)]
+        self.made_calls = True
+        return [piece for call in calls for piece in pieces_of(call)]
+
+    def _may_be_call(self, text: str) -> bool:
+        text = text.lstrip()
+        if any(text.startswith(frame) or frame.startswith(text) for frame in self._format.frames):
+            return True
+        return self._format.may_be_call(text)
+
+    def _without_frames(self, text: str) -> str:
+        text = text.strip()
+        for frame in self._format.frames:
+            text = text.removeprefix(frame).removesuffix(frame).strip()
+        return text
+
+
+_DEEPSEEK_START: Final = "<｜tool▁call▁begin｜>"
+_END: Final = "<｜tool▁call▁end｜>"
+_SEPARATOR: Final = "<｜tool▁sep｜>"
+_FRAMES: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+_IN_BLOCK = re.compile(rf"\s*function{_SEPARATOR}(?P<name>[^\n]+)\n```json\s*(?=\{{)")
+_BARE = re.compile(rf"\s*(?P<name>[^\n<]+){_SEPARATOR}\s*(?=\{{)")
+
+
+def _parse_block(text: str, tools: Any) -> dict[str, Any]:
+    head = _IN_BLOCK.match(text)
+    arguments, fence, rest = text[head.end() :].rpartition("```") if head else ("", "", "")
+    if head is None or not fence or rest.strip():
+        raise ValueError("no call of DeepSeek V3")
+    return {"name": head["name"].strip(), "arguments": json.loads(arguments)}
+
+
+def _parse_bare(text: str, tools: Any) -> dict[str, Any]:
+    head = _BARE.match(text)
+    if head is None:
+        raise ValueError("no call of DeepSeek V3.1")
+    return {"name": head["name"].strip(), "arguments": json.loads(text[head.end() :])}
+
+
+DEEPSEEK_V3 = ToolFormat(_DEEPSEEK_START, _END, _parse_block, head=_IN_BLOCK, frames=_FRAMES)
+"""`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line break, and the arguments in a block of code."""
+
+DEEPSEEK_V3_1 = ToolFormat(_DEEPSEEK_START, _END, _parse_bare, head=_BARE, frames=_FRAMES)
+"""`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS`."""
+
+
+PYTHON_TAG: Final = "<|python_tag|>"
+_BEGINNINGS: Final = ('{"name":', '{"type":"function"')
+
+
+def _may_be_json_call(text: str) -> bool:
+    written = "".join(text.split())
+    return any(written.startswith(beginning) or beginning.startswith(written) for beginning in _BEGINNINGS)
+
+
+def _parse_json_calls(text: str, tools: Any) -> list[Any]:
+    decoder, calls, position = json.JSONDecoder(), list[Any](), 0
+    while position < len(text):
+        call, position = decoder.raw_decode(text, position)
+        if not isinstance(call, dict) or not call.keys() <= _KEYS or not call.keys() & _ARGUMENTS:
+            raise ValueError("no call")
+        calls.append(call)
+        position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n;"))
+    return calls
+
+
+_ARGUMENTS = frozenset({"parameters", "arguments"})
+_KEYS = _ARGUMENTS | {"type", "name"}
+
+_CALL_START: Final = r'\{\s*("type"\s*:\s*"function"|"name"\s*:\s*"[^"]*"\s*,\s*"(parameters|arguments)")'
+
+LLAMA_JSON = BareFormat(_may_be_json_call, _parse_json_calls, _CALL_START, frames=(PYTHON_TAG,))
+
+
+_BEGINNING = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*(?:\(.*)?)?", re.DOTALL)
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _may_be_python_call(text: str) -> bool:
+    return not text or _BEGINNING.fullmatch(text) is not None
+
+
+def _parse_python_calls(text: str, tools: Any) -> list[dict[str, Any]]:
+    tree = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise ValueError("no list of calls")
+    return [_call(node) for node in tree.elts]
+
+
+def _call(node: ast.expr) -> dict[str, Any]:
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("no call with named arguments only")
+    arguments = {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+    return {"name": ast.unparse(node.func), "arguments": arguments}
+
+
+def _value(node: ast.expr) -> Any:
+    return ast.literal_eval(_JsonNames().visit(node))
+
+
+class _JsonNames(ast.NodeTransformer):
+    """Models write the words of JSON where Python has its own."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+PYTHONIC = BareFormat(
+    _may_be_python_call,
+    _parse_python_calls,
+    r"\[\s*[A-Za-z_][\w.]*\s*\(",
+    frames=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
+)
+
+
+ToolSyntax: TypeAlias = ToolFormat | BareFormat | HarmonyFormat
+
+
+def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | None:
+    """Returns the format of calls for which there is a parser here; the first that fits counts."""
+    if CHANNEL in vocabulary and MESSAGE in vocabulary:
+        return HarmonyFormat()
+    if DEEPSEEK_V3.start in vocabulary or DEEPSEEK_V3.start in template:
+        return DEEPSEEK_V3 if "```json" in template else DEEPSEEK_V3_1
+    if "tools" not in template:
+        return None
+    if "<|python_start|>" in vocabulary or "(params_name1=" in template:
+        return PYTHONIC
+    if PYTHON_TAG in vocabulary or PYTHON_TAG in template or '{"name": function name, "parameters":' in template:
+        return LLAMA_JSON
+    return None
+
+
+def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
+    """Returns the texts by which a format is read; some consist of special tokens."""
+    if isinstance(syntax, ToolFormat):
+        return tuple(text for text in (syntax.start, syntax.end, *syntax.frames) if text)
+    return () if syntax is None else syntax.frames
+
+
+def tool_parser(
+    syntax: ToolFormat | BareFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
+) -> OutputParser:
+    """Returns what reads the answer of one request that offers `tools`, or forces calls of them."""
+    if isinstance(syntax, ToolFormat):
+        return ToolCallParser(syntax, tools, is_forced=is_forced)
+    return BareCallParser(syntax, tools)
