@@ -37,8 +37,7 @@ from models.inference.sampling_params import SamplingParams
 from models.output.grammar import MaskWords
 from models.output.pieces import TokenLogprob
 from scripts.bench.common import Report, Target, median, write_json
-from server.engine.events import Event, Finished
-from server.engine.request import GenerationRequest
+from server.engine.request import Event, Finished, GenerationRequest
 from server.engine.worker import Worker
 
 # isort: split

@@ -24,9 +24,8 @@ from server.app import create_app
 from server.config import ServerConfig
 from server.connections import HttpConfig, Limits
 from server.engine.engine import Engine
-from server.engine.events import Delta, Event, Finished, Started
 from server.engine.generation import Generation
-from server.engine.request import GenerationRequest
+from server.engine.request import Delta, Event, Finished, GenerationRequest, Started
 from server.service import open_service
 
 START_SECONDS = 30.0

@@ -14,8 +14,17 @@ from server.api.dialect import Exchange, OutputEvent
 from server.api.session_records import TurnRecord
 from server.api.turn_account import TurnAccount
 from server.diagnosis.conversations import Conversations
-from server.engine.errors import EngineError, EngineStopped
-from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started
+from server.engine.request import (
+    Delta,
+    EngineError,
+    EngineStopped,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Progress,
+    Started,
+)
 
 
 class Answer:

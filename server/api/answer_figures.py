@@ -5,8 +5,17 @@ from dataclasses import dataclass
 
 from server.api.session_records import TurnRecord
 from server.engine.diagnosis import Miss
-from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
-from server.engine.request import GenerationRequest
+from server.engine.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    Started,
+    Timings,
+)
 
 
 @dataclass(frozen=True)

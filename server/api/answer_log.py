@@ -6,8 +6,7 @@ import time
 from server.api.answer_figures import AnswerFigures
 from server.api.errors import as_api_error
 from server.api.session_records import TurnRecord
-from server.engine.events import Progress, Timings
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, Progress, Timings
 from server.log_events import MissFigures, PrefillProgress, RequestEnded
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from server.api.answer import Answer
 from server.api.arrival import Arrival
 from server.api.context import EnginePort
 from server.api.dialect import Exchange, OutputEvent, Payload
-from server.engine.events import Finished
+from server.engine.request import Finished
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,7 @@ from server.diagnosis.conversations import Conversations
 from server.engine.command import Command
 from server.engine.embeddings import Vector
 from server.engine.generation import Generation
-from server.engine.request import GenerationRequest, TokenArray
-from server.engine.stats import EngineStats
+from server.engine.request import EngineStats, GenerationRequest, TokenArray
 from server.pool.changes import TellChange
 from server.pool.errors import ModelNameNeeded, ModelUnknown
 from server.pool.source import ModelSource

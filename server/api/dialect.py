@@ -26,8 +26,7 @@ from server.api.errors import ApiError
 from server.api.openapi import Operations
 from server.api.session_id import resolve_session_id
 from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
-from server.engine.events import Delta, Finished, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Delta, Finished, GenerationRequest, Started
 
 OutputEvent: TypeAlias = Started | Piece | Finished
 """What an answer is written from: one `Started`, pieces in order, one `Finished`. Errors are raised instead.

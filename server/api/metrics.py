@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from server.api.answer_figures import AnswerFigures
 from server.api.session_records import TurnRecord
-from server.engine.stats import EngineStats
+from server.engine.request import EngineStats
 
 PREFIX = "mlx_serve"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)

@@ -15,7 +15,7 @@ from server.diagnosis.compare import Turn
 from server.diagnosis.conversations import Conversations, Name
 from server.diagnosis.prompt import PLAIN, Part, part_of
 from server.engine.diagnosis import Reuse
-from server.engine.events import Started
+from server.engine.request import Started
 
 
 class TurnAccount:

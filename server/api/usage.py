@@ -4,7 +4,7 @@ from typing import TypedDict
 
 from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import Miss, MissReason
-from server.engine.events import Finished, Started, Timings
+from server.engine.request import Finished, Started, Timings
 
 
 class TimingsBody(TypedDict):

@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from models.adapter import NO_ADAPTER
 from models.errors import ModelError
 from models.formats import Reading
-from server.engine.errors import EngineError, PromptTooLarge, StepFailed
-from server.engine.request import TokenArray
+from server.engine.request import EngineError, PromptTooLarge, StepFailed, TokenArray
 
 logger = logging.getLogger(__name__)
 

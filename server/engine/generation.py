@@ -2,15 +2,53 @@
 
 What waits for a slow reader is bounded: `MAX_PENDING` events, then one piece of text that grows. Nothing is lost, and
 no other request waits. The HTTP side bounds how long a reader may read nothing at all.
+
+From the worker thread to the event loop: what is posted while the loop is still to wake is read in one go.
+
+A decode step posts a token for each of its rows. Waking the loop for each of them costs a system call, and has the
+loop's thread and the worker's take the interpreter from one another once a row.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import TypeAlias
 
-from server.engine.events import Delta, Event, Failed, Finished, Progress
-from server.engine.mailbox import Mailbox
+from server.engine.request import Delta, Event, Failed, Finished, Progress
+
+Delivery: TypeAlias = Callable[[], None]
+
+
+class Mailbox:
+    """Runs deliveries on one event loop, in the order in which they were posted."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._posted: deque[Delivery] = deque()
+        self._wakes = False
+        """Whether the loop was woken and has not begun to read since."""
+
+    def post(self, delivery: Delivery) -> None:
+        """Has `delivery` run on the loop. Safe from any thread; raises RuntimeError if the loop is closed."""
+        self._posted.append(delivery)
+        if self._wakes:
+            return
+        # First the mark, then the call: were it the other way round, the loop might read between the two, and the
+        # mark would stand for ever.
+        self._wakes = True
+        try:
+            self.loop.call_soon_threadsafe(self._read)
+        except RuntimeError:
+            self._wakes = False
+            raise
+
+    def _read(self) -> None:
+        # What is posted from here on wakes the loop again, whether or not it is still read now.
+        self._wakes = False
+        for _ in range(len(self._posted)):
+            self._posted.popleft()()
+
 
 MAX_PENDING = 64
 """Events that are kept one by one for a slow reader; text beyond them is joined into one piece."""

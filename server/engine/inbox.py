@@ -16,11 +16,9 @@ from typing import Generic, Protocol, TypeVar
 
 from server.engine.command import Command
 from server.engine.embeddings import EmbeddingJob
-from server.engine.errors import EngineStopped, QueueFull, StepFailed
-from server.engine.events import Event, Failed, Finished
 from server.engine.generation import Generation
-from server.engine.queue_pace import QueuePace
-from server.engine.request import GenerationRequest
+from server.engine.request import EngineStopped, Event, Failed, Finished, GenerationRequest, QueueFull, StepFailed
+from server.engine.scheduler import QueuePace
 from server.engine.worker import Worker
 
 logger = logging.getLogger(__name__)

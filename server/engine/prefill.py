@@ -13,9 +13,7 @@ from cache.lease import Lease, Tier
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
-from server.engine.errors import OutOfMemory, PromptTooLarge
-from server.engine.events import FinishReason, Started
-from server.engine.request import Priority
+from server.engine.request import FinishReason, OutOfMemory, Priority, PromptTooLarge, Started
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, Ticket
 from server.engine.sequence import Sequence

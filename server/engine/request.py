@@ -1,19 +1,41 @@
-"""What a client asked for, once its dialect and text are behind it. Immutable."""
+"""What a client asked for, once its dialect and text are behind it. Immutable.
 
+The events of a request, in order: Started, Progress*, Delta*, then Finished or Failed.
+
+Errors of the engine. None of them ends it.
+
+EngineError
+├── QueueFull          too many requests wait; come back after `retry_after_seconds`
+├── EngineStopped      the server is shutting down
+├── PromptTooLarge     the request's state can never be held within the budget
+├── OutOfMemory        there is no memory for the request now; come back after `retry_after_seconds`
+├── AnswerUnbound      the answer's grammar cannot be followed any further
+└── StepFailed         the model raised while this sequence was evaluated
+
+The engine's counters and gauges, as `/health` reports them. Frozen: any thread may hold one.
+
+The tokens of each session's last turn, which its pin holds. Pure.
+"""
+
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.journal import CacheStats
 from cache.snapshots import RestorePoint
+from cache.types import common_prefix_length
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
+from models.output.pieces import TokenLogprob
 from models.output.reasoning import Thinking
 from models.output.tool_calls import CallMarkers
 from models.prompt.shapes import NO_OUTLINE, Outline
+from server.engine.diagnosis import Reuse
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
@@ -86,3 +108,210 @@ class GenerationRequest:
     def is_prime(self) -> bool:
         """Whether nothing is to be generated."""
         return self.max_tokens == 0
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Token counts and milliseconds of one request; `cache_tokens + evaluated_tokens` = prompt tokens."""
+
+    cache_tokens: int
+    """Prompt tokens restored, hence really not evaluated."""
+    evaluated_tokens: int
+    prompt_ms: float
+    predicted_tokens: int
+    predicted_ms: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request holds a slot; its prefix is restored and prefill begins."""
+
+    slot: int
+    prompt_tokens: int
+    reuse: Reuse
+    """What the cache knew and gave; who asked it adds why not more."""
+    restore_ms: float = 0.0
+    """Time it took to make the restored part live."""
+    tier: str | None = None
+    """Where the restored part came from: `live`, `memory`; None if there is none."""
+
+    @property
+    def match_tokens(self) -> int:
+        """Prompt tokens that the cache knew."""
+        return self.reuse.match_tokens
+
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens restored, hence not evaluated."""
+        return self.reuse.hit_tokens
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`evaluated` of `total` prompt tokens are in the caches (restored ones included)."""
+
+    evaluated: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text, never empty as an event; `token_ids` are the tokens that completed it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of these tokens, where the request asks for them."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request that ended well (a cancel included)."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    timings: Timings
+    stop_text: str | None = None
+    """The stop string that ended it, if one did."""
+    started: Started | None = None
+    """How it began; None if it was cancelled before that."""
+    reasoning_tokens: int | None = None
+    """Output tokens that are thought, without its markers; None where thoughts are not told apart."""
+    token_ids: tuple[int, ...] = ()
+    """The tokens of all deltas, added by who follows the answer."""
+    stop_token: int | None = None
+    """The token that ended it, if one did: an end of turn, or one that the request names."""
+    rest: Delta = Delta("", ())
+    """The tokens behind those of the last delta, which completed no text: an end of turn, a stop string."""
+    scored: tuple[TokenLogprob, ...] = ()
+    """Of all tokens of prompt and output but the first, where the request asks for those of its prompt."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a request that could not be served; `error` is one of `server.engine.request`."""
+
+    error: Exception
+
+
+Event: TypeAlias = Started | Progress | Delta | Finished | Failed
+
+
+class EngineError(Exception):
+    """Base of all errors the engine reports."""
+
+
+class QueueFull(EngineError):
+    """Too many requests wait already."""
+
+    def __init__(self, num_waiting: int, retry_after_seconds: int) -> None:
+        super().__init__(f"{num_waiting} requests are waiting already; try again in {retry_after_seconds} s")
+        self.retry_after_seconds = retry_after_seconds
+
+
+class EngineStopped(EngineError):
+    """The engine takes no more requests."""
+
+
+class PromptTooLarge(EngineError):
+    """The request's state is larger than the whole budget."""
+
+
+class OutOfMemory(EngineError):
+    """There is no memory for the request, and nothing left to give up for it."""
+
+    retry_after_seconds = 5
+
+
+class AnswerUnbound(EngineError):
+    """An answer's grammar cannot be followed any further."""
+
+    param = None
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; ask for a shorter answer or for a simpler grammar")
+
+
+class StepFailed(EngineError):
+    """The model failed on this sequence; other sequences went on."""
+
+
+_NO_MEMORY = ("unable to allocate", "out of memory", "outofmemory", "insufficient memory", "[metal::malloc]")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of the device or the machine is a lack of memory; MLX has no class for it."""
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _NO_MEMORY)
+
+
+@dataclass(frozen=True)
+class RequestCounts:
+    """Unfinished requests by phase."""
+
+    waiting: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What one engine does and holds, as of its last step."""
+
+    requests: RequestCounts = field(default_factory=RequestCounts)
+    num_preempted: int = 0
+    """Times that a running sequence had to wait for memory."""
+    cache: CacheStats = field(default_factory=CacheStats)
+    num_open: int = 0
+    """Requests that were submitted and have not ended, those included that the worker has not seen yet."""
+
+
+MAX_SESSIONS = 1024
+MAX_BYTES = 64 << 20
+"""Memory for the turns of all sessions: some 160 of 100 000 tokens."""
+_TURN_BYTES = 512
+
+
+class SessionHistory:
+    """The last turn of each session, bounded in number and bytes; the least recently used go. Worker thread only."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
+        self.num_bytes = 0
+
+    def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
+        """Keeps the tokens of a turn, unless they are only the beginning of those that are kept."""
+        last = self._take(namespace, session_id)
+        if last is not None and common_prefix_length(tokens, last) == len(tokens):
+            tokens = last
+        # A view would keep a longer array alive.
+        tokens = tokens if tokens.base is None else tokens.copy()
+        self._turns[namespace, session_id] = tokens
+        self.num_bytes += _num_bytes(tokens)
+        while len(self._turns) > MAX_SESSIONS or self.num_bytes > MAX_BYTES:
+            self._take(*next(iter(self._turns)))
+
+    def forget(self, namespace: str, session_id: str) -> None:
+        """Drops the turn of a session; an unknown one has none."""
+        self._take(namespace, session_id)
+
+    def last(self, namespace: str, session_id: str) -> TokenArray | None:
+        """Returns the tokens of the last turn."""
+        return self._turns.get((namespace, session_id))
+
+    def _take(self, namespace: str, session_id: str) -> TokenArray | None:
+        tokens = self._turns.pop((namespace, session_id), None)
+        if tokens is not None:
+            self.num_bytes -= _num_bytes(tokens)
+        return tokens
+
+
+def _num_bytes(tokens: TokenArray) -> int:
+    return int(tokens.nbytes) + _TURN_BYTES

@@ -11,10 +11,17 @@ from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import TokenLogprob
-from server.engine.events import Event, Finished, FinishReason, Progress, Started, Timings
-from server.engine.output import Output
-from server.engine.output_text import MakeDecoder, TextDecoder
-from server.engine.request import GenerationRequest, TokenArray
+from server.engine.output import MakeDecoder, Output, TextDecoder
+from server.engine.request import (
+    Event,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    Started,
+    Timings,
+    TokenArray,
+)
 from server.engine.scheduler import Ticket, ticket_for
 
 NO_TOKEN = -1

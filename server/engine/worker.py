@@ -15,20 +15,15 @@ from collections.abc import Callable, Iterator
 
 from cache.prefix_cache import PrefixCache
 from cache.reclaim import SetAside
-from server.engine.decode_pipeline import DecodePipeline
+from server.engine.decode import DecodePipeline
 from server.engine.embeddings import EmbedderPort, EmbeddingJob, Embeddings
-from server.engine.errors import EngineStopped
-from server.engine.events import FinishReason
-from server.engine.output_text import MakeDecoder
-from server.engine.preemption import choose_to_wait
+from server.engine.output import MakeDecoder
 from server.engine.prefill import Prefill
-from server.engine.request import GenerationRequest
+from server.engine.request import EngineStats, EngineStopped, FinishReason, GenerationRequest, RequestCounts
 from server.engine.runner_port import RunnerPort
-from server.engine.scheduler import Phase, Scheduler
+from server.engine.scheduler import Phase, Scheduler, choose_to_wait
 from server.engine.sequence import Sequence, SequenceFactory, Sink
-from server.engine.sequence_table import SequenceTable
-from server.engine.sessions import EngineSessions
-from server.engine.stats import EngineStats, RequestCounts
+from server.engine.sequence_table import EngineSessions, SequenceTable
 
 logger = logging.getLogger(__name__)
 

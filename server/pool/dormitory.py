@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from server.engine.dormant import DormantState
+from server.engine.engine import DormantState
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from server.api.context import ListedModel
-from server.engine.dormant import DormantState
+from server.engine.engine import DormantState
 from server.pool.member import OpenedModel
 from server.pool.source import ModelSource
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from server.api.context import EnginePort, ServedModel
-from server.engine.dormant import DormantState
+from server.engine.engine import DormantState
 from server.pool.memory import Resident
 from server.pool.source import ModelSource
 

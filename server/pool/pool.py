@@ -22,7 +22,7 @@ from typing import Any
 
 from server.api.context import EnginePort, ListedModel, Occupancy, ServedModel
 from server.api.model_facts import ModelFacts
-from server.engine.errors import EngineStopped
+from server.engine.request import EngineStopped
 from server.pool.catalog import Catalog, FixedCatalog
 from server.pool.changes import ChangeKind, ModelChange, TellChange
 from server.pool.dormitory import Dormitory

@@ -7,7 +7,7 @@ what it cannot give, because running requests hold it, nobody else gets.
 import asyncio
 from collections.abc import Callable, Sequence
 
-from server.engine.errors import EngineStopped, QueueFull
+from server.engine.request import EngineStopped, QueueFull
 from server.pool.dormitory import Dormitory
 from server.pool.loading import Loading
 from server.pool.loans import IDLE_SECONDS, StateUse, plan_loans

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from cache.budget import FolderError
 from models.errors import ModelError
-from server.engine.errors import EngineStopped
+from server.engine.request import EngineStopped
 from server.pool.changes import ChangeKind, ModelChange, TellChange
 from server.pool.dormitory import Dormitory
 from server.pool.errors import LoadFailed, ModelInUse, PoolBusy

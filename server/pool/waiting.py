@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from server.engine.errors import EngineStopped
+from server.engine.request import EngineStopped
 from server.pool.hold import ModelHold
 from server.pool.loading import Loading
 from server.pool.members import Members

@@ -16,7 +16,7 @@ import pytest
 from server.app import create_app
 from server.config import ServerConfig
 from server.connections import MAX_LINGERING, HttpConfig, Limits, Reports, quieten_accept_errors
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

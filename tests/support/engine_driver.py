@@ -12,8 +12,7 @@ from cache.disk.tier import DiskTier
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePoint, RestorePointKind
 from server.engine.embeddings import EmbedderPort
-from server.engine.events import Delta, Event, Failed, Finished, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Delta, Event, Failed, Finished, GenerationRequest, Started
 from server.engine.worker import Worker
 from tests.support.fake_embedder import FakeEmbedder
 from tests.support.fake_runner import EOS, FakeRunner

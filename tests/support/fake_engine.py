@@ -22,12 +22,21 @@ from models.prompt.tool_definitions import Tool, ToolDefinitions
 from server.api.context import ServedModel
 from server.engine.command import Command
 from server.engine.diagnosis import Miss, Reuse
-from server.engine.errors import EngineStopped, QueueFull
-from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Progress, Started, Timings
-from server.engine.generation import Generation
-from server.engine.mailbox import Mailbox
-from server.engine.request import GenerationRequest
-from server.engine.stats import EngineStats
+from server.engine.generation import Generation, Mailbox
+from server.engine.request import (
+    Delta,
+    EngineStats,
+    EngineStopped,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Progress,
+    QueueFull,
+    Started,
+    Timings,
+)
 
 VOCAB_SIZE = 1024
 

@@ -13,7 +13,7 @@ from cache.journal import CacheStats
 from server.api.auth import is_authorised
 from server.api.context import ApiContext, context_of
 from server.api.json_body import JsonBody
-from server.engine.stats import EngineStats
+from server.engine.request import EngineStats
 
 
 class RequestCountsBody(TypedDict):

@@ -25,7 +25,7 @@ from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.params import read_params
 from server.api.params import Incoming, build_request
 from server.api.typed_body import parse_body
-from server.engine.events import Finished
+from server.engine.request import Finished
 
 
 class PrimedBody(TypedDict):

@@ -20,7 +20,7 @@ from server.api.session_records import SessionRecord, TurnRecord
 from server.api.usage import MissBody, miss_body, miss_of
 from server.api_keys import KeyRing
 from server.engine.commands import ForgetSession
-from server.engine.errors import EngineStopped
+from server.engine.request import EngineStopped
 
 
 class TurnBody(TypedDict):

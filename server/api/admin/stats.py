@@ -17,7 +17,7 @@ from server.api.context import ApiContext, context_of
 from server.api.json_body import JsonBody
 from server.api.live.activity import OpenRequest
 from server.api.live.totals import Sums
-from server.engine.stats import EngineStats
+from server.engine.request import EngineStats
 
 
 class SlotCountsBody(TypedDict):

@@ -34,8 +34,7 @@ from server.api.errors import ApiError
 from server.api.params import Incoming, build_request
 from server.api.sse import sse_event
 from server.api.typed_body import parse_body
-from server.engine.events import Finished, FinishReason, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 
 MAX_PARTS = 8
 """So many times an answer goes on by itself; then the client is to have it go on."""

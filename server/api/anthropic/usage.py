@@ -6,8 +6,7 @@ from typing import Final, NotRequired, TypedDict
 from cache.snapshots import RestorePointKind
 from server.api.usage import CacheBody, TimingsBody, cache_of, timings_of
 from server.engine.diagnosis import Miss, MissReason
-from server.engine.events import Finished, FinishReason, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 
 _MISS_TYPES: Final = {
     MissReason.SYSTEM_CHANGED: "system_changed",

@@ -18,8 +18,7 @@ from server.api.live.pace import Pace
 from server.api.live.totals import Totals
 from server.api.session_records import TurnRecord
 from server.api.usage import miss_of
-from server.engine.events import Delta, Event, Progress, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Delta, Event, GenerationRequest, Progress, Started
 from server.pool.changes import ModelChange
 
 

@@ -1,6 +1,6 @@
 """How long a model takes to evaluate a prompt token, by its last long prompt; hence what a restored one has saved."""
 
-from server.engine.events import Timings
+from server.engine.request import Timings
 
 PACE_TOKENS = 64
 """A prompt with fewer evaluated tokens says little of the time that a token takes."""

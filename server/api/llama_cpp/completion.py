@@ -24,8 +24,7 @@ from server.api.params import Incoming, build_request
 from server.api.sse import sse_event
 from server.api.typed_body import parse_body
 from server.api.usage import CacheBody, TimingsBody, costs_of
-from server.engine.events import Delta, Finished, FinishReason, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Delta, Finished, FinishReason, GenerationRequest, Started
 
 NEVER = -100.0
 """The bias of a token that `false` rules out."""

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from typing import NotRequired, TypedDict
 
 from server.api.usage import CacheBody, costs_of
-from server.engine.events import Finished
+from server.engine.request import Finished
 
 _NANOSECONDS = 1_000_000
 """In a millisecond."""

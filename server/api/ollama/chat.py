@@ -35,8 +35,7 @@ from server.api.structured_output import AnswerGrammar
 from server.api.tool_grammar import answer_or_calls
 from server.api.typed_body import BodyModel, parse_body
 from server.config import ServerConfig
-from server.engine.events import Finished
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, GenerationRequest
 from server.prompt_hygiene import with_constant_headers
 
 

@@ -22,8 +22,7 @@ from server.api.ollama.fields import IN_GENERATE
 from server.api.ollama.follow_up import follow_up
 from server.api.params import Incoming, build_request
 from server.api.typed_body import parse_body
-from server.engine.events import Finished
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, GenerationRequest
 
 
 class OllamaGenerateBody(OllamaBody):

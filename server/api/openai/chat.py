@@ -48,8 +48,7 @@ from server.api.structured_output import AnswerGrammar
 from server.api.tool_grammar import ForcedCalls, answer_or_calls, calls_in_text, can_forbid_calls, forced_calls
 from server.api.typed_body import parse_body
 from server.config import ServerConfig
-from server.engine.events import Finished
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, GenerationRequest
 from server.prompt_hygiene import with_constant_headers
 
 MAX_EXPLICIT_POINTS = 16

@@ -23,8 +23,7 @@ from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage, stop
 from server.api.sse import sse_event
 from server.api.usage import costs_of
 from server.config import ServerConfig
-from server.engine.events import Delta, Finished, Started
-from server.engine.request import GenerationRequest, Priority
+from server.engine.request import Delta, Finished, GenerationRequest, Priority, Started
 
 FAILED = "error"
 """Why a choice ended that could not be completed, where others were."""

@@ -29,8 +29,7 @@ from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage, fini
 from server.api.params import Incoming, build_request
 from server.api.typed_body import parse_body
 from server.api.usage import CacheBody, TimingsBody
-from server.engine.events import Finished
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, GenerationRequest
 
 
 def _prompts(value: Any) -> Any:

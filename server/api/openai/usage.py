@@ -2,8 +2,7 @@
 
 from typing import NotRequired, TypedDict
 
-from server.engine.events import Finished, FinishReason, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 
 
 class AnswerHead(TypedDict):

@@ -39,8 +39,7 @@ from server.api.tool_grammar import ForcedCalls, answer_or_calls, calls_in_text,
 from server.api.typed_body import validated
 from server.api.usage import costs_of
 from server.config import ServerConfig
-from server.engine.events import Finished, FinishReason, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.prompt_hygiene import with_constant_headers
 
 logger = logging.getLogger(__name__)

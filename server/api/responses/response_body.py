@@ -8,7 +8,7 @@ from server.api.errors import ApiError
 from server.api.responses.body_types import ReasoningWish, ResponsesBody
 from server.api.responses.output import ItemBody
 from server.api.usage import CacheBody, TimingsBody
-from server.engine.events import Finished
+from server.engine.request import Finished
 
 
 class InputTokensDetails(TypedDict):

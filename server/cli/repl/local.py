@@ -18,10 +18,8 @@ from server.api.context import EnginePort, ServedModel
 from server.cli.repl.parameters import MAX_TOKENS, SAMPLING, template_fields
 from server.cli.repl.speech import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
 from server.config import ServerConfig
-from server.engine.errors import EngineError
-from server.engine.events import Delta, Failed, Finished, FinishReason
 from server.engine.generation import Generation
-from server.engine.request import GenerationRequest
+from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 from server.log import configure_logging
 from server.service import open_service
 

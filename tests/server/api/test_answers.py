@@ -12,9 +12,7 @@ from models.output.tool_calls import CallMarkers
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Miss, MissReason
-from server.engine.errors import PromptTooLarge
-from server.engine.events import FinishReason
-from server.engine.request import Priority
+from server.engine.request import FinishReason, Priority, PromptTooLarge
 from server.log_events import PrefillProgress, RequestEnded, RequestRefused
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 

@@ -12,8 +12,7 @@ import pytest
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.errors import OutOfMemory
-from server.engine.request import GenerationRequest
+from server.engine.request import GenerationRequest, OutOfMemory
 from server.log_events import RequestEnded
 from server.service import open_service
 from tests.server.api.test_openai_client import SLOW, until

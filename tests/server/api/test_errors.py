@@ -22,8 +22,15 @@ from server.api.other_apis import find_other_api
 from server.api.session_id import SessionIdError
 from server.app import ADMIN_ROUTES, APIS, create_app, start_draining
 from server.config import ServerConfig
-from server.engine.errors import EngineError, EngineStopped, OutOfMemory, PromptTooLarge, QueueFull, StepFailed
-from server.engine.events import FinishReason
+from server.engine.request import (
+    EngineError,
+    EngineStopped,
+    FinishReason,
+    OutOfMemory,
+    PromptTooLarge,
+    QueueFull,
+    StepFailed,
+)
 from server.log_events import RequestRefused
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 

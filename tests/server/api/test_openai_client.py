@@ -14,7 +14,7 @@ import pytest
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.errors import OutOfMemory
+from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

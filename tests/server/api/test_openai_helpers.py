@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from models.output.grammar import Grammar
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, Script, fake_model
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

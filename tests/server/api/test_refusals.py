@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 from server.api.refusals import MAX_NAMESPACES, MAX_REFUSALS, Origin, Refusal, Refusals
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.errors import OutOfMemory
+from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"

@@ -38,8 +38,7 @@ from server.api.sse import sse_comment, sse_event
 from server.app import APIS, create_app
 from server.config import ServerConfig
 from server.engine.commands import HoldTurn
-from server.engine.errors import OutOfMemory
-from server.engine.events import Finished, Started
+from server.engine.request import Finished, OutOfMemory, Started
 from tests.server.api.test_live import until
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 

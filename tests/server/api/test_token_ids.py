@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from models.output.pieces import TokenLogprob
-from server.engine.events import Delta, Failed
-from server.engine.generation import MAX_PENDING, Generation
-from server.engine.mailbox import Mailbox
+from server.engine.generation import MAX_PENDING, Generation, Mailbox
+from server.engine.request import Delta, Failed
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
 

@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from server.api.tracing import Tracing, check_otlp
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.errors import StepFailed
+from server.engine.request import StepFailed
 from server.errors import StartError
 from tests.server.api.test_live import until
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -26,7 +26,7 @@ from server.cli.repl.conversation import Dialogue
 from server.cli.repl.local import LocalModel
 from server.cli.repl.screen import Screen
 from server.cli.repl.speech import AnswerCosts, OneModel
-from server.engine.errors import StepFailed
+from server.engine.request import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.tiny_models import write
 

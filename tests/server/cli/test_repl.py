@@ -18,7 +18,7 @@ from server.cli.repl.screen import Screen, fold
 from server.cli.repl.speech import Manner, Said
 from server.cli.repl.wrap import WordWrap
 from server.config import ServerConfig
-from server.engine.errors import StepFailed
+from server.engine.request import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

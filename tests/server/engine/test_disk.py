@@ -15,8 +15,7 @@ from cache.views import CacheView
 from server.engine import engine as engine_module
 from server.engine.commands import DescribeCache
 from server.engine.engine import Engine, EngineConfig
-from server.engine.events import Event, Finished, Started
-from server.engine.request import GenerationRequest
+from server.engine.request import Event, Finished, GenerationRequest, Started
 from tests.support.disk_driver import open_tier
 from tests.support.engine_driver import Harness, make_worker
 from tests.support.fake_runner import EOS, FakeRunner, reference

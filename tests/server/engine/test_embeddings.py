@@ -9,7 +9,7 @@ from cache.types import LayerCache
 from models.errors import EmbeddingUnsupported
 from models.formats import Pooling
 from server.engine.embeddings import STEPS_BEHIND_CHAT, EmbeddingJob
-from server.engine.errors import EngineStopped, PromptTooLarge, StepFailed
+from server.engine.request import EngineStopped, PromptTooLarge, StepFailed
 from tests.support.engine_driver import Harness
 from tests.support.fake_embedder import vector_of
 

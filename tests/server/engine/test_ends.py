@@ -7,7 +7,7 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from models.output.tool_calls import CallMarkers
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_runner import EOS, VOCABULARY, next_token, reference

@@ -11,11 +11,19 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from server.engine.engine import Engine, EngineConfig
-from server.engine.errors import EngineStopped, QueueFull
-from server.engine.events import Delta, Event, Failed, Finished, FinishReason, Started
 from server.engine.generation import Generation
-from server.engine.request import GenerationRequest
-from server.engine.stats import RequestCounts
+from server.engine.request import (
+    Delta,
+    EngineStopped,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    QueueFull,
+    RequestCounts,
+    Started,
+)
 from server.engine.worker import Worker
 from tests.support.engine_driver import make_worker
 from tests.support.fake_runner import FakeRunner

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cache.types import LayerCache
-from server.engine.errors import EngineError
-from server.engine.events import Failed, FinishReason
+from server.engine.request import EngineError, Failed, FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Collected
 from tests.support.fake_runner import FakeRunner, reference

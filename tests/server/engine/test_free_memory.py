@@ -16,7 +16,7 @@ PROGRAM = """
 import re
 from pathlib import Path
 import mlx.core as mx
-from server.engine.free_memory import give_back
+from server.engine.commands import give_back
 
 def held():
     return int(re.findall(r"VmRSS:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[0])

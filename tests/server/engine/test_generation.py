@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from server.engine.diagnosis import Reuse
-from server.engine.events import Delta, Event, Failed, Progress, Started
-from server.engine.generation import MAX_PENDING, Generation
-from server.engine.mailbox import Mailbox
+from server.engine.generation import MAX_PENDING, Generation, Mailbox
+from server.engine.request import Delta, Event, Failed, Progress, Started
 
 STARTED = Started(0, 10, Reuse(0, 0, None, None))
 END = Failed(RuntimeError("the end"))

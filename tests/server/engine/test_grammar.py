@@ -7,8 +7,7 @@ import pytest
 from models.output.grammar import OutputGrammar
 from models.output.reasoning import ReasoningFormat, Thinking
 from server.api.errors import as_api_error
-from server.engine.errors import AnswerUnbound
-from server.engine.events import Failed, FinishReason
+from server.engine.request import AnswerUnbound, Failed, FinishReason
 from tests.server.engine.test_preemption import Tight, prompt_of
 from tests.support.engine_driver import Harness
 from tests.support.fake_grammar import Circle, allowed_after

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from server.engine.mailbox import Mailbox
+from server.engine.generation import Mailbox
 
 
 class SleepingLoop:

@@ -10,9 +10,7 @@ from cache.layers import layout
 from cache.layers.layout import Layout
 from models.inference.runner import Runner
 from models.inference.sampling_params import SamplingParams
-from server.engine.errors import OutOfMemory
-from server.engine.events import Failed, Finished, FinishReason, Progress
-from server.engine.request import Priority
+from server.engine.request import Failed, Finished, FinishReason, OutOfMemory, Priority, Progress
 from tests.support import tiny_models
 from tests.support.engine_driver import Harness
 from tests.support.fake_model import LAYOUTS

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.engine.events import Delta, Finished, FinishReason
+from server.engine.request import Delta, Finished, FinishReason
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_model import LAYOUTS
 from tests.support.fake_runner import FakeRunner

@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.engine.queue_pace import MAX_SECONDS, MIN_SECONDS, NUM_ENDS, UNKNOWN_SECONDS, QueuePace
+from server.engine.scheduler import MAX_SECONDS, MIN_SECONDS, NUM_ENDS, UNKNOWN_SECONDS, QueuePace
 
 
 def pace_of(seconds_between_ends: float, num_ends: int) -> tuple[QueuePace, float]:

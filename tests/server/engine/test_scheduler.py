@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server.engine.preemption import choose_to_wait
 from server.engine.request import Priority
-from server.engine.scheduler import LOOKAHEAD, MAX_PASSES, MAX_WAITS, Phase, Scheduler, Ticket
+from server.engine.scheduler import LOOKAHEAD, MAX_PASSES, MAX_WAITS, Phase, Scheduler, Ticket, choose_to_wait
 
 CHUNK = 16
 

@@ -12,10 +12,19 @@ from cache.pins import PinName
 from models.inference.sampling_params import SamplingParams
 from models.output.reasoning import ReasoningFormat, Thinking
 from server.engine.commands import ClearCache, PinSession, UnpinSession
-from server.engine.errors import OutOfMemory, PromptTooLarge, StepFailed
-from server.engine.events import Delta, Failed, Finished, FinishReason, Progress, Started
 from server.engine.prefill import COPIED_PER_EVALUATED
-from server.engine.request import Priority
+from server.engine.request import (
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    OutOfMemory,
+    Priority,
+    Progress,
+    PromptTooLarge,
+    Started,
+    StepFailed,
+)
 from tests.support.engine_driver import Collected, Harness
 from tests.support.fake_model import LAYOUTS
 from tests.support.fake_runner import EOS, FakeRunner, next_token, reference

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from cache.prefix_cache import PrefixCache
-from server.engine.dormant import DormantState
-from server.engine.sessions import EngineSessions
+from server.engine.engine import DormantState
+from server.engine.sequence_table import EngineSessions
 from server.pool.dormitory import Dormitory
 from tests.support import cache_driver, fake_model
 

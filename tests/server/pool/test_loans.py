@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cache.journal import CacheStats
 from server.api.context import ServedModel
-from server.engine.stats import EngineStats
+from server.engine.request import EngineStats
 from server.pool.loading import Around
 from server.pool.loans import FLOOR_PART, IDLE_SECONDS, StateUse, plan_loans
 from server.pool.member import OpenedModel

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.errors import EngineStopped
+from server.engine.request import EngineStopped
 from server.pool import turnover
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelTooLarge, ModelUnknown, PoolBusy
 from server.pool.hold import ModelHold

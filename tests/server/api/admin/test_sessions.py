@@ -13,8 +13,7 @@ from server.config import ServerConfig
 from server.diagnosis.advice import advice
 from server.engine.commands import ForgetSession
 from server.engine.diagnosis import Cause, Miss, MissReason
-from server.engine.errors import StepFailed
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason, StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 CHAT = "/v1/chat/completions"

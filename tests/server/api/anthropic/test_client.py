@@ -14,7 +14,7 @@ from models.output.reasoning import ReasoningFormat
 from server.api.anthropic.signature import sign
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.errors import OutOfMemory
+from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 

@@ -17,8 +17,7 @@ from models.output.reasoning import ReasoningFormat
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason
-from server.engine.errors import OutOfMemory
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason, OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 FOLDER = Path(__file__).parent / "golden"

@@ -16,8 +16,7 @@ from server.api.anthropic.signature import enclose, sign
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason
-from server.engine.errors import OutOfMemory
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason, OutOfMemory
 from tests.server.api.test_live import until
 from tests.support.fake_engine import JSON_TOOLS, FakeEngine, FakeRenderer, Script, fake_model
 

@@ -6,8 +6,7 @@ from server.api.answer_figures import AnswerFigures
 from server.api.live.pace import PACE_TOKENS, Pace
 from server.api.live.totals import MAX_NAMESPACES, Totals
 from server.engine.diagnosis import Miss, MissReason, Reuse
-from server.engine.errors import StepFailed
-from server.engine.events import Delta, Failed, Finished, FinishReason, Started, Timings
+from server.engine.request import Delta, Failed, Finished, FinishReason, Started, StepFailed, Timings
 
 MISS = Miss(MissReason.EVICTED, lost_tokens=40)
 

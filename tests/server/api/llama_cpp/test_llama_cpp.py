@@ -16,7 +16,7 @@ from server.app import create_app
 from server.config import ServerConfig
 from server.engine.command import Command
 from server.engine.commands import SlotState
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason
 from tests.server.api.test_live import Live, raw_request, serving, until, user
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model

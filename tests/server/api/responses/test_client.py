@@ -13,8 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from models.output.reasoning import ReasoningFormat
 from server.app import create_app
 from server.config import ServerConfig
-from server.engine.errors import OutOfMemory
-from server.engine.events import FinishReason
+from server.engine.request import FinishReason, OutOfMemory
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running
 

@@ -27,7 +27,7 @@ from functools import partial
 from cache.prefix_cache import PrefixCache
 from models.errors import GrammarFailed
 from models.output.grammar import MaskWords
-from server.engine.errors import AnswerUnbound, StepFailed, is_out_of_memory
+from server.engine.request import AnswerUnbound, StepFailed, is_out_of_memory
 from server.engine.runner_port import RunnerPort, Step
 from server.engine.sequence import Sequence
 from server.engine.sequence_table import SequenceTable
