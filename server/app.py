@@ -58,7 +58,7 @@ from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
 from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.key_file import read_keys
-from server.pool.member import OpenedModel, PooledEngine
+from server.pool.members import OpenedModel, PooledEngine
 from server.pool.pool import ModelPool
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)

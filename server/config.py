@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from models.adapter import parse_adapter
-from server.pool.keep_alive import parse_keep_alive
-from server.pool.names import parse_alias
+from server.pool.names import parse_alias, parse_keep_alive
 
 MEBIBYTE = 1024 * 1024
 GIGABYTE = 10**9

@@ -49,9 +49,9 @@ from server.memory_budget import (
 from server.pool.catalog import stored_source
 from server.pool.errors import ModelTooLarge
 from server.pool.loading import Around
-from server.pool.member import OpenedModel
+from server.pool.members import OpenedModel
 from server.pool.memory import PoolMemory
-from server.pool.source import ModelSource
+from server.pool.names import ModelSource
 
 logger = logging.getLogger(__name__)
 

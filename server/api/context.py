@@ -42,9 +42,8 @@ from server.engine.command import Command
 from server.engine.embeddings import Vector
 from server.engine.generation import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
-from server.pool.changes import TellChange
-from server.pool.errors import ModelNameNeeded, ModelUnknown
-from server.pool.source import ModelSource
+from server.pool.errors import ModelNameNeeded, ModelUnknown, TellChange
+from server.pool.names import ModelSource
 
 Kept = TypeVar("Kept")
 

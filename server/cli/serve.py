@@ -45,10 +45,9 @@ from server.key_file import read_keys
 from server.log import configure_logging
 from server.memory_budget import read_machine
 from server.pool.catalog import InstalledCatalog
-from server.pool.keep_alive import parse_keep_alive
-from server.pool.names import parse_alias
+from server.pool.memory import PoolSettings
+from server.pool.names import parse_alias, parse_keep_alive
 from server.pool.pool import ModelPool
-from server.pool.settings import PoolSettings
 from server.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
 
 logger = logging.getLogger(__name__)

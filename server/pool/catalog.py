@@ -3,6 +3,8 @@
 A name from a request is never taken for a path: folders are served only where the command line named them, under the
 name of the folder. Everything else is built in, a name of our own, or a complete repository of the local Hugging Face
 cache. Whatever has the same folder has the same id.
+
+Finds the one model that a name stands for, loaded or not. For any thread; may read the disk.
 """
 
 import logging
@@ -28,7 +30,8 @@ from models.names import (
 )
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel
-from server.pool.source import ModelSource
+from server.pool.errors import LoadFailed, ModelNameNeeded, ModelUnknown
+from server.pool.names import Alias, ModelSource, served_instead, spellings
 
 logger = logging.getLogger(__name__)
 
@@ -181,3 +184,38 @@ def _source(model: InstalledModel) -> ModelSource:
     if model.stored is None:
         return ModelSource(model.name, model.path)
     return ModelSource(model.identity, model.path, label=model.name, defaults=model.stored.defaults)
+
+
+class ModelFinder:
+    """Resolves names, aliases included, to identities."""
+
+    def __init__(self, catalog: Catalog, aliases: Sequence[Alias] = (), default_id: str | None = None) -> None:
+        """`default_id` is the name of the model of requests that name none; without it, the only one there is."""
+        self._catalog = catalog
+        self._aliases = aliases
+        self._default_id = default_id
+
+    def find(self, name: str | None) -> ModelSource:
+        """Returns the model that a name stands for; raises ModelNameNeeded, ModelUnknown and LoadFailed."""
+        if not name:
+            return self._default()
+        for spelling in spellings(name, self._aliases):
+            source = self._looked_up(spelling)
+            if source is not None:
+                return source
+        raise ModelUnknown(name, served_instead(name, [source.name for source in self._catalog.all()]))
+
+    def _looked_up(self, name: str) -> ModelSource | None:
+        try:
+            return self._catalog.find(name)
+        except ModelBroken as error:
+            raise LoadFailed(str(error)) from error
+
+    def _default(self) -> ModelSource:
+        default = self._catalog.find(self._default_id) if self._default_id is not None else None
+        if default is not None:
+            return default
+        sources = [source for source in self._catalog.all() if source.adapter is None]
+        if len(sources) == 1:
+            return sources[0]
+        raise ModelNameNeeded(f"model: name one of {', '.join(source.id for source in sources)}")

@@ -8,10 +8,16 @@ PoolError
 ├── ModelTooLarge      the machine cannot hold the model beside what stays
 ├── PoolBusy           the model fits only once others have finished; come back after `retry_after_seconds`
 └── ModelInUse         a model that answers requests is not unloaded
+
+What happens to the models of a pool, for whoever is told. Pure.
 """
 
-from server.pool.names import MAX_NAME_LENGTH
-from server.pool.source import ModelSource
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from server.pool.names import MAX_NAME_LENGTH, ModelSource
 
 
 class PoolError(Exception):
@@ -55,3 +61,27 @@ class PoolBusy(PoolError):
 
 class ModelInUse(PoolError):
     """The model answers requests now."""
+
+
+class ChangeKind(StrEnum):
+    """What happened."""
+
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADED = "unloaded"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class ModelChange:
+    """Something that happened to one model."""
+
+    kind: ChangeKind
+    model_id: str
+    seconds: float | None = None
+    """How long loading took."""
+    message: str | None = None
+    """Why it failed, as its clients are told."""
+
+
+TellChange: TypeAlias = Callable[[ModelChange], None]

@@ -1,9 +1,19 @@
-"""From the name in a request to the one identity of a model: aliases, Ollama's tag, near names. Pure."""
+"""From the name in a request to the one identity of a model: aliases, Ollama's tag, near names. Pure.
+
+What a model is known by before it is loaded. Pure.
+
+How long a model that nobody uses stays loaded: durations as people and Ollama's clients write them. Pure.
+"""
 
 import difflib
+import math
+import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
+
+from models.store.stored_model import ModelDefaults
 
 LATEST = ":latest"
 """What Ollama's clients may add to a name that has no tag, whichever API they then use."""
@@ -55,3 +65,66 @@ def served_instead(name: str, served: Collection[str]) -> str:
     listed = ", ".join(list(served)[:MAX_LISTED])
     rest = f" and {len(served) - MAX_LISTED} more" if len(served) > MAX_LISTED else ""
     return f"only {listed or 'none'}{rest} {'are' if len(served) > 1 else 'is'} served here"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that may be served."""
+
+    id: str
+    """Its identity: the name under which it is listed, and by which it is compared."""
+    path: Path
+    """The folder with its configuration and its weights."""
+    adapter: str | None = None
+    """The name of an adapter of it that is meant, which is loaded with it."""
+    label: str | None = None
+    """What clients call it where that is not its id: a name of our own, say."""
+    defaults: ModelDefaults = field(default_factory=ModelDefaults)
+    """What requests under the label get where they say nothing."""
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.adapter or self.label or self.id
+
+    @property
+    def plain(self) -> "ModelSource":
+        """The model itself, under its id."""
+        return ModelSource(self.id, self.path)
+
+
+FOREVER = math.inf
+WHEN_SHORT_SECONDS = 30 * 60.0
+"""Where nothing was asked for and memory is short; forever where it is ample."""
+LONGEST_SECONDS = 1e9
+"""Longer is for ever: some thirty years."""
+
+_UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
+
+
+def parse_keep_alive(value: str | float) -> float:
+    """Returns seconds from `30m`, `1h30m`, `90` or a number; below 0, and `forever`, is forever.
+
+    Raises ValueError.
+    """
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
+        raise ValueError(_advice(value))
+    if isinstance(value, str):
+        value = _parse_text(value.strip().lower())
+    return FOREVER if value < 0 or value > LONGEST_SECONDS else float(value)
+
+
+def _parse_text(text: str) -> float:
+    if text in ("forever", "none"):
+        return -1.0
+    if re.fullmatch(r"-?\d+(?:\.\d+)?", text, re.ASCII):
+        return float(text)
+    sign, digits = (-1.0, text[1:]) if text.startswith("-") else (1.0, text)
+    if not re.fullmatch(rf"(?:{_PART})+", digits, re.ASCII):
+        raise ValueError(_advice(text))
+    return sign * sum(float(number) * _UNIT_SECONDS[unit] for number, unit in re.findall(_PART, digits, re.ASCII))
+
+
+def _advice(value: object) -> str:
+    return f"{str(value)[:60]!r} is no duration; write it like 30m, 1h30m, 90 (seconds), or -1 for ever"

@@ -11,6 +11,8 @@ A model that is to make way takes no more requests: those wait behind the model 
 models that do not fit together take turns, and neither starves.
 
 `find` and `listed` may be called on any thread; everything else belongs to the event loop.
+
+When idle models are unloaded. Event loop only.
 """
 
 import asyncio
@@ -23,23 +25,61 @@ from typing import Any
 from server.api.context import EnginePort, ListedModel, Occupancy, ServedModel
 from server.api.model_facts import ModelFacts
 from server.engine.request import EngineStopped
-from server.pool.catalog import Catalog, FixedCatalog
-from server.pool.changes import ChangeKind, ModelChange, TellChange
-from server.pool.dormitory import Dormitory
-from server.pool.errors import LoadFailed, ModelNotLoaded, ModelUnknown, PoolError
-from server.pool.expiry import Expiry
-from server.pool.finder import ModelFinder
-from server.pool.hold import ModelHold
-from server.pool.loading import Loading, Opener
-from server.pool.member import Member, OpenedModel
-from server.pool.members import Members
-from server.pool.settings import PoolSettings
-from server.pool.shares import StateShares
-from server.pool.source import ModelSource
-from server.pool.turnover import Turnover
-from server.pool.waiting import Loadings
+from server.pool.catalog import Catalog, FixedCatalog, ModelFinder
+from server.pool.errors import (
+    ChangeKind,
+    LoadFailed,
+    ModelChange,
+    ModelNotLoaded,
+    ModelUnknown,
+    PoolError,
+    TellChange,
+)
+from server.pool.loading import Loading, Loadings, Opener
+from server.pool.members import Dormitory, Member, Members, ModelHold, OpenedModel
+from server.pool.memory import PoolSettings
+from server.pool.names import FOREVER, WHEN_SHORT_SECONDS, ModelSource
+from server.pool.turnover import StateShares, Turnover
 
 logger = logging.getLogger(__name__)
+
+
+class Expiry:
+    """Watches how long models have been idle."""
+
+    def __init__(self, members: Members, settings: PoolSettings, clock: Callable[[], float]) -> None:
+        self._members = members
+        self._settings = settings
+        self._clock = clock
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expires(self, member: Member) -> float:
+        """Returns when a model will have been idle for so long that it is unloaded, by the clock."""
+        asked = member.keep_alive_seconds
+        if asked is None:
+            asked = self._settings.keep_alive_seconds
+        if asked is None:
+            asked = WHEN_SHORT_SECONDS if self._settings.memory.is_short(self._members.weights()) else FOREVER
+        return member.last_used + asked
+
+    def seconds_left(self, member: Member) -> float:
+        """Returns how long a model stays if nobody asks for it; infinite if it is never unloaded."""
+        return max(self.expires(member) - self._clock(), 0.0)
+
+    def expired(self) -> list[Member]:
+        """Returns the idle models whose time is over."""
+        now = self._clock()
+        return [one for one in self._members if not one.is_busy and self.expires(one) <= now]
+
+    def watch(self, unload: Callable[[], object] | None) -> None:
+        """Has `unload` called when the next model's time is over; None: never. Call it whenever anything changed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        idle = [self.expires(member) for member in self._members if not member.is_busy]
+        if unload is None or not idle or min(idle) == FOREVER:
+            return
+        self._timer = asyncio.get_running_loop().call_later(max(min(idle) - self._clock(), 0.0), unload)
 
 
 class ModelPool:

@@ -10,8 +10,8 @@ from server.api.context import ListedModel
 from server.api.model_facts import ModelFacts
 from server.pool.catalog import FixedCatalog
 from server.pool.loading import Around
-from server.pool.member import OpenedModel
-from server.pool.source import ModelSource
+from server.pool.members import OpenedModel
+from server.pool.names import ModelSource
 from tests.support.fake_engine import FakeEngine, fake_model
 
 WAIT_SECONDS = 20.0

@@ -30,7 +30,7 @@ from server.engine.commands import (
     UnpinSession,
 )
 from server.pool.errors import ModelNotLoaded
-from server.pool.source import ModelSource
+from server.pool.names import ModelSource
 
 MAX_NODES = 256
 MAX_NODES_LIMIT = 10_000

@@ -13,7 +13,7 @@ from server.api.context import ApiContext, context_of
 from server.api.errors import ApiError, Code, stopped
 from server.api.json_body import JsonBody
 from server.api.typed_body import BodyModel, parse_body
-from server.pool.source import ModelSource
+from server.pool.names import ModelSource
 
 
 class ModelNameBody(BodyModel):

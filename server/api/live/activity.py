@@ -19,7 +19,7 @@ from server.api.live.totals import Totals
 from server.api.session_records import TurnRecord
 from server.api.usage import miss_of
 from server.engine.request import Delta, Event, GenerationRequest, Progress, Started
-from server.pool.changes import ModelChange
+from server.pool.errors import ModelChange
 
 
 class WatchedEngine(Protocol):

@@ -22,7 +22,7 @@ from server.api.structured_output import ANY_OBJECT, AnswerGrammar, json_grammar
 from server.api.thinking import ThinkingWish
 from server.api.typed_body import BodyModel, Whole
 from server.pool.errors import ModelNotLoaded, ModelUnknown
-from server.pool.keep_alive import parse_keep_alive
+from server.pool.names import parse_keep_alive
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from server.api.ollama.dialect import OllamaDialect, line
 from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE
 from server.api.typed_body import Body, BodyModel, parse_body
 from server.pool.errors import ModelNameNeeded, ModelUnknown, PoolError
-from server.pool.names import LATEST
-from server.pool.source import ModelSource
+from server.pool.names import LATEST, ModelSource
 
 Result = TypeVar("Result")
 

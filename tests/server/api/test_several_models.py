@@ -11,9 +11,9 @@ import pytest
 
 from server.app import create_pool_app
 from server.config import ServerConfig
+from server.pool.memory import PoolSettings
 from server.pool.names import Alias
 from server.pool.pool import ModelPool
-from server.pool.settings import PoolSettings
 from tests.support.fake_engine import Script
 from tests.support.fake_opener import FakeOpener, catalog
 from tests.support.live_server import running

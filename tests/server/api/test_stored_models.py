@@ -14,8 +14,8 @@ from server.app import create_pool_app
 from server.config import ServerConfig
 from server.pool.catalog import InstalledCatalog
 from server.pool.memory import PoolMemory
+from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
-from server.pool.source import ModelSource
 from server.service import ServiceOpener, open_service
 from tests.support import tiny_models
 from tests.support.live_server import running

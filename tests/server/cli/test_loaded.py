@@ -10,8 +10,8 @@ from server.app import create_pool_app
 from server.cli.loaded import show_loaded, unload
 from server.config import ServerConfig
 from server.errors import StartError
+from server.pool.memory import PoolSettings
 from server.pool.pool import ModelPool
-from server.pool.settings import PoolSettings
 from tests.support.fake_opener import FakeOpener, catalog
 from tests.support.live_server import running
 

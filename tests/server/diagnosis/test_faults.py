@@ -25,7 +25,7 @@ from server.doctor.turns import checkup_of
 from server.engine.commands import ClearCache
 from server.engine.diagnosis import UNBLAMED, Cause
 from server.engine.engine import Engine
-from server.pool.member import OpenedModel
+from server.pool.members import OpenedModel
 from server.pool.pool import ModelPool
 from server.service import open_service
 from tests.support import tiny_models

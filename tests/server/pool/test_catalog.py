@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from models.names import BUILT_IN, DEMO_FOLDER
 from server.pool import catalog
 from server.pool.catalog import InstalledCatalog
-from server.pool.source import ModelSource
+from server.pool.names import ModelSource
 from tests.models.test_names import write_download
 
 NAMED = ModelSource("qwen3:0.6b", Path("/models/qwen"))

@@ -7,7 +7,7 @@ import pytest
 from cache.prefix_cache import PrefixCache
 from server.engine.engine import DormantState
 from server.engine.sequence_table import EngineSessions
-from server.pool.dormitory import Dormitory
+from server.pool.members import Dormitory
 from tests.support import cache_driver, fake_model
 
 

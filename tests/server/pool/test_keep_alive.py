@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.pool.keep_alive import FOREVER, parse_keep_alive
+from server.pool.names import FOREVER, parse_keep_alive
 
 
 @pytest.mark.parametrize(

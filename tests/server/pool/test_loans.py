@@ -13,12 +13,10 @@ from cache.journal import CacheStats
 from server.api.context import ServedModel
 from server.engine.request import EngineStats
 from server.pool.loading import Around
-from server.pool.loans import FLOOR_PART, IDLE_SECONDS, StateUse, plan_loans
-from server.pool.member import OpenedModel
-from server.pool.memory import PoolMemory
+from server.pool.members import OpenedModel
+from server.pool.memory import FLOOR_PART, IDLE_SECONDS, PoolMemory, PoolSettings, StateUse, plan_loans
+from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
-from server.pool.settings import PoolSettings
-from server.pool.source import ModelSource
 from tests.server.pool.test_pool import run
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_opener import FakeOpener, catalog
@@ -205,7 +203,7 @@ def test_a_model_that_is_short_grows_while_the_other_is_idle_and_gives_back_befo
 @pytest.fixture(scope="module")
 def quick_retries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.pool.shares.RETRY_SECONDS", 0.0001)
+        patch.setattr("server.pool.turnover.RETRY_SECONDS", 0.0001)
         yield
 
 

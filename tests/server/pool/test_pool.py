@@ -10,12 +10,10 @@ import pytest
 from server.engine.request import EngineStopped
 from server.pool import turnover
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelTooLarge, ModelUnknown, PoolBusy
-from server.pool.hold import ModelHold
-from server.pool.keep_alive import FOREVER
-from server.pool.memory import PoolMemory
-from server.pool.names import Alias
+from server.pool.members import ModelHold
+from server.pool.memory import PoolMemory, PoolSettings
+from server.pool.names import FOREVER, Alias
 from server.pool.pool import ModelPool
-from server.pool.settings import PoolSettings
 from tests.support.fake_opener import FakeOpener, catalog
 
 MIB = 1 << 20

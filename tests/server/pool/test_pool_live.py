@@ -17,11 +17,10 @@ from server.app import create_pool_app
 from server.config import ServerConfig
 from server.pool.catalog import FixedCatalog
 from server.pool.loading import Around
-from server.pool.member import OpenedModel
-from server.pool.memory import PoolMemory
+from server.pool.members import OpenedModel
+from server.pool.memory import PoolMemory, PoolSettings
+from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
-from server.pool.settings import PoolSettings
-from server.pool.source import ModelSource
 from server.service import ServiceOpener
 from tests.support import tiny_models
 from tests.support.live_server import running
@@ -241,8 +240,8 @@ def test_state_never_meets_a_model_that_has_changed(
 def test_an_idle_model_lends_memory_and_has_it_back_for_its_next_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.pool.loans.SHORT_PART", 0.0)
-    monkeypatch.setattr("server.pool.shares.IDLE_SECONDS", 0.2)
+    monkeypatch.setattr("server.pool.memory.SHORT_PART", 0.0)
+    monkeypatch.setattr("server.pool.turnover.IDLE_SECONDS", 0.2)
     with Several(tmp_path) as server:
 
         def budgets() -> dict[str, int]:
@@ -259,7 +258,7 @@ def test_an_idle_model_lends_memory_and_has_it_back_for_its_next_request(
         while budgets() not in lent and time.monotonic() < deadline:
             time.sleep(0.01)
         assert budgets() in lent
-        monkeypatch.setattr("server.pool.shares.IDLE_SECONDS", 1e9)
+        monkeypatch.setattr("server.pool.turnover.IDLE_SECONDS", 1e9)
         turn = [*LONG, {"role": "assistant", "content": content(first)}, {"role": "user", "content": "And of lakes?"}]
         again = server.ask("llama", turn)
         assert budgets()["qwen3_5"] == budgets()["llama"] == 128 * MIB

@@ -12,7 +12,7 @@ from models.names import DEMO_FOLDER
 from models.store.manifest import FILE_NAME, Manifest
 from models.store.stored_model import ModelDefaults, StoredModel, WeightsPlace
 from server.pool.catalog import InstalledCatalog
-from server.pool.source import ModelSource
+from server.pool.names import ModelSource
 from tests.models.test_names import COMMIT, hub_cache, write_download, write_model
 
 __all__ = ["hub_cache"]
