@@ -13,7 +13,7 @@ from server.api.context import EnginePort
 from server.api.dialect import Exchange, OutputEvent
 from server.api.session_records import TurnRecord
 from server.api.turn_account import TurnAccount
-from server.diagnosis.conversations import Conversations
+from server.diagnosis.account import Conversations
 from server.engine.request import (
     Delta,
     EngineError,

@@ -7,7 +7,7 @@ from typing import TypeAlias
 from server.api.answer_figures import AnswerFigures
 from server.api.live.activity import Activity, OpenRequest
 from server.api.session_records import TurnRecord
-from server.diagnosis.conversations import Conversations, Name
+from server.diagnosis.account import Conversations, Name
 from server.engine.request import GenerationRequest
 
 OnTurn: TypeAlias = Callable[[Name, TurnRecord], int]

@@ -37,7 +37,7 @@ from server.api.refusals import Refusals
 from server.api.session_records import SessionRecords, TurnRecord
 from server.api_keys import KeyRing
 from server.config import ServerConfig
-from server.diagnosis.conversations import Conversations
+from server.diagnosis.account import Conversations
 from server.engine.command import Command
 from server.engine.embeddings import Vector
 from server.engine.generation import Generation

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from server.diagnosis.conversations import Name
+from server.diagnosis.account import Name
 from server.engine.diagnosis import Miss
 
 MAX_SESSIONS = 1024

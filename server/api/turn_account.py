@@ -10,9 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from server.api.dialect import Exchange
-from server.diagnosis.account import EvaluatedTurn, Rendered, declined, explain
+from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, declined, explain
 from server.diagnosis.compare import Turn
-from server.diagnosis.conversations import Conversations, Name
 from server.diagnosis.prompt import PLAIN, Part, part_of
 from server.engine.diagnosis import Reuse
 from server.engine.request import Started

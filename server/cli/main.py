@@ -179,7 +179,7 @@ def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, op
 def _known_urls() -> list[str]:
     """Returns where servers of this machine may be asked: those that this user runs, and the usual address."""
     from server.claims import running
-    from server.doctor.fetch import DEFAULT_URL
+    from server.doctor.report import DEFAULT_URL
 
     # One of another user, or in a container, is known by its usual address only.
     known = [claim.url for claim in running(runtime_folder(os.environ, tempfile.gettempdir())) if claim.url]

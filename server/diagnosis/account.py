@@ -2,15 +2,25 @@
 
 Every token of a prompt is restored, new, or evaluated again for a reason that is named:
 `evaluated = new + lost`, with `new` the tokens beyond what the turn before could have given.
+
+Which conversation a request goes on from: by the name it was given, else by what it shares with earlier ones.
+
+A prompt with a clock in its head shares no tokens with the turn before, so it is found by its messages. Of each
+conversation the last turns are kept, since one name may stand for several (an agent and its sub-agents).
+Event loop only, or one thread of the doctor's; no clock, no engine.
 """
 
-from collections.abc import Sequence
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cache.types import TokenArray, common_prefix_length
-from models.prompt.shapes import Outline
-from server.diagnosis.compare import Change, Turn, find_changes_between, find_volatile_head
-from server.diagnosis.prompt import Prompt
+from models.prompt.shapes import NO_OUTLINE, Outline
+from models.texts import shared_length
+from server.diagnosis.compare import Change, Turn, find_changes_between, find_volatile_head, is_version
+from server.diagnosis.prompt import Prompt, with_parts_of
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
 EDGE_TOKENS = 16
@@ -162,3 +172,219 @@ class _Loss:
             return [miss]
         first, *hidden = map(_miss_of, changes)
         return [replace(first, token=self._common, lost_tokens=lost), *hidden]
+
+
+MAX_TURNS = 4
+"""Turns kept of one conversation: one for each that shares its name."""
+MAX_CONVERSATIONS = 1024
+MAX_UNNAMED_LOOKED_AT = 256
+"""The latest unnamed conversations of a namespace among which a request's is looked for."""
+MAX_NEIGHBOURS = 8
+"""The latest conversations of a namespace to which a new one's system messages are compared."""
+MAX_BYTES = 64 << 20
+"""Memory for the turns of all conversations: some 80 of 100 000 tokens."""
+
+
+@dataclass(frozen=True)
+class Name:
+    """The key of a conversation."""
+
+    namespace: str
+    id: str
+    is_named: bool = True
+    """Whether the client named it."""
+
+
+class Conversations:
+    """The last turns of each conversation, bounded in number and bytes; the least recently used go."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._turns: OrderedDict[Name, list[EvaluatedTurn]] = OrderedDict()
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def find(self, session_id: str | None, request: Rendered, request_id: str) -> tuple[Name, EvaluatedTurn | None]:
+        """Returns the conversation of a request, which may be a new one, and the turn that it goes on from."""
+        namespace = request.prompt.namespace
+        name = Name(namespace, session_id) if session_id is not None else self._find_unnamed(request)
+        if name is None:
+            name = Name(namespace, f"unnamed-{_digest(request_id)}", is_named=False)
+        previous = self._closest(self._turns.get(name, []), request)
+        return name, previous or self._find_elsewhere(session_id, request) or self._find_neighbour(request)
+
+    def record(self, name: Name, turn: EvaluatedTurn) -> None:
+        """Keeps a turn, in place of the one that it goes on from if nothing in that was changed."""
+        turns = self._take(name)
+        request = Rendered(turn.turn.prompt, turn.tokens, NO_OUTLINE)
+        previous = self._closest(turns, request)
+        if previous is not None:
+            turn = replace(
+                turn, turn=replace(turn.turn, prompt=with_parts_of(turn.turn.prompt, previous.turn.prompt))
+            )
+            if _goes_on(previous.turn, turn.turn.prompt):
+                turns = [one for one in turns if one is not previous]
+        self._put(name, [*turns, _owned(turn)][-MAX_TURNS:])
+        while len(self._turns) > MAX_CONVERSATIONS or self.num_bytes > self._max_bytes:
+            self._drop_one()
+
+    def forget(self, namespace: str, conversation_id: str) -> None:
+        """Drops the turns of a conversation; an unknown one has none."""
+        for is_named in (True, False):
+            self._take(Name(namespace, conversation_id, is_named))
+
+    def note_cleared(self, namespace: str) -> None:
+        """Notes that the cache holds nothing more of a namespace."""
+        for name, turns in self._turns.items():
+            if name.namespace == namespace:
+                turns[:] = [replace(turn, was_cleared=True) for turn in turns]
+
+    def note_unloaded(self, model: str) -> None:
+        """Notes that a model was unloaded and nothing is held of its conversations."""
+        for turns in self._turns.values():
+            turns[:] = [
+                replace(turn, was_unloaded=True) if turn.turn.prompt.model == model else turn for turn in turns
+            ]
+
+    def _take(self, name: Name) -> list[EvaluatedTurn]:
+        turns = self._turns.pop(name, [])
+        self.num_bytes -= sum(turn.num_bytes for turn in turns)
+        return turns
+
+    def _put(self, name: Name, turns: list[EvaluatedTurn]) -> None:
+        self._turns[name] = turns
+        self.num_bytes += sum(turn.num_bytes for turn in turns)
+
+    def _drop_one(self) -> None:
+        """Drops the least recently used conversation; of the only one its oldest turn."""
+        name = next(iter(self._turns))
+        turns = self._take(name)
+        if not self._turns and len(turns) > 1:
+            self._put(name, turns[1:])
+
+    def _find_unnamed(self, request: Rendered) -> Name | None:
+        """Returns the unnamed conversation that a request belongs to: the one that it shares most with."""
+        best: tuple[tuple[int, int], Name] | None = None
+        for name in self._latest_unnamed(request.prompt.namespace):
+            closest = self._closest(self._turns[name], request)
+            if closest is not None and _belongs(closest, request):
+                score = _score(closest, request)
+                best = (score, name) if best is None or score > best[0] else best
+        return best[1] if best is not None else None
+
+    def _latest_unnamed(self, namespace: str) -> Iterator[Name]:
+        num_found = 0
+        for name in reversed(self._turns):
+            if name.namespace == namespace and not name.is_named:
+                num_found += 1
+                yield name
+            if num_found >= MAX_UNNAMED_LOOKED_AT:
+                return
+
+    def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
+        """Returns the turn of another key or salt whose reply the request holds, under the same name.
+
+        Who holds a reply has seen the conversation, so that nobody is told of one that is not theirs.
+        """
+        for name, turns in reversed(self._turns.items()):
+            is_same = name.id == session_id if session_id is not None else not name.is_named
+            if name.namespace != request.prompt.namespace and is_same:
+                for turn in reversed(turns):
+                    if turn.turn.is_answered and turn.turn.reply in request.prompt.said:
+                        return turn
+        return None
+
+    def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
+        """Returns the last turn of a namespace that begins like the request but for a clock, a counter or an id.
+
+        None where one of the latest turns begins just like it: then nothing keeps them from sharing.
+        """
+        head = request.prompt.parts[: request.prompt.num_head]
+        found: EvaluatedTurn | None = None
+        for turn in self._latest_turns(request.prompt.namespace):
+            earlier = turn.turn.prompt
+            if earlier.parts[: earlier.num_head] == head:
+                return None
+            if found is None and find_volatile_head(earlier, request.prompt):
+                found = replace(turn, is_neighbour=True)
+        return found
+
+    def _latest_turns(self, namespace: str) -> Iterator[EvaluatedTurn]:
+        turns = (turns[-1] for name, turns in reversed(self._turns.items()) if name.namespace == namespace and turns)
+        return itertools.islice(turns, MAX_NEIGHBOURS)
+
+    @staticmethod
+    def _closest(turns: list[EvaluatedTurn], request: Rendered) -> EvaluatedTurn | None:
+        followed = (turn for turn in reversed(turns) if not _is_beside(turn.turn, request.prompt))
+        return max(followed, key=lambda turn: _score(turn, request), default=None)
+
+
+def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
+    """Returns how close a request is to a turn: messages in common first, then tokens.
+
+    A request that goes on from a turn holds its newest message and its reply; one that lacks them may go on from what
+    was before it.
+    """
+    earlier, said = turn.turn, request.prompt.said
+    newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
+    num_missing = len(newest - said) + (earlier.is_answered and earlier.reply not in said)
+    return earlier.num_shared(request.prompt) - num_missing, common_prefix_length(turn.tokens, request.tokens)
+
+
+def _is_beside(earlier: Turn, later: Prompt) -> bool:
+    """Whether a turn is a title or a summary under the name of the conversation that the request is of.
+
+    It has instructions of its own, and the request has the same question under others, or tools, which it had not.
+    """
+    if earlier.is_answered and earlier.reply in later.said:
+        return False
+    ours, theirs = earlier.prompt.parts[: earlier.prompt.num_head], later.parts[: later.num_head]
+    if not ours or not theirs or any(is_version(one, other) for one in ours for other in theirs):
+        return False
+    return earlier.num_shared(later) > 0 or (bool(later.tools) and not earlier.prompt.tools)
+
+
+def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
+    """Whether an unnamed request holds the reply of a turn or most of its messages, or begins like it."""
+    earlier, later = turn.turn, request.prompt
+    if earlier.is_answered and earlier.reply in later.said:
+        return True
+    if later.said and earlier.parts[: len(later.parts)] == later.parts:
+        return True
+    num_said = len(earlier.prompt.said)
+    if num_said and 2 * len(earlier.prompt.said & later.said) >= num_said:
+        return True
+    return _starts_alike(earlier.prompt, later)
+
+
+def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
+    """Whether the first messages of two conversations are versions of one: more than half of the text is the same."""
+    is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
+    if not is_later:
+        return False
+    ours, theirs = (next((part.shown for part in one.parts if not part.is_system), "") for one in (earlier, later))
+    head = shared_length(ours, theirs)
+    tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
+    return 2 * (head + tail) > max(len(ours), len(theirs), 40)
+
+
+def _goes_on(earlier: Turn, later: Prompt) -> bool:
+    """Whether a turn takes the place of an earlier one: it goes on from it as it was, and is not just its beginning.
+
+    Which of two versions the conversation goes on from is seen later, so that both are kept.
+    """
+    before = earlier.prompt
+    is_same = (before.tools, before.arguments) == (later.tools, later.arguments)
+    is_same = is_same and later.parts[: len(before.parts)] == before.parts
+    return is_same and earlier.num_shared(later) > 0 and len(later.parts) > len(before.parts)
+
+
+def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:
+    """Returns the turn with tokens of its own, if they are a view that would keep a longer array alive."""
+    return turn if turn.tokens.base is None else replace(turn, tokens=turn.tokens.copy())
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

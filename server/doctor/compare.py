@@ -10,12 +10,10 @@ import numpy as np
 
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE
-from server.diagnosis.account import EvaluatedTurn, Rendered, explain
+from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, explain
 from server.diagnosis.compare import Turn
-from server.diagnosis.conversations import Conversations, Name
 from server.diagnosis.prompt import Part, Prompt
-from server.doctor.findings import Checkup, Loss, loss_of
-from server.doctor.hindsight import LinkedTurn, in_hindsight
+from server.doctor.findings import Checkup, LinkedTurn, Loss, in_hindsight, loss_of
 from server.doctor.recorded import Recorded
 from server.engine.diagnosis import Miss
 

@@ -1,7 +1,17 @@
-"""What the turns of one session lost, added up by cause: pure, alike for a server and for recorded requests."""
+"""What the turns of one session lost, added up by cause: pure, alike for a server and for recorded requests.
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+What later turns show of a loss: which version of a conversation went on. Pure.
+
+When a request changes what was said before, nobody can know whether the conversation goes on from it. If the next
+turns go on from the version before it, it was a request beside the conversation. If they go on from what seemed to be
+beside it, and never again from the version before, the conversation began anew.
+
+From a session as `/v1/sessions/{id}` tells it to a checkup. Pure: reads JSON values, asks nobody.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import UNBLAMED, Cause, MissReason
@@ -194,3 +204,110 @@ def place_name(index: int | None, role: str | None) -> str:
     if role is None or index is None:
         return ""
     return "system message" if role == "system" and index == 0 else f"message {index} ({role})"
+
+
+_VERSIONS = frozenset(
+    {
+        Cause.EDITED,
+        Cause.TOOLS,
+        Cause.TRIMMED,
+        Cause.SUMMARISED,
+        Cause.REMOVED,
+        Cause.MERGED,
+        Cause.INSERTED,
+        Cause.TEMPLATE_ARGUMENTS,
+    }
+)
+"""Changes that make another version of a conversation."""
+
+
+@dataclass(frozen=True)
+class LinkedTurn:
+    """One turn with its losses, and the turn that it was compared with."""
+
+    id: str
+    previous: str | None
+    """None where there was none, or nobody knows."""
+    losses: tuple[Loss, ...]
+
+
+def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
+    """Returns the losses of all turns, each called what the later turns show it to be."""
+    return [loss for index, turn in enumerate(turns) for loss in _with_later(turn, turns[index + 1 :])]
+
+
+def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]:
+    origins = {one.previous for one in later if all(loss.cause is not Cause.SIDE_REQUEST for loss in one.losses)}
+    went_on, other_went_on = turn.id in origins, turn.previous is not None and turn.previous in origins
+    if other_went_on and not went_on and any(loss.cause in _VERSIONS for loss in turn.losses):
+        yield from _as_aside(turn)
+    elif went_on and not other_went_on:
+        yield from (loss for loss in turn.losses if loss.cause is not Cause.SIDE_REQUEST)
+    else:
+        yield from turn.losses
+
+
+def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
+    """Yields the losses with those of another version as one: that of a request beside the conversation."""
+    versions = [loss for loss in turn.losses if loss.cause in _VERSIONS]
+    yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
+    costliest = max(versions, key=lambda loss: loss.tokens)
+    if costliest.tokens > NEGLIGIBLE_TOKENS:
+        yield replace(costliest, cause=Cause.SIDE_REQUEST, place=None, where="", is_hidden=False)
+
+
+_Turn = Mapping[str, Any]
+
+
+def checkup_of(session: Mapping[str, Any]) -> Checkup:
+    """Returns what is wrong with a session. Raises KeyError, TypeError or ValueError for what is no session."""
+    turns: Sequence[_Turn] = session["turns"]
+    first = int(session["num_turns"]) - len(turns) + 1
+    linked = [
+        LinkedTurn(str(turn.get("id")), turn.get("previous"), tuple(_losses(turn, number)))
+        for number, turn in enumerate(turns, first)
+    ]
+    kept = [turn["kept"] for turn in turns if turn["kept"] is not None]
+    return Checkup(
+        name=str(session["id"]),
+        num_turns=int(session["num_turns"]),
+        kept=sum(kept) / len(kept) if kept else None,
+        losses=tuple(in_hindsight(linked)),
+        num_seen=len(turns),
+        began=float(session["created"]),
+        ended=float(session["last_used"]),
+    )
+
+
+def refused_of(refusal: Mapping[str, Any]) -> Refused:
+    """Returns what was refused. Raises KeyError, TypeError or ValueError for what is no refusal."""
+    session_id = refusal["session_id"]
+    return Refused(
+        str(refusal["path"]),
+        None if session_id is None else str(session_id),
+        int(refusal["status"]),
+        str(refusal["code"]),
+        str(refusal["message"]),
+        int(refusal["count"]),
+    )
+
+
+def _losses(turn: _Turn, number: int) -> Iterator[Loss]:
+    evaluated = int(turn["evaluated_tokens"])
+    seconds_per_token = float(turn["prompt_ms"]) / 1000 / evaluated if evaluated else 0.0
+    for miss in turn["misses"]:
+        tokens = min(int(miss["lost_tokens"]), evaluated)
+        loss = loss_of(
+            number,
+            reason=MissReason(miss["reason"]),
+            cause=Cause(miss["cause"]),
+            index=miss["message_index"],
+            role=miss["role"],
+            tokens=tokens,
+            seconds=tokens * seconds_per_token,
+            before=miss["before"],
+            after=miss["after"],
+            is_hidden=not miss["lost_tokens"],
+        )
+        if loss is not None:
+            yield loss

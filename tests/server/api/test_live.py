@@ -15,8 +15,7 @@ import pytest
 
 from server.app import create_app
 from server.config import ServerConfig
-from server.doctor.findings import findings_of
-from server.doctor.turns import checkup_of
+from server.doctor.findings import checkup_of, findings_of
 from server.engine.diagnosis import Cause
 from server.engine.engine import Engine
 from server.service import open_service

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.api.session_records import MAX_TURNS, SessionRecords, TurnRecord
-from server.diagnosis.conversations import Name
+from server.diagnosis.account import Name
 from server.engine.diagnosis import Miss, MissReason
 
 MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 8, "09:16", "09:17")

@@ -26,7 +26,7 @@ from server.cli.top import Watched
 from server.cli.top_view import BAR, TopPage, clean, gauge, lines, max_scroll
 from server.cli.tree_view import tree_lines
 from server.config import ServerConfig
-from server.doctor import fetch
+from server.doctor import report
 from server.errors import StartError
 from server.pool.pool import ModelPool
 from server.service import open_service
@@ -213,7 +213,7 @@ def test_the_tree_of_a_running_server_is_printed(tmp_path: Path, monkeypatch: py
             assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 200
         printed = run("cache", "tree", address).output
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        monkeypatch.setattr(fetch, "DEFAULT_URL", address)
+        monkeypatch.setattr(report, "DEFAULT_URL", address)
         assert run("cache").output == printed
         assert "You are a careful assistant" in printed and "├ " in printed and "└ " in printed
         assert "restored 1×" in printed

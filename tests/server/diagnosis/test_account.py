@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.prompt.shapes import NO_OUTLINE
-from server.diagnosis.account import EvaluatedTurn, Rendered, declined, explain
+from server.diagnosis.account import Conversations, EvaluatedTurn, Rendered, declined, explain
 from server.diagnosis.advice import TOOLS, advice
 from server.diagnosis.compare import Turn
-from server.diagnosis.conversations import Conversations
 from server.diagnosis.prompt import Part, Prompt
 from server.doctor.compare import characters_of
 from server.engine.diagnosis import Cause, MissReason

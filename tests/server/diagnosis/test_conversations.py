@@ -4,12 +4,10 @@ import pytest
 
 from cache.types import common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
-from server.diagnosis import conversations as conversations_module
-from server.diagnosis.account import EvaluatedTurn, Rendered, explain
-from server.diagnosis.compare import Turn, find_changes_between
-from server.diagnosis.conversations import MAX_TURNS, Conversations, Name
+from server.diagnosis import account as conversations_module
+from server.diagnosis.account import MAX_TURNS, Conversations, EvaluatedTurn, Name, Rendered, explain
+from server.diagnosis.compare import Turn, find_changes, find_changes_between
 from server.diagnosis.prompt import Part, Prompt
-from server.diagnosis.words import find_changes
 from server.doctor.compare import characters_of
 from server.engine.diagnosis import Cause
 

@@ -12,10 +12,8 @@ from starlette.testclient import TestClient
 from server.app import create_app
 from server.config import ServerConfig
 from server.doctor.compare import checkups_of
-from server.doctor.findings import Checkup
-from server.doctor.hindsight import LinkedTurn, in_hindsight
+from server.doctor.findings import Checkup, LinkedTurn, checkup_of, in_hindsight
 from server.doctor.recorded import read_requests
-from server.doctor.turns import checkup_of
 from server.engine.diagnosis import Cause
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from server.doctor.findings import NEGLIGIBLE_TOKENS, findings_of, savings_of
-from server.doctor.turns import checkup_of
+from server.doctor.findings import NEGLIGIBLE_TOKENS, checkup_of, findings_of, savings_of
 from server.engine.diagnosis import UNBLAMED, Cause
 
 CLOCK = {"cause": "date or time", "before": "It is 09:16.", "after": "It is 09:17."}
