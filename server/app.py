@@ -18,17 +18,14 @@ from server.api.admin.cache import (
     CacheStateBody,
     ClearedBody,
     PinnedBody,
+    PrimedBody,
     clear_cache,
     get_cache,
     get_edge,
     pin_session,
+    prime_cache,
     unpin_session,
 )
-from server.api.admin.events import get_events
-from server.api.admin.health import HealthBody, ReadyBody, ServerVersionBody, health, ready, version
-from server.api.admin.metrics import metrics
-from server.api.admin.models import ModelNameBody, ModelStateBody, load_model, unload_model
-from server.api.admin.prime import PrimedBody, prime_cache
 from server.api.admin.sessions import (
     DeletedBody,
     SessionDetail,
@@ -37,24 +34,36 @@ from server.api.admin.sessions import (
     get_session,
     list_sessions,
 )
-from server.api.admin.stats import StatsBody, get_stats
-from server.api.anthropic.routes import ANTHROPIC
-from server.api.auth import KeyCheck
-from server.api.boundary import ErrorBoundary, raise_http_error
+from server.api.admin.state import (
+    HealthBody,
+    ModelNameBody,
+    ModelStateBody,
+    ReadyBody,
+    ServerVersionBody,
+    StatsBody,
+    get_events,
+    get_stats,
+    health,
+    load_model,
+    metrics,
+    ready,
+    unload_model,
+    version,
+)
+from server.api.anthropic.api import ANTHROPIC
 from server.api.console import PAGE_ROUTES, needs_no_key
-from server.api.context import ApiContext, PoolPort, ServedModel
 from server.api.dialect import Api, find_dialect, routes_of
-from server.api.json_body import JsonBody
-from server.api.llama_cpp.routes import LLAMA_CPP
-from server.api.ollama.routes import OLLAMA
-from server.api.openai.chat_types import ChatBody
+from server.api.guard import ErrorBoundary, KeyCheck, WebAccess, WebAccessCheck, cross_origin_layer, raise_http_error
+from server.api.llama_cpp.api import LLAMA_CPP
+from server.api.observe import Tracing
+from server.api.ollama.api import OLLAMA
+from server.api.openai.api import OPENAI
 from server.api.openai.completions import CompletionBody
-from server.api.openai.routes import OPENAI
+from server.api.openai.types import ChatBody
 from server.api.openapi import DescribedPath, Document, Operation, Operations
-from server.api.responses.routes import RESPONSES
-from server.api.tracing import Tracing
-from server.api.versioned import with_and_without_v1
-from server.api.web_access import WebAccess, WebAccessCheck, cross_origin_layer
+from server.api.responses.api import RESPONSES
+from server.api.served import ApiContext, PoolPort, ServedModel
+from server.api.wire import JsonBody, with_and_without_v1
 from server.api_keys import KeyRing
 from server.config import ServerConfig
 from server.key_file import read_keys

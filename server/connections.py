@@ -28,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from server.api.errors import ApiError, Code, retry_later
-from server.api.openai.errors import error_response
+from server.api.openai.dialect import error_response
 from server.errors import StartError
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from models.short_names import size_text
-from server.api.context import ListedModel, ServedModel
-from server.api.model_facts import ModelFacts, architecture_facts
+from server.api.served import ListedModel, ModelFacts, ServedModel, architecture_facts
 from server.claims import Claim
 from server.config import ServerConfig
 from server.engine.engine import Engine, EngineConfig

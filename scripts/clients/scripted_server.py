@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from scripts.clients.scripted_model import TOOL_RESULT
-from server.api.context import AnswerBinder
+from server.api.served import AnswerBinder
 from server.app import create_app
 from server.config import ServerConfig
 from server.connections import HttpConfig, Limits

@@ -55,7 +55,7 @@ def _answer_signals(file: Path) -> None:
 
 
 def _lose_with_each_request(num_bytes: int) -> None:
-    from server.api.boundary import ErrorBoundary
+    from server.api.guard import ErrorBoundary
 
     call, lost = ErrorBoundary.__call__, list[bytes]()
 

@@ -2,16 +2,29 @@
 
 A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its `Dialect` says where clients put
 their key and their session, how a stream is framed, and what an error looks like. Its endpoints make an `Exchange` of
-each checked body: the engine's request, and how the answer to it is written. `server/api/endpoint.py` does the rest,
+each checked body: the engine's request, and how the answer to it is written. `server/api/call.py` does the rest,
 the same for all.
+
+How the fields of a body are treated, and refusing those that ask for what is not done here.
+
+A field is honoured; or it has no effect, as it could not change the answer; or it is refused with a reason, except
+for the values that ask for nothing. Fields without a rule are left alone: they are listed at DEBUG. Each dialect
+has tables of rules for its own fields.
+
+Checks a decoded body against the type that a dialect gives it, and says in the client's words what is wrong.
 """
 
+import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +33,15 @@ from starlette.types import Scope
 
 from models.output.pieces import OutputParser, Piece, PlainParser
 from models.prompt.chat_template import Message, RenderedPrompt
-from server.api.context import ServedModel
 from server.api.conversation import Conversation
-from server.api.errors import ApiError
+from server.api.errors import ApiError, Code
 from server.api.openapi import Operations
+from server.api.served import ServedModel
 from server.api.session_id import resolve_session_id
 from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
 from server.engine.request import Delta, Finished, GenerationRequest, Started
+
+logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
 """What an answer is written from: one `Started`, pieces in order, one `Finished`. Errors are raised instead.
@@ -202,7 +217,128 @@ def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
 
 
 def dialect_of(request: Request) -> Dialect:
-    """Returns the dialect that `server.api.boundary` found for a request."""
+    """Returns the dialect that `server.api.guard` found for a request."""
     dialect = request.state.dialect
     assert isinstance(dialect, Dialect)
     return dialect
+
+
+class Treatment(Enum):
+    """What becomes of a field."""
+
+    HONOURED = "honoured"
+    NO_EFFECT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one field is treated, and why."""
+
+    treatment: Treatment
+    why: str = ""
+    """Why it has no effect or is refused: a clause that errors and docs/api.md repeat."""
+    neutral: tuple[Any, ...] = ()
+    """Values, besides null, with which a refused field asks for nothing."""
+    is_read: bool = False
+    """Whether the type of the body holds it, so that its own type and range are checked."""
+
+    def allows(self, value: Any) -> bool:
+        """Returns whether a request may hold this value."""
+        if self.treatment is not Treatment.REFUSED or value is None:
+            return True
+        # True equals 1 in Python but is not the number that a client may send for it.
+        return any(value == other and (value is other or not isinstance(value, bool)) for other in self.neutral)
+
+
+Rules: TypeAlias = Mapping[str, Rule]
+
+
+def honoured(names: str) -> dict[str, Rule]:
+    """Returns the rules of fields that do what they ask for; `names` are separated by white space."""
+    return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
+
+
+def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:
+    """Returns the rules of fields that could not change the answer, all for one reason."""
+    return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
+
+
+def refused(why: str, **neutral: tuple[Any, ...]) -> dict[str, Rule]:
+    """Returns the rules of fields that are refused for one reason; `neutral` holds the values that are taken."""
+    return {name: Rule(Treatment.REFUSED, why, values) for name, values in neutral.items()}
+
+
+def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
+    """Raises ApiError (400) for the first field that asks for what is refused; `place` stands before its name."""
+    for name, value in fields.items():
+        rule = rules.get(name)
+        if rule is not None and not rule.allows(value):
+            raise _refusal(place + name, rule)
+
+
+def _refusal(name: str, rule: Rule) -> ApiError:
+    taken = " or ".join(_json_text(value) for value in rule.neutral)
+    accepted = f"; only {taken} is taken" if taken else ""
+    return ApiError(Code.UNSUPPORTED_PARAMETER, f"{name} is not supported: {rule.why}{accepted}", name)
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, separators=(", ", ": "))
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class BodyModel(BaseModel):
+    """Base of all types of bodies: JSON's own types without conversion, unknown fields kept apart."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+
+def as_whole(value: Any) -> Any:
+    """Some languages have one type of number only and write 16 as 16.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(as_whole)]
+"""A whole number of either spelling."""
+
+
+def parse_body(kind: type[Body], raw: dict[str, Any], rules: Rules) -> Body:
+    """Returns the checked body; raises ApiError (400) that names the first field that is wrong."""
+    refuse_fields(raw, rules)
+    body = validated(kind, raw)
+    unknown = sorted((body.model_extra or {}).keys() - rules.keys())
+    if unknown:
+        logger.debug("fields without meaning here: %s", ", ".join(unknown)[:500])
+    return body
+
+
+def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
+    """Returns what stands at a `place` of a body, checked; raises ApiError (400) that names what is wrong."""
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise _as_api_error(error.errors(include_url=False)[0], place) from error
+
+
+def _as_api_error(problem: ErrorDetails, place: tuple[int | str, ...]) -> ApiError:
+    param = param_name((*place, *problem["loc"]))
+    return ApiError(_code_of(problem["type"]), f"{param}: {problem['msg']}", param)
+
+
+def _code_of(kind: str) -> Code:
+    if kind == "missing":
+        return Code.MISSING_PARAMETER
+    return Code.INVALID_TYPE if kind.endswith("_type") else Code.INVALID_VALUE
+
+
+def param_name(location: tuple[int | str, ...]) -> str:
+    """Returns a place in a body as clients write it: `messages[0].content`. Bounded, as names come from them."""
+    text = ""
+    for step in location:
+        if step == "[key]":
+            continue
+        text += f"[{step}]" if isinstance(step, int) else f".{step}"
+    return text.lstrip(".")[:200]

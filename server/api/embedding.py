@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from models.errors import PromptTooLong
 from models.formats import Reading, RerankFormat
-from server.api.context import EnginePort, ServedModel
 from server.api.errors import ApiError, Code, context_exceeded
-from server.api.json_body import json_text
 from server.api.params import check_token_ids
+from server.api.served import EnginePort, ServedModel
+from server.api.wire import json_text
 from server.engine.embeddings import Vector
 from server.engine.request import TokenArray
 

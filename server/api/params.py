@@ -1,20 +1,97 @@
-"""From what a body asks for, in no dialect's names, to the engine's request. Runs off the event loop."""
+"""From what a body asks for, in no dialect's names, to the engine's request. Runs off the event loop.
 
+Makes what a request binds its answer to into a grammar, in no dialect's names. Runs off the event loop.
+
+Grammars of answers that are or hold tool calls, in the model's own format. For formats whose calls are JSON.
+"""
+
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 
+from models.errors import GrammarFailed, InvalidGrammar
 from models.inference.sampling_params import SamplingParams
+from models.output.grammar import (
+    JSON_STYLE,
+    CompiledGrammar,
+    Grammar,
+    GrammarKind,
+    OutputGrammar,
+    close_objects,
+    describes_members,
+)
 from models.output.tool_calls import CallMarkers, ToolFormat
+from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
-from server.api.context import ServedModel
+from server.api.conversation import Conversation
 from server.api.dialect import dialect_of
 from server.api.errors import ApiError, Code, context_exceeded
-from server.api.structured_output import AnswerGrammar, bind
+from server.api.served import ServedModel
 from server.config import ServerConfig
 from server.engine.request import GenerationRequest, Priority
+
+ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class AnswerGrammar:
+    """What a request binds its answer to, and the field that says so."""
+
+    param: str
+    grammar: Grammar
+    begun: str = ""
+    """The beginning of the answer, where the prompt holds it already."""
+    forces_calls: bool = False
+
+
+def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -> Grammar:
+    """Returns the grammar of JSON of a schema. If it is not strict, keywords that are not known bind nothing."""
+    kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
+    # `true` allows every value, and the empty schema says the same.
+    return Grammar(kind, json.dumps({} if schema is True else close_objects(schema)))
+
+
+def choice_grammar(texts: Sequence[str]) -> Grammar:
+    """Returns the grammar of one of some texts."""
+    return Grammar(GrammarKind.CHOICE, json.dumps(texts))
+
+
+def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
+    """Returns the compiled grammar of an answer to a prompt; raises ApiError (400)."""
+    if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
+        message = f"{wanted.param}: the answers of the model {model.id!r} cannot be bound to a grammar"
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
+    try:
+        compiled = model.grammars.compile(wanted.grammar)
+    except InvalidGrammar as error:
+        raise ApiError(Code.INVALID_VALUE, f"{wanted.param}: {error}", wanted.param) from error
+    if wanted.begun:
+        _check_beginning(compiled, wanted)
+    return OutputGrammar(compiled, _thought_start(model, prompt), wanted.begun, wanted.forces_calls)
+
+
+def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
+    matcher = compiled.begin()
+    matcher.accept_text(wanted.begun)
+    try:
+        matcher.mask()
+    except GrammarFailed as error:
+        message = f"{wanted.param}: no answer that is allowed begins with the text that is to be continued"
+        raise ApiError(Code.INVALID_VALUE, message, wanted.param) from error
+
+
+def _thought_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
+    """Returns the token with which the model may begin a thought; none behind a prompt without messages."""
+    markers = model.reasoning_format
+    if markers is None or not prompt.text or prompt.begun or model.opens_thoughts:
+        return None
+    if markers.is_opened_by(prompt.text) or markers.is_closed_by(prompt.text):
+        return None
+    return markers.start_id
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,3 +194,161 @@ def _fitting_max_tokens(
         raise context_exceeded(num_prompt, model.context_tokens - 1, prompt_param)
     wanted = requested if requested is not None else config.default_max_tokens or num_left
     return min(wanted, num_left)
+
+
+_NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
+_TEXT: Final = "TEXT: /(?s:.*)/"
+_TAIL: Final = "}\n"
+"""What stands between the arguments of a call and its end marker."""
+_CALL: Final = "call: {} body"
+_JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
+
+
+@dataclass(frozen=True)
+class ForcedCalls:
+    """What calls a request forces."""
+
+    names: tuple[str, ...] | None = None
+    """The tools that may be called; None for all."""
+    is_single: bool = False
+    """Whether there may be one call only."""
+
+
+def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced: ForcedCalls) -> AnswerGrammar:
+    """Returns what binds an answer to calls of `tools`; raises ApiError (400)."""
+    names = [tool["function"]["name"] for tool in tools]
+    missing = [name for name in forced.names or () if name not in names]
+    if not tools or missing:
+        reason = f"there is no tool {missing[0]!r}" if missing else "there are no tools to be called"
+        raise ApiError(Code.INVALID_VALUE, f"tool_choice: {reason}", "tool_choice")
+    syntax = _json_format(model, "tool_choice", "calls cannot be forced with")
+    allowed = [tool["function"] for tool in tools if forced.names is None or tool["function"]["name"] in forced.names]
+    markers = _markers(model, syntax)
+    lines = [f"start: {_calls(is_single=forced.is_single)}", _CALL.format(markers[0]), *_call_rules(markers, allowed)]
+    return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, "\n".join(lines)), forces_calls=True)
+
+
+def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:
+    """Returns what binds the calls within an answer of text: that there are none, or the schemas of strict tools."""
+    if not conversation.forbids_calls:
+        return strict_calls(model, conversation.callable_tools)
+    return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
+
+
+def can_forbid_calls(model: ServedModel) -> bool:
+    """Whether tools may be shown that are not to be called; else they are left out of the prompt."""
+    if isinstance(model.tool_syntax, HarmonyFormat):
+        return False
+    return model.tool_syntax is None or model.grammars is not None
+
+
+def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
+    """Returns the grammar of text without the beginning of a call. Markers that are special tokens are no text."""
+    start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
+    markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
+    excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
+    if isinstance(syntax, BareFormat):
+        excluded.append(rf"\s*{syntax.call_start}(?s:.*)")
+    terminal = " & ".join(["/(?s:.*)/", *(f"~/{pattern.replace('/', chr(92) + '/')}/" for pattern in excluded)])
+    return AnswerGrammar("tool_choice", Grammar(GrammarKind.LARK, f"start: TEXT\nTEXT: {terminal}"))
+
+
+def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:
+    """Returns what binds an answer that may be calls in place of what is `wanted`; raises ApiError (400)."""
+    if wanted.grammar.kind not in _JSON_KINDS:
+        message = f"{wanted.param}: beside tools only JSON can be asked for; else set tool_choice to none"
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
+    syntax = _json_format(model, wanted.param, "an answer cannot be bound beside tools with")
+    is_lenient = wanted.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
+    answer = f"answer: %json {_schema(json.loads(wanted.grammar.text), is_lenient=is_lenient)}"
+    functions = [tool["function"] for tool in tools]
+    markers = _markers(model, syntax)
+    call = _CALL.format(markers[0])
+    lines = [f"start: answer | {_calls(is_single=False)}", answer, call, *_call_rules(markers, functions)]
+    return AnswerGrammar(wanted.param, Grammar(GrammarKind.LARK, "\n".join(lines)))
+
+
+def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
+    """Returns what binds the calls of an answer in which text may stand too, to the schemas of strict tools.
+
+    None without a strict tool, and where the model's calls cannot be bound.
+    """
+    functions, syntax = [tool["function"] for tool in tools], _bindable_format(model)
+    if syntax is None or not any(map(_is_strict, functions)):
+        return None
+    try:
+        start, end = _spelled(model, syntax)
+    except InvalidGrammar:
+        return None
+    free = {"parameters": _ANY_ARGUMENTS}
+    bound = [function if _is_strict(function) else {**function, **free} for function in functions]
+    # A token ends a text by itself; a marker of several ends it as soon as it is complete.
+    is_token = start.startswith("<[")
+    lead = [f"call: TEXT {start} body"] if is_token else ["call: lead body", f"lead[lazy]: TEXT {start}"]
+    lines = ["start: call* rest", "rest: TEXT", _TEXT, *lead, *_call_rules((start, end), bound)]
+    return AnswerGrammar("tools", Grammar(GrammarKind.LARK, "\n".join(lines)))
+
+
+def _json_format(model: ServedModel, param: str, what: str) -> ToolFormat:
+    syntax = _bindable_format(model)
+    if syntax is not None:
+        return syntax
+    message = f"{param}: {what} the model {model.id!r}, whose calls are not written as JSON between markers"
+    raise ApiError(Code.UNSUPPORTED_PARAMETER, message, param)
+
+
+def _bindable_format(model: ServedModel) -> ToolFormat | None:
+    """Returns how the model writes calls, where these can be bound."""
+    syntax = model.tool_syntax
+    if isinstance(syntax, ToolFormat) and syntax.writes_json and model.grammars is not None:
+        return syntax
+    return None
+
+
+def _is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
+
+
+def _calls(*, is_single: bool) -> str:
+    return "call" if is_single else r'call ("\n" call)*'
+
+
+def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the rule `body`, what follows the start marker of a call, and one for each function."""
+    rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
+    for number, function in enumerate(functions):
+        head = _literal(f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ')
+        arguments = _schema(_parameters(function), is_lenient=not _is_strict(function))
+        rules.append(f"call_{number}: {head} %json {arguments} {_literal(_TAIL)} {markers[1]}")
+    return rules
+
+
+def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the schema of a tool's arguments. One that describes none means that there are none.
+
+    An object among the arguments is another matter: without properties, it can only be meant to hold anything.
+    """
+    schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
+    return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
+
+
+def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
+    """Returns how a grammar names what stands around a call; raises ApiError (400)."""
+    try:
+        return _spelled(model, syntax)
+    except InvalidGrammar as error:
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tool_choice: {error}", "tool_choice") from error
+
+
+def _spelled(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
+    assert model.grammars is not None
+    return model.grammars.spell(syntax.start), model.grammars.spell(syntax.end)
+
+
+def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
+    return json.dumps({**close_objects(schema), "x-guidance": {**JSON_STYLE, "lenient": is_lenient}})
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

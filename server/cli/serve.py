@@ -31,7 +31,7 @@ from cache.disk import model_folders
 from models import weights
 from models.names import resolve
 from server import claims
-from server.api.tracing import check_otlp
+from server.api.observe import check_otlp
 from server.api_keys import KeyRing
 from server.app import create_pool_app, replace_keys, start_draining
 from server.claims import Claim, OwnClaim

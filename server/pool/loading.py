@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from server.api.context import ListedModel
+from server.api.served import ListedModel
 from server.engine.engine import DormantState
 from server.engine.request import EngineStopped
 from server.pool.members import Members, ModelHold, OpenedModel

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from server.api.context import EnginePort, ServedModel
+from server.api.served import EnginePort, ServedModel
 from server.engine.engine import DormantState
 from server.pool.memory import Resident
 from server.pool.names import ModelSource

@@ -22,8 +22,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from server.api.context import EnginePort, ListedModel, Occupancy, ServedModel
-from server.api.model_facts import ModelFacts
+from server.api.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
 from server.engine.request import EngineStopped
 from server.pool.catalog import Catalog, FixedCatalog, ModelFinder
 from server.pool.errors import (

@@ -19,7 +19,7 @@ from models.formats import Judgement, Reading
 from models.output.tool_calls import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool, ToolDefinitions
-from server.api.context import ServedModel
+from server.api.served import ServedModel
 from server.engine.command import Command
 from server.engine.diagnosis import Miss, Reuse
 from server.engine.generation import Generation, Mailbox

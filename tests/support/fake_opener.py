@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.errors import ModelBroken
-from server.api.context import ListedModel
-from server.api.model_facts import ModelFacts
+from server.api.served import ListedModel, ModelFacts
 from server.pool.catalog import FixedCatalog
 from server.pool.loading import Around
 from server.pool.members import OpenedModel

@@ -2,7 +2,7 @@
 
 A request sees the sessions of its own namespace only: those whose requests had the same key and the same salt, which
 is given as `?cache_salt=`. A session of another namespace is answered like one that does not exist. Who owns the
-server (see `server.api.auth.is_owner`) sees all, and names another namespace with `?namespace=`.
+server (see `server.api.guard.is_owner`) sees all, and names another namespace with `?namespace=`.
 """
 
 import contextlib
@@ -11,13 +11,12 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.auth import listed_namespace, visible_namespace
-from server.api.context import context_of
 from server.api.errors import ApiError, Code
-from server.api.json_body import JsonBody
-from server.api.refusals import Refusal
-from server.api.session_records import SessionRecord, TurnRecord
-from server.api.usage import MissBody, miss_body, miss_of
+from server.api.guard import listed_namespace, visible_namespace
+from server.api.record import MissBody, miss_body, miss_of
+from server.api.served import context_of
+from server.api.sessions import Refusal, SessionRecord, TurnRecord
+from server.api.wire import JsonBody
 from server.api_keys import KeyRing
 from server.engine.commands import ForgetSession
 from server.engine.request import EngineStopped

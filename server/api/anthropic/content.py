@@ -1,8 +1,27 @@
-"""The blocks of an answer as they grow from pieces of output, and the stream's events that tell of them. Pure."""
+"""The blocks of an answer as they grow from pieces of output, and the stream's events that tell of them. Pure.
 
-from collections.abc import Container, Sequence
+Signatures of thoughts: what clients keep beside a thought, and send back with it.
+
+A signature proves nothing here: a thought counts as it comes back, whoever wrote it. For a thought that is not shown,
+the signature holds the text, so that the client sends the thought back with it. Pure.
+
+The searches for tools that the Messages API runs on the server: by a regular expression, and by words (BM25).
+
+A search looks at the names and descriptions of deferred tools and of their arguments, and names those that fit best.
+Pure.
+"""
+
+import base64
+import binascii
+import hashlib
+import math
+import re
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Final, Literal, TypeAlias, TypedDict
+
+import regex
 
 from models.output.pieces import (
     Piece,
@@ -15,7 +34,34 @@ from models.output.pieces import (
     ToolCallStarted,
 )
 from models.texts import read_object
-from server.api.anthropic.signature import enclose, sign
+
+_DIGEST: Final = "mlx-serve-1:"
+_TEXT: Final = "mlx-serve-text-1:"
+
+
+def sign(thought: str) -> str:
+    """Returns the signature of a thought that is shown."""
+    return _DIGEST + base64.b64encode(hashlib.sha256(_encoded(thought)).digest()).decode()
+
+
+def enclose(thought: str) -> str:
+    """Returns the signature of a thought that is not shown, which holds it."""
+    return _TEXT + base64.b64encode(_encoded(thought)).decode()
+
+
+def thought_of(shown: str, signature: str) -> str:
+    """Returns the thought of a block that came back: what is shown, or what its signature encloses."""
+    if shown or not signature.startswith(_TEXT):
+        return shown
+    try:
+        return base64.b64decode(signature.removeprefix(_TEXT), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return ""
+
+
+def _encoded(thought: str) -> bytes:
+    return thought.encode(errors="replace")
+
 
 BlockEvent: TypeAlias = dict[str, Any]
 """An event of a stream; its `type` is its name."""
@@ -201,3 +247,104 @@ def _append(blocks: list[BlockBody], block: BlockBody) -> None:
 def _own_id(call_id: str, prefix: str) -> str:
     """Returns the id of a call as Anthropic's clients know them; one that the model wrote itself stays."""
     return f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
+
+
+MAX_QUERY_CHARACTERS: Final = 200
+MAX_FOUND: Final = 5
+REGEX: Final = "tool_search_tool_regex"
+BM25: Final = "tool_search_tool_bm25"
+VERSION: Final = "_20251119"
+"""May stand behind the name in a tool's type."""
+
+_SECONDS_PER_TOOL: Final = 0.05
+_MAX_COPIES: Final = 1000
+_WORD: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|[^\W\d_a-zA-Z]+")
+_SATURATION, _LENGTH_WEIGHT = 1.2, 0.75
+"""k1 and b of BM25 (Robertson and Zaragoza, "The Probabilistic Relevance Framework", 2009)."""
+
+
+def _shown_as(how: str, query: str) -> Mapping[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {"query": {"type": "string", "description": query}},
+        "required": ["query"],
+    }
+    return {
+        "description": f"Searches the names, descriptions and arguments of tools that are not loaded yet, {how}. "
+        f"Returns the definitions of up to {MAX_FOUND} tools, which may be called from then on.",
+        "input_schema": schema,
+    }
+
+
+SEARCH_TOOLS: Final[Mapping[str, Mapping[str, Any]]] = {
+    REGEX: _shown_as("by a regular expression", "a regular expression of Python, upper and lower case alike"),
+    BM25: _shown_as("by words", "what the tool shall do, in words"),
+}
+"""What the model is shown of each search, by its name."""
+
+
+class SearchFailed(Exception):
+    """A search that cannot be run; the message is Anthropic's word for why."""
+
+
+def find_tools(search: str, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the names of the functions that `search` finds among `tools`, the best first; raises SearchFailed."""
+    query = arguments.get("query", arguments.get("pattern"))
+    if not isinstance(query, str) or not query or len(query) > MAX_QUERY_CHARACTERS:
+        raise SearchFailed("invalid_tool_input")
+    functions = [tool["function"] for tool in tools]
+    scores = _matches(query, functions) if search == REGEX else _relevance(query, functions)
+    found = sorted((-score, number) for number, score in enumerate(scores) if score > 0)
+    return [functions[number]["name"] for _, number in found[:MAX_FOUND]]
+
+
+def _texts(function: Mapping[str, Any]) -> Iterator[str]:
+    yield function["name"]
+    yield str(function.get("description") or "")
+    properties = (function.get("parameters") or {}).get("properties")
+    for name, schema in properties.items() if isinstance(properties, Mapping) else ():
+        yield name
+        yield str(schema.get("description") or "") if isinstance(schema, Mapping) else ""
+
+
+def _matches(pattern: str, functions: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns 2 for each function whose name holds the pattern, 1 where another text does, else 0."""
+    # Compiled, a part holds as many copies of what it repeats as it repeats at least, nested ones multiplied: a short
+    # pattern could fill the memory.
+    least = re.findall(r"\{[^}\d]*(\d+)", re.sub(r"\s", "", pattern))
+    if math.prod([2 ** pattern.count("+"), *(int(number) + 1 for number in least)]) > _MAX_COPIES:
+        raise SearchFailed("invalid_tool_input")
+    try:
+        compiled = regex.compile(pattern, regex.IGNORECASE)
+        return [_match(compiled, list(_texts(function))) for function in functions]
+    except regex.error as error:
+        raise SearchFailed("invalid_tool_input") from error
+    except TimeoutError as error:
+        raise SearchFailed("execution_time_exceeded") from error
+
+
+def _match(pattern: Any, texts: Sequence[str]) -> float:
+    name, others = texts[0], "\n".join(texts[1:])
+    # A pattern may take exponential time; other threads go on meanwhile.
+    limits = {"timeout": _SECONDS_PER_TOOL, "concurrent": True}
+    return 2.0 if pattern.search(name, **limits) else 1.0 if pattern.search(others, **limits) else 0.0
+
+
+def _relevance(query: str, functions: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns the relevance of each function to the words of a query, by BM25."""
+    documents = [Counter(_words(" ".join(_texts(function)))) for function in functions]
+    mean = sum(document.total() for document in documents) / max(len(documents), 1)
+    num_with = Counter(word for document in documents for word in document)
+    rarity = {word: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for word, n in num_with.items()}
+
+    def score(document: Counter[str]) -> float:
+        norm = _SATURATION * (1 - _LENGTH_WEIGHT + _LENGTH_WEIGHT * document.total() / max(mean, 1))
+        counts = {word: document[word] for word in set(_words(query)) if word in document}
+        return sum(rarity[word] * n * (_SATURATION + 1) / (n + norm) for word, n in counts.items())
+
+    return [score(document) for document in documents]
+
+
+def _words(text: str) -> list[str]:
+    """Returns the words of a text in small letters; `readFile` and `read_file` are two words."""
+    return [word.lower() for word in _WORD.findall(text)]

@@ -4,7 +4,7 @@ The tables are checked against the types of the bodies, against the `anthropic` 
 tests.
 """
 
-from server.api.field_rules import Rules, honoured, no_effect, refused
+from server.api.dialect import Rules, honoured, no_effect, refused
 
 IN_PROMPT: Rules = {
     **honoured("model messages system tools tool_choice thinking output_config output_format cache_control"),

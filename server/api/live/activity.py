@@ -2,24 +2,125 @@
 
 Event loop only. What happens to state comes from the engines' workers by way of their mailboxes, and only while
 somebody listens.
+
+What all requests cost since the start, in sums: of each namespace, and of all.
+
+How long a model takes to evaluate a prompt token, by its last long prompt; hence what a restored one has saved.
+
+Where a request came from and when, and who is told of what becomes of it. Event loop only.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from cache.journal import CacheEvent, Happening, Tell
 from models.adapter import client_namespace
-from server.api.answer_figures import AnswerFigures
 from server.api.live.event_log import EventLog
-from server.api.live.pace import Pace
-from server.api.live.totals import Totals
-from server.api.session_records import TurnRecord
-from server.api.usage import miss_of
-from server.engine.request import Delta, Event, GenerationRequest, Progress, Started
+from server.api.record import AnswerFigures, miss_of
+from server.api.sessions import TurnRecord
+from server.diagnosis.account import Conversations, Name
+from server.engine.diagnosis import Miss
+from server.engine.request import Delta, Event, GenerationRequest, Progress, Started, Timings
 from server.pool.errors import ModelChange
+
+MAX_NAMESPACES = 1024
+"""Beyond that, the sums of the namespace that has asked least lately are forgotten."""
+
+
+@dataclass
+class LostTokens:
+    """Times that tokens were evaluated again for one reason, and how many."""
+
+    count: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Sums:
+    """Sums of requests that have ended."""
+
+    requests: int = 0
+    succeeded: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evaluated_tokens: int = 0
+    completion_tokens: int = 0
+    saved_seconds: float = 0.0
+    restored: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
+    """Tokens by the tier in which their state was."""
+    lost: dict[str, LostTokens] = field(default_factory=dict)
+    """By reason."""
+
+    def add(self, figures: AnswerFigures, misses: Iterable[Miss], saved_seconds: float) -> None:
+        """Adds a request with all of its choices."""
+        counts = figures.counts
+        self.requests += 1
+        self.succeeded += figures.has_ended
+        self.failed += figures.error is not None
+        self.cancelled += not figures.has_ended and figures.error is None
+        self.completion_tokens += counts.predicted
+        if figures.started is None:
+            return
+        self.prompt_tokens += counts.prompt
+        self.cached_tokens += counts.cached
+        self.evaluated_tokens += counts.evaluated
+        self.saved_seconds += saved_seconds
+        if figures.started.tier is not None:
+            tier = str(figures.started.tier)
+            self.restored[tier] = self.restored.get(tier, 0) + counts.cached
+        for miss in misses:
+            lost = self.lost.setdefault(miss.reason.value, LostTokens())
+            lost.count += 1
+            lost.tokens += miss.lost_tokens
+
+
+class Totals:
+    """The sums of one server. Event loop only."""
+
+    def __init__(self) -> None:
+        self.all = Sums()
+        self._by_namespace: OrderedDict[str, Sums] = OrderedDict()
+
+    def of(self, namespace: str | None) -> Sums:
+        """Returns the sums of one namespace; of all for None."""
+        return self.all if namespace is None else self._by_namespace.get(namespace, Sums())
+
+    def add(self, namespace: str, figures: AnswerFigures, misses: Iterable[Miss], saved_seconds: float) -> None:
+        """Adds a request of a namespace."""
+        known = list(misses)
+        own = self._by_namespace.pop(namespace, None) or Sums()
+        self._by_namespace[namespace] = own
+        while len(self._by_namespace) > MAX_NAMESPACES:
+            self._by_namespace.popitem(last=False)
+        for sums in (self.all, own):
+            sums.add(figures, known, saved_seconds)
+
+
+PACE_TOKENS = 64
+"""A prompt with fewer evaluated tokens says little of the time that a token takes."""
+
+
+class Pace:
+    """Seconds per prompt token by model. Event loop only."""
+
+    def __init__(self) -> None:
+        self._seconds_per_token = dict[str, float]()
+
+    def note(self, model_id: str, timings: Timings) -> None:
+        """Learns from a request that ended well."""
+        if timings.evaluated_tokens >= PACE_TOKENS:
+            self._seconds_per_token[model_id] = timings.prompt_ms / 1000 / timings.evaluated_tokens
+
+    def seconds(self, model_id: str, num_tokens: int) -> float | None:
+        """Returns how long evaluating so many tokens takes; None as long as that is not known."""
+        each = self._seconds_per_token.get(model_id)
+        return None if each is None else num_tokens * each
 
 
 class WatchedEngine(Protocol):
@@ -232,3 +333,33 @@ _STATE_FIELDS: Mapping[Happening, Callable[[CacheEvent], dict[str, Any]]] = {
 
 def _ms(seconds: float) -> float:
     return round(1000 * seconds, 1)
+
+
+OnTurn: TypeAlias = Callable[[Name, TurnRecord], int]
+"""Takes the conversation and its turn; returns the number of the turn there, from 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """One HTTP request."""
+
+    endpoint: str
+    received: float
+    """Reading of `time.monotonic()`."""
+    activity: Activity
+    on_turn: OnTurn
+    """Called once for each request that got a slot, however it ended."""
+    conversations: Conversations = field(default_factory=Conversations)
+    """Those that it may go on from."""
+    key_name: str | None = None
+    """The name of its key, for the log."""
+    trace_parent: str | None = None
+    """The header that says which trace of the client it belongs to."""
+
+    def begin(self, request: GenerationRequest, model_id: str, figures: AnswerFigures) -> OpenRequest:
+        """Notes that a request of the engine was submitted for it."""
+        opened = OpenRequest(
+            request, model_id, self.endpoint, self.key_name, self.received, figures, self.activity.log
+        )
+        self.activity.begin(opened)
+        return opened

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from server.api.json_body import json_text
+from server.api.wire import json_text
 
 CAPACITY = 1024
 """Events that are kept for those who read slowly, or come back."""

@@ -4,7 +4,7 @@ The tables are checked against the types of the bodies and against docs/ollama.m
 does not know is ignored, as Ollama ignores it; for an unknown option it warns in its log, and so does this server.
 """
 
-from server.api.field_rules import Rules, honoured, no_effect, refused
+from server.api.dialect import Rules, honoured, no_effect, refused
 
 IN_BOTH: Rules = {
     **honoured("model stream format think options keep_alive"),

@@ -19,13 +19,15 @@ from models.output.pieces import (
     ToolCallStarted,
 )
 from models.prompt.chat_template import Message, RenderedPrompt
-from server.api.auth import namespace_of
-from server.api.context import ApiContext, ServedModel
+from server.api.call import generate
 from server.api.conversation import Conversation, check_continuable, check_template_arguments, open_conversation
-from server.api.endpoint import generate
+from server.api.dialect import parse_body, refuse_fields
 from server.api.errors import ApiError, Code
-from server.api.field_rules import refuse_fields
-from server.api.openai.chat_types import (
+from server.api.guard import namespace_of
+from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
+from server.api.openai.fields import IN_CHAT, IN_MESSAGE
+from server.api.openai.params import read_params, refuse_going_on, refuse_lone_stream_options
+from server.api.openai.types import (
     ChatAnswer,
     ChatBody,
     ChatChoice,
@@ -38,15 +40,18 @@ from server.api.openai.chat_types import (
     ToolCallBody,
     template_messages,
 )
-from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
-from server.api.openai.fields import IN_CHAT, IN_MESSAGE
-from server.api.openai.logprobs import ChatLogprobs, chat_logprobs
-from server.api.openai.params import read_params, refuse_going_on, refuse_lone_stream_options
-from server.api.openai.usage import finish_reason
-from server.api.params import Incoming, build_request
-from server.api.structured_output import AnswerGrammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, calls_in_text, can_forbid_calls, forced_calls
-from server.api.typed_body import parse_body
+from server.api.openai.usage import ChatLogprobs, chat_logprobs, finish_reason
+from server.api.params import (
+    AnswerGrammar,
+    ForcedCalls,
+    Incoming,
+    answer_or_calls,
+    build_request,
+    calls_in_text,
+    can_forbid_calls,
+    forced_calls,
+)
+from server.api.served import ApiContext, ServedModel
 from server.config import ServerConfig
 from server.engine.request import Finished, GenerationRequest
 from server.prompt_hygiene import with_constant_headers

@@ -9,19 +9,26 @@ from typing import Any
 from models.output.pieces import Piece, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
-from server.api.choices import AllEnded, ChoiceEvent, ChoiceFailed, Choices
-from server.api.context import ServedModel
+from server.api.answer import AllEnded, ChoiceEvent, ChoiceFailed, Choices
 from server.api.conversation import Conversation
 from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.errors import ApiError, Code, explain
-from server.api.openai.dialect import DONE
-from server.api.openai.errors import ErrorObject, error_body
-from server.api.openai.generation_body import GenerationBody
-from server.api.openai.logprobs import TokenNames
+from server.api.openai.dialect import DONE, ErrorObject, error_body
 from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
-from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage, stop_found, usage_of, usage_so_far
-from server.api.sse import sse_event
-from server.api.usage import costs_of
+from server.api.openai.types import GenerationBody
+from server.api.openai.usage import (
+    AnswerHead,
+    PromptIds,
+    TokenIds,
+    TokenNames,
+    Usage,
+    stop_found,
+    usage_of,
+    usage_so_far,
+)
+from server.api.record import costs_of
+from server.api.served import ServedModel
+from server.api.wire import sse_event
 from server.config import ServerConfig
 from server.engine.request import Delta, Finished, GenerationRequest, Priority, Started
 

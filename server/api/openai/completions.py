@@ -15,20 +15,27 @@ from models.errors import PromptTooLong
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output.pieces import Piece, Text, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
-from server.api.auth import namespace_of
-from server.api.context import ApiContext, ServedModel
-from server.api.endpoint import generate
+from server.api.call import generate
+from server.api.dialect import parse_body
 from server.api.errors import ApiError, Code
+from server.api.guard import namespace_of
 from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
-from server.api.openai.errors import ErrorObject
+from server.api.openai.dialect import ErrorObject
 from server.api.openai.fields import IN_TEXT
-from server.api.openai.generation_body import GenerationBody, as_limit
-from server.api.openai.logprobs import TextLogprobs, TextLogprobsWriter
 from server.api.openai.params import read_params, refuse_lone_stream_options
-from server.api.openai.usage import AnswerHead, PromptIds, TokenIds, Usage, finish_reason
+from server.api.openai.types import GenerationBody, as_limit
+from server.api.openai.usage import (
+    AnswerHead,
+    PromptIds,
+    TextLogprobs,
+    TextLogprobsWriter,
+    TokenIds,
+    Usage,
+    finish_reason,
+)
 from server.api.params import Incoming, build_request
-from server.api.typed_body import parse_body
-from server.api.usage import CacheBody, TimingsBody
+from server.api.record import CacheBody, TimingsBody
+from server.api.served import ApiContext, ServedModel
 from server.engine.request import Finished, GenerationRequest
 
 

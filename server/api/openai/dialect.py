@@ -1,14 +1,49 @@
-"""What OpenAI's clients do in their own way: a bearer key, unnamed events, `[DONE]`, and the shape of errors."""
+"""What OpenAI's clients do in their own way: a bearer key, unnamed events, `[DONE]`, and the shape of errors.
+
+Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+"""
 
 from collections.abc import Mapping
+from typing import TypedDict
 
 from starlette.responses import Response
 
-from server.api.bearer import bearer_key, wrong_bearer_key
 from server.api.dialect import Dialect
 from server.api.errors import ApiError
-from server.api.openai.errors import error_body, error_response
-from server.api.sse import sse_comment, sse_event, sse_text
+from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, sse_text, wrong_bearer_key
+
+
+class ErrorObject(TypedDict):
+    """The inner object of an error body."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(TypedDict):
+    """The body of every answer that is not a success."""
+
+    error: ErrorObject
+
+
+def error_body(error: ApiError) -> ErrorBody:
+    """Returns the JSON body that tells a client of an error."""
+    kind = _type_of(error.status)
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code.value}}
+
+
+def error_response(error: ApiError) -> Response:
+    """Returns the HTTP answer that tells a client of an error."""
+    return JsonBody(error_body(error), status_code=error.status, headers=dict(error.headers))
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
 
 DONE = sse_text("[DONE]")
 """The end of a stream that was completed."""

@@ -4,7 +4,7 @@ The tables are checked against the types of the bodies, against the request sche
 docs/api.md by the tests.
 """
 
-from server.api.field_rules import Rules, honoured, no_effect, refused
+from server.api.dialect import Rules, honoured, no_effect, refused
 
 _NO_TOKEN_DATA = "answers hold text, without data on single tokens or on the model's inner state"
 _NO_TEMPLATE = "a plain completion has no messages, tools or template; send it to /v1/chat/completions"

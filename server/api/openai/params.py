@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from models.inference.sampling_params import SamplingParams, check
-from server.api.context import ServedModel
 from server.api.errors import ApiError, Code
-from server.api.ollama.body import Options, options_sampling
-from server.api.openai.generation_body import RANDOM_SEED, GenerationBody
-from server.api.openai.sampling_texts import bad_word_tokens, breaker_tokens
-from server.api.params import GenerationParams, check_token_ids
-from server.api.structured_output import AnswerGrammar
+from server.api.ollama.dialect import Options, options_sampling
+from server.api.openai.types import RANDOM_SEED, GenerationBody, bad_word_tokens, breaker_tokens
+from server.api.params import AnswerGrammar, GenerationParams, check_token_ids
+from server.api.served import ServedModel
 from server.engine.request import Priority
 
 BACKGROUND_TIER = "flex"

@@ -1,4 +1,13 @@
-"""`POST /v1/responses`: the answer to items, streamed or whole."""
+"""`POST /v1/responses`: the answer to items, streamed or whole.
+
+The object that this API calls a response: the same in every event that shows it, and where it is stored.
+
+What a request goes on from: the response it names with all before it, a conversation, and items it refers to.
+
+Used on a planning thread, which waits for the store.
+
+Checks a body as this API does: an unknown field is refused; the other dialects ignore it.
+"""
 
 import asyncio
 import hashlib
@@ -8,41 +17,304 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from models.prompt.chat_template import Message, RenderedPrompt
-from server.api.auth import namespace_of
-from server.api.context import ApiContext, ServedModel
+from server.api.call import generate, inspect
 from server.api.conversation import Conversation, open_conversation
-from server.api.dialect import Exchange, OutputEvent, Payload
-from server.api.endpoint import generate, inspect
+from server.api.dialect import Body, Exchange, OutputEvent, Payload, Rules, parse_body, validated
 from server.api.errors import ApiError, Code, explain
-from server.api.openai.generation_body import GenerationBody
+from server.api.guard import namespace_of
 from server.api.openai.params import read_params
-from server.api.params import Incoming, build_request
-from server.api.responses.body_types import ENCRYPTED_THOUGHTS, InputBody, ResponsesBody
-from server.api.responses.client_tools import ToolSet
+from server.api.openai.types import GenerationBody
+from server.api.params import (
+    AnswerGrammar,
+    ForcedCalls,
+    Incoming,
+    answer_or_calls,
+    build_request,
+    calls_in_text,
+    can_forbid_calls,
+    forced_calls,
+)
+from server.api.record import CacheBody, TimingsBody, costs_of
 from server.api.responses.fields import IN_COUNT, IN_RESPONSES
-from server.api.responses.history import RequestItems, read_request_items
-from server.api.responses.items import read_messages, search_outputs
-from server.api.responses.known_body import parse_known
-from server.api.responses.output import AnswerOutput, Event, ThoughtStyle
-from server.api.responses.response_body import ResponseBody, begun_response, error_of, usage_of
+from server.api.responses.items import Item, check_items, read_messages, search_outputs
+from server.api.responses.output import AnswerOutput, Event, ItemBody, ThoughtStyle, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
-from server.api.responses.tools import read_tools
-from server.api.sse import sse_event
-from server.api.structured_output import AnswerGrammar
-from server.api.tool_grammar import ForcedCalls, answer_or_calls, calls_in_text, can_forbid_calls, forced_calls
-from server.api.typed_body import validated
-from server.api.usage import costs_of
+from server.api.responses.types import ENCRYPTED_THOUGHTS, InputBody, ReasoningWish, ResponsesBody, read_tools
+from server.api.served import ApiContext, ServedModel
+from server.api.wire import MAX_MESSAGES, sse_event
 from server.config import ServerConfig
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.prompt_hygiene import with_constant_headers
 
 logger = logging.getLogger(__name__)
+
+
+class InputTokensDetails(TypedDict):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+    """Prompt tokens that were evaluated and can be reused."""
+
+
+class AnswerTokensDetails(TypedDict):
+    """What the answer's tokens were spent on."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Token counts of one request, as this API names them."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: AnswerTokensDetails
+    total_tokens: int
+
+
+class ResponseError(TypedDict):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    """Why a response ended early."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ConversationName(TypedDict):
+    """The conversation that a response belongs to."""
+
+    id: str
+
+
+class ReasoningBody(TypedDict):
+    """What was asked of the model's thoughts."""
+
+    effort: str | None
+    summary: str | None
+
+
+class ResponseBody(TypedDict):
+    """One response, finished or not."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    model: str
+    output: Sequence[ItemBody]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    conversation: ConversationName | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningBody
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: Mapping[str, Any]
+    tool_choice: Any
+    tools: Sequence[Any]
+    top_logprobs: Literal[0]
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+    user: str | None
+    metadata: Mapping[str, str]
+    timings: NotRequired[TimingsBody]
+    cache: NotRequired[CacheBody | None]
+
+
+def usage_of(finished: Finished) -> ResponseUsage:
+    """Returns the token counts of a finished request."""
+    timings = finished.timings
+    return {
+        "input_tokens": finished.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": timings.cache_tokens,
+            "cache_write_tokens": timings.evaluated_tokens,
+        },
+        "output_tokens": timings.predicted_tokens,
+        "output_tokens_details": {"reasoning_tokens": finished.reasoning_tokens or 0},
+        "total_tokens": finished.prompt_tokens + timings.predicted_tokens,
+    }
+
+
+def error_of(error: ApiError) -> ResponseError:
+    """Returns an error as a failed response holds it."""
+    if error.status == 429:
+        return {"code": "rate_limit_exceeded", "message": error.message}
+    kept = "context_length_exceeded", "server_error"
+    return {"code": kept[0] if error.code.value == kept[0] else kept[1], "message": error.message}
+
+
+def begun_response(
+    body: ResponsesBody,
+    fields: Mapping[str, Any],
+    *,
+    response_id: str,
+    model: str,
+    temperature: float,
+    top_p: float,
+) -> ResponseBody:
+    """Returns a response before its first token; `fields` are the body's as they were sent."""
+    wish = body.reasoning or ReasoningWish()
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "conversation": {"id": body.conversation} if body.conversation is not None else None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": wish.effort, "summary": wish.summary or wish.generate_summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": body.service_tier or "default",
+        "store": body.is_stored,
+        "temperature": temperature,
+        "text": {"format": {"type": "text"}, **(fields.get("text") or {})},
+        "tool_choice": fields.get("tool_choice") or "auto",
+        "tools": fields.get("tools") or [],
+        "top_logprobs": 0,
+        "top_p": top_p,
+        "truncation": body.truncation or "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
+
+
+_ID_PREFIX = "in"
+"""How ids begin that this server gives to items."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What stands before the new items of a request."""
+
+    items: Sequence[Item] = ()
+    session: str | None = None
+    """What the chain of responses calls its conversation; None for a beginning."""
+
+
+@dataclass(frozen=True)
+class RequestItems:
+    """All items of one request."""
+
+    history: History
+    new: Sequence[Item]
+    """Checked, each with an id, without references."""
+
+
+def read_request_items(body: InputBody, store: ResponseStore, namespace: str, name: str) -> RequestItems:
+    """Returns the items of a body; `name` makes the ids of those without. Raises ApiError (400, 404)."""
+    if body.previous_response_id is not None and body.conversation is not None:
+        message = "conversation: it cannot be given with previous_response_id"
+        raise ApiError(Code.INVALID_VALUE, message, "conversation")
+    history = History()
+    if body.previous_response_id is not None:
+        history = _chain(store, namespace, body.previous_response_id)
+    elif body.conversation is not None:
+        history = _conversation(store, namespace, body.conversation)
+    if len(history.items) + len(body.input) > MAX_MESSAGES:
+        raise ApiError(Code.INVALID_VALUE, f"input: at most {MAX_MESSAGES} items make a prompt", "input")
+    checked = check_items(body.input)
+    found = [_resolved(item, index, history, store, namespace) for index, item in enumerate(checked)]
+    return RequestItems(history, with_ids(found, name))
+
+
+def with_ids(items: Sequence[Item], name: str) -> list[Item]:
+    """Returns checked items as they are kept: each with an id, and a message's text as a part."""
+    return [_as_kept(item, f"{_ID_PREFIX}_{name}_{index}") for index, item in enumerate(items)]
+
+
+def _as_kept(item: Item, item_id: str) -> Item:
+    given = item.get("id")
+    kept = {**item, "id": given if isinstance(given, str) and given else item_id}
+    if item["type"] == "message" and isinstance(item["content"], str):
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        part = {"type": kind, "text": item["content"]}
+        return {"status": "completed", **kept, "content": [{**part, "annotations": []} if kind[0] == "o" else part]}
+    return kept
+
+
+def _chain(store: ResponseStore, namespace: str, response_id: str) -> History:
+    chain = store.chain(namespace, response_id).result()
+    if not chain:
+        raise _not_found(f"there is no stored response {response_id[:200]!r}", "previous_response_id")
+    if chain[0].parent is not None:
+        message = f"the response {chain[0].parent!r}, which it goes on from, is not stored any more"
+        raise _not_found(message, "previous_response_id")
+    items = [item for response in chain for item in (*response.input, *response.body["output"])]
+    return History(items, chain[0].session)
+
+
+def _conversation(store: ResponseStore, namespace: str, conversation_id: str) -> History:
+    if store.find_conversation(namespace, conversation_id).result() is None:
+        raise _not_found(f"there is no conversation {conversation_id[:200]!r}", "conversation")
+    return History(store.items(namespace, conversation_id).result(), conversation_id)
+
+
+def _resolved(item: Item, index: int, history: History, store: ResponseStore, namespace: str) -> Item:
+    """Returns the item that a reference stands for; others as they are."""
+    if item["type"] != "item_reference":
+        return item
+    wanted = item["id"]
+    of_history = (one for one in history.items if one.get("id") == wanted)
+    found = next(of_history, None) or _kept_item(store, namespace, wanted)
+    if found is None:
+        place = f"input[{index}].id"
+        raise _not_found(f"there is no stored item {wanted[:200]!r}", place)
+    return found
+
+
+def _kept_item(store: ResponseStore, namespace: str, item_id: str) -> Item | None:
+    """Returns an item of a stored response, whose id holds that of the response."""
+    response = store.find(namespace, f"resp_{item_id.split('_')[1]}").result() if item_id.count("_") == 2 else None
+    kept = [*response.input, *response.body["output"]] if response is not None else []
+    return next((item for item in kept if item.get("id") == item_id), None)
+
+
+def _not_found(message: str, param: str) -> ApiError:
+    return ApiError(Code.RESPONSE_NOT_FOUND, f"{param}: {message}", param)
+
+
+def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Body:
+    """Returns the checked body; raises ApiError (400) that names the first field that is wrong or not in `rules`."""
+    unknown = sorted(fields.keys() - rules.keys())
+    if unknown:
+        message = f"{unknown[0][:200]} is not known here"
+        raise ApiError(Code.UNSUPPORTED_PARAMETER, message, unknown[0][:200])
+    return parse_body(kind, dict(fields), rules)
+
 
 ID_PREFIX = "resp_"
 

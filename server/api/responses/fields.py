@@ -4,7 +4,7 @@ A field that is in no table is refused, as OpenAI refuses it. The tables are che
 against the `openai` package and against docs/responses.md by the tests.
 """
 
-from server.api.field_rules import Rules, honoured, no_effect, refused
+from server.api.dialect import Rules, honoured, no_effect, refused
 
 IN_INPUT: Rules = {
     **honoured("model input instructions previous_response_id conversation tools tool_choice reasoning text"),

@@ -11,11 +11,10 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from models.prompt.chat_template import Message
+from server.api.dialect import BodyModel, validated
 from server.api.errors import ApiError, Code
-from server.api.openai.chat_types import ChatMessage, template_messages
-from server.api.responses.client_tools import SEARCH, input_arguments, joined_name
-from server.api.responses.thoughts import thought_of
-from server.api.typed_body import BodyModel, validated
+from server.api.openai.types import ChatMessage, template_messages
+from server.api.responses.output import SEARCH, input_arguments, joined_name, thought_of
 
 Item: TypeAlias = dict[str, Any]
 """An item as JSON; one that was read has its `type`."""

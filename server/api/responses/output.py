@@ -2,12 +2,25 @@
 
 Events lack their `sequence_number`, which whoever sends them counts. An item is announced, grows and is done before
 the next one begins.
+
+Tools as a client knows them, and the names by which the model is shown them. Pure.
+
+The input of a custom tool, read from the JSON text of its arguments while that is written. Pure.
+
+How thoughts survive a round trip: as what clients call their encrypted content.
+
+It is no secret here and proves nothing: it is the thought itself, for clients that send back nothing
+else of it. Pure.
 """
 
+import base64
+import binascii
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from models.output.pieces import (
     Piece,
@@ -20,9 +33,138 @@ from models.output.pieces import (
     ToolCallStarted,
 )
 from models.texts import read_object
-from server.api.responses.client_tools import ClientTool, ToolSet
-from server.api.responses.custom_input import CustomInput
-from server.api.responses.thoughts import enclose
+
+SEARCH: Final = "tool_search"
+"""How the model is shown a search for tools that the client runs."""
+INPUT: Final = "input"
+"""The argument that holds the input of a custom tool."""
+_SEPARATOR: Final = "__"
+
+
+@dataclass(frozen=True)
+class ClientTool:
+    """A tool as the client knows it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+    is_search: bool = False
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """The tools of one request."""
+
+    shown: Sequence[Mapping[str, Any]] = ()
+    """Functions at the head of the prompt, as chat templates read them."""
+    loaded: Sequence[Mapping[str, Any]] = ()
+    """Functions that a search of the client has found since."""
+    by_name: Mapping[str, ClientTool] | None = None
+    """By the name that the model is shown."""
+
+    @property
+    def callable_tools(self) -> list[Mapping[str, Any]]:
+        """All functions that the model may call."""
+        return [*self.shown, *self.loaded]
+
+    def with_found(self, found: "ToolSet") -> "ToolSet":
+        """Returns these tools and those that a search has found; a tool that was there already stays as it was."""
+        known = {tool["function"]["name"] for tool in self.callable_tools}
+        new = [tool for tool in found.shown if tool["function"]["name"] not in known]
+        by_name = {**(found.by_name or {}), **(self.by_name or {})}
+        return ToolSet(self.shown, [*self.loaded, *new], by_name)
+
+    def find(self, name: str) -> ClientTool:
+        """Returns the tool that the model calls; one that it has made up is a function."""
+        return (self.by_name or {}).get(name) or ClientTool(name)
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """Returns the name under which the model is shown a tool of a namespace."""
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
+
+
+def input_arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments that stand for the input of a custom tool."""
+    return {INPUT: text}
+
+
+_HEAD: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+_WHOLE: Final = re.compile(
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
+)
+"""Text of a JSON string up to where an escape may not be complete."""
+
+
+class CustomInput:
+    """The input of one call."""
+
+    def __init__(self) -> None:
+        self._arguments = ""
+        self._read_to: int | None = None
+        """Where in the arguments the input that is not yet read begins; None until it does."""
+        self._told = ""
+
+    def feed(self, arguments: str) -> str:
+        """Takes more of the arguments' text; returns what it adds to the input."""
+        self._arguments += arguments
+        if self._read_to is None:
+            head = _HEAD.match(self._arguments)
+            if head is None:
+                return ""
+            self._read_to = head.end()
+        found = _WHOLE.match(self._arguments, self._read_to)
+        assert found is not None, "the pattern takes the empty text"
+        self._read_to = found.end()
+        added: str = json.loads(f'"{found.group()}"', strict=False)
+        self._told += added
+        return added
+
+    def finish(self) -> tuple[str, str]:
+        """Returns the whole input, and what of it `feed` has not told.
+
+        Arguments of another shape are the input themselves, but for a single text under another name. Of those that
+        were cut off it is what was told.
+        """
+        values = read_object(self._arguments)
+        whole = self._told if values is None else _input_of(values, self._arguments)
+        return whole, whole.removeprefix(self._told) if whole.startswith(self._told) else ""
+
+    @property
+    def so_far(self) -> str:
+        """What was told of the input."""
+        return self._told
+
+
+def _input_of(values: Mapping[str, Any], arguments: str) -> str:
+    value = values.get(INPUT, next(iter(values.values())) if len(values) == 1 else None)
+    return value if isinstance(value, str) else arguments
+
+
+_MARK: Final = "mlx-serve-text-1:"
+
+
+def enclose(thought: str) -> str:
+    """Returns the encrypted content of a thought."""
+    return _MARK + base64.b64encode(thought.encode(errors="replace")).decode()
+
+
+def thought_of(enclosed: str | None, content: str | None, summary: str) -> str:
+    """Returns the thought of an item that came back: what is enclosed, else its content, else its summary."""
+    return (_opened(enclosed) if enclosed else None) or content or summary
+
+
+def _opened(enclosed: str) -> str | None:
+    """Returns the thought that `enclose` has enclosed; None for what another server has encrypted."""
+    if not enclosed.startswith(_MARK):
+        return None
+    try:
+        return base64.b64decode(enclosed.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
 
 Event: TypeAlias = dict[str, Any]
 ItemBody: TypeAlias = dict[str, Any]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from server.api.json_body import json_text
 from server.api.responses.items import Item
+from server.api.wire import json_text
 from server.config import ServerConfig
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from models.errors import ModelError
 from models.names import installed, resolve, shorten
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
-from server.api.context import EnginePort, ServedModel
+from server.api.served import EnginePort, ServedModel
 from server.cli.repl.parameters import MAX_TOKENS, SAMPLING, template_fields
 from server.cli.repl.speech import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
 from server.config import ServerConfig

@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 
-from server.api import endpoint
+from server.api import call
 
 
 @pytest.fixture
 def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Grows by one with each turn that was evaluated ahead."""
     done: list[None] = []
-    evaluate_ahead = endpoint._evaluate_ahead
+    evaluate_ahead = call._evaluate_ahead
 
     async def watch(*args: Any) -> None:
         await evaluate_ahead(*args)
         done.append(None)
 
-    monkeypatch.setattr(endpoint, "_evaluate_ahead", watch)
+    monkeypatch.setattr(call, "_evaluate_ahead", watch)
     return done

@@ -424,7 +424,7 @@ def test_a_long_prefill_shows_how_far_it_is(
     client: TestClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "server")
-    monkeypatch.setattr("server.api.answer_log.LONG_PREFILL_SECONDS", 0.0)
+    monkeypatch.setattr("server.api.record.LONG_PREFILL_SECONDS", 0.0)
     engine.script = Script(hit_tokens=2, progress=(4, 5, 6))
     ask(client)
     [first] = [record.msg for record in caplog.records if isinstance(record.msg, PrefillProgress)]
@@ -432,7 +432,7 @@ def test_a_long_prefill_shows_how_far_it_is(
 
 
 def test_fields_without_meaning_are_listed_at_debug(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "server.api.typed_body")
+    caplog.set_level(logging.DEBUG, "server.api.dialect")
     ask(client, zeta=1, alpha={"b": 2}, n=1)
     [record] = caplog.records
     assert record.getMessage().endswith("alpha, zeta")

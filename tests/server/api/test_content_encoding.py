@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.content_encoding import MAX_MEMBERS, expand
 from server.api.errors import ApiError
+from server.api.wire import MAX_MEMBERS, expand
 from server.app import create_app
 from server.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model

@@ -17,31 +17,31 @@ from server.api.admin.cache import (
     NamespaceBody,
     NodeBody,
     PinnedBody,
+    PrimedBody,
 )
-from server.api.admin.health import CacheCountsBody, EngineBody, HealthBody, RequestCountsBody
-from server.api.admin.prime import PrimedBody
 from server.api.admin.sessions import DeletedBody, RefusalBody, SessionDetail, SessionList, TurnBody
+from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody, RequestCountsBody
+from server.api.dialect import Rule, Rules, Treatment
 from server.api.errors import STATUS, Code
-from server.api.field_rules import Rule, Rules, Treatment
-from server.api.openai.chat_types import (
+from server.api.openai.api import ModelBody, ModelList
+from server.api.openai.completions import CompletionBody, TextChoice, TextCompletion
+from server.api.openai.dialect import ErrorObject
+from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
+from server.api.openai.types import (
     ChatBody,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
     ChatMessage,
     ChunkChoice,
+    GenerationBody,
     MessageBody,
+    StreamOptions,
 )
-from server.api.openai.completions import CompletionBody, TextChoice, TextCompletion
-from server.api.openai.errors import ErrorObject
-from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
-from server.api.openai.generation_body import GenerationBody, StreamOptions
-from server.api.openai.models import ModelBody, ModelList
 from server.api.openai.usage import PromptTokensDetails, Usage
-from server.api.refusals import MAX_NAMESPACES, MAX_REFUSALS
+from server.api.record import CacheBody, MissBody, TimingsBody
 from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
-from server.api.session_records import MAX_SESSIONS, MAX_TURNS
-from server.api.usage import CacheBody, MissBody, TimingsBody
+from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, MAX_SESSIONS, MAX_TURNS
 from server.app import ADMIN_ROUTES, APIS
 from server.engine.diagnosis import MissReason
 from tests.support.docs import Page

@@ -20,13 +20,11 @@ from models.formats import EmbeddingFormat, Judgement, Pooling, RerankFormat
 from models.loader import load
 from models.names import DEMO
 from server.api import embedding
-from server.api.field_rules import Rules
-from server.api.ollama.embed import EmbedBody, EmbeddingPromptBody
+from server.api.dialect import BodyModel, Rules
 from server.api.ollama.fields import IN_EMBED, IN_EMBEDDING
-from server.api.openai.embeddings import EmbeddingsBody
+from server.api.ollama.generate import EmbedBody, EmbeddingPromptBody
 from server.api.openai.fields import IN_EMBEDDINGS, IN_RERANK
-from server.api.openai.rerank import RerankBody
-from server.api.typed_body import BodyModel
+from server.api.openai.vectors import EmbeddingsBody, RerankBody
 from server.app import create_app
 from server.config import ServerConfig
 from server.log_events import RequestRefused, TextsEmbedded

@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 
 from models.errors import InvalidParameter
 from models.prompt.chat_template import ChatTemplateError
-from server.api.admin.health import CacheCountsBody
+from server.api.admin.state import CacheCountsBody
 from server.api.errors import as_api_error
-from server.api.other_apis import find_other_api
+from server.api.openapi import find_other_api
 from server.api.session_id import SessionIdError
 from server.app import ADMIN_ROUTES, APIS, create_app, start_draining
 from server.config import ServerConfig

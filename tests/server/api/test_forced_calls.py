@@ -12,8 +12,8 @@ from starlette.testclient import TestClient
 from models.inference.grammar import GrammarCompiler
 from models.output.tool_formats import LLAMA_JSON, PYTHONIC, HarmonyFormat
 from server.api.conversation import open_conversation
-from server.api.responses.custom_input import CustomInput
-from server.api.tool_grammar import ForcedCalls, calls_in_text, forced_calls, strict_calls
+from server.api.params import ForcedCalls, calls_in_text, forced_calls, strict_calls
+from server.api.responses.output import CustomInput
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from models.prompt import tokenize as pieces_module
 from models.prompt.tokenize import Abandoned, encode, stop_if_abandoned
-from server.api import body as body_module
 from server.api import planning as planning_module
-from server.api.body import check_amount, check_messages
+from server.api import wire as body_module
 from server.api.errors import ApiError, Code
 from server.api.planning import SIZES, Planning, Turns
+from server.api.wire import check_amount, check_messages
 from tests.server.api.test_live import WAIT_SECONDS, Live, raw_post, serving, user
 from tests.server.api.test_live import until as until_so
 from tests.support import tiny_models

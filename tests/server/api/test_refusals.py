@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.refusals import MAX_NAMESPACES, MAX_REFUSALS, Origin, Refusal, Refusals
+from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, Origin, Refusal, Refusals
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.request import OutOfMemory

@@ -26,15 +26,14 @@ from models.output.pieces import (
     ToolCallStarted,
 )
 from models.prompt.chat_template import Message
-from server.api.auth import namespace_of
-from server.api.context import ApiContext
+from server.api.call import generate
 from server.api.conversation import Conversation
 from server.api.dialect import Api, Dialect, Exchange, HeaderRoute, OutputEvent, Payload
-from server.api.endpoint import generate
 from server.api.errors import ApiError, Code
-from server.api.json_body import JsonBody, json_text
+from server.api.guard import namespace_of
 from server.api.params import GenerationParams, Incoming, build_request
-from server.api.sse import sse_comment, sse_event
+from server.api.served import ApiContext
+from server.api.wire import JsonBody, json_text, sse_comment, sse_event
 from server.app import APIS, create_app
 from server.config import ServerConfig
 from server.engine.commands import HoldTurn

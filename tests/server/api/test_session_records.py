@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api.session_records import MAX_TURNS, SessionRecords, TurnRecord
+from server.api.sessions import MAX_TURNS, SessionRecords, TurnRecord
 from server.diagnosis.account import Name
 from server.engine.diagnosis import Miss, MissReason
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from server.api.tracing import Tracing, check_otlp
+from server.api.observe import Tracing, check_otlp
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.request import StepFailed

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
-from server.api.openai.chat_types import ChatBody
 from server.api.openai.completions import CompletionBody
 from server.api.openai.fields import IN_CHAT, IN_TEXT
+from server.api.openai.types import ChatBody
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.request import Priority

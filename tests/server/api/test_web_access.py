@@ -7,7 +7,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
-from server.api.web_access import WebAccess
+from server.api.guard import WebAccess
 from server.app import create_app
 from server.config import ConfigError, ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.journal import CacheStats
-from server.api.context import ServedModel
+from server.api.served import ServedModel
 from server.engine.request import EngineStats
 from server.pool.loading import Around
 from server.pool.members import OpenedModel

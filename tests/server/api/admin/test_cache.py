@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from cache.budget import PinLimit
 from models.prompt.chat_template import ChatRenderer
-from server.api.next_turn import stable_prefix
+from server.api.conversation import stable_prefix
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine import engine as engine_module

@@ -13,7 +13,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
-from server.api.admin import events as endpoint
+from server.api.admin import state as endpoint
 from server.app import create_app, start_draining
 from server.config import ServerConfig
 from server.engine import engine as engine_module

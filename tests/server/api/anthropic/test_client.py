@@ -11,7 +11,7 @@ import pydantic
 import pytest
 
 from models.output.reasoning import ReasoningFormat
-from server.api.anthropic.signature import sign
+from server.api.anthropic.content import sign
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.request import OutOfMemory

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
-from server.api.anthropic.content import AnswerContent
-from server.api.anthropic.signature import enclose, sign, thought_of
+from server.api.anthropic.content import AnswerContent, enclose, sign, thought_of
 
 CALL: list[Piece] = [ToolCallStarted("call_1", "f"), ToolArguments('{"a": '), ToolArguments("1}"), ToolCallEnded()]
 FAILED: list[Piece] = [ToolCallStarted("call_2", "g"), ToolArguments('{"a": '), ToolCallFailed("<tool_call>{")]

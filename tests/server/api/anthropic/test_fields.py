@@ -8,14 +8,19 @@ from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
 from starlette.testclient import TestClient
 
-from server.api.anthropic.body_types import MessagesBody, PromptBody
-from server.api.anthropic.count_tokens import TokenCountBody
-from server.api.anthropic.errors import error_type
+from server.api.anthropic.api import TokenCountBody, error_type
 from server.api.anthropic.fields import IN_COUNT, IN_MESSAGES, IN_PROMPT
-from server.api.anthropic.messages import ContextManagementBody, MessageAnswer
-from server.api.anthropic.usage import CacheMissReason, DiagnosticsBody, MessagesUsage, OutputTokensDetails
+from server.api.anthropic.messages import (
+    CacheMissReason,
+    ContextManagementBody,
+    DiagnosticsBody,
+    MessageAnswer,
+    MessagesUsage,
+    OutputTokensDetails,
+)
+from server.api.anthropic.types import MessagesBody, PromptBody
+from server.api.dialect import Rule, Rules, Treatment
 from server.api.errors import STATUS
-from server.api.field_rules import Rule, Rules, Treatment
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from server.api.anthropic import messages as messages_module
-from server.api.anthropic.tool_search import BM25, MAX_FOUND, REGEX, SearchFailed, find_tools
+from server.api.anthropic.content import BM25, MAX_FOUND, REGEX, SearchFailed, find_tools
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.anthropic.test_messages import COUNT, HI, Served

@@ -9,10 +9,9 @@ from starlette.testclient import TestClient
 
 from models.output.grammar import CompiledGrammar, Grammar
 from models.output.reasoning import ReasoningFormat
-from server.api.anthropic.body_types import MAX_CACHE_POINTS, MessagesBody
-from server.api.anthropic.conversation import read_conversation
-from server.api.anthropic.params import read_params
-from server.api.anthropic.signature import enclose, sign
+from server.api.anthropic.content import enclose, sign
+from server.api.anthropic.conversation import read_conversation, read_params
+from server.api.anthropic.types import MAX_CACHE_POINTS, MessagesBody
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason

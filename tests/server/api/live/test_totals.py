@@ -2,9 +2,8 @@
 
 import pytest
 
-from server.api.answer_figures import AnswerFigures
-from server.api.live.pace import PACE_TOKENS, Pace
-from server.api.live.totals import MAX_NAMESPACES, Totals
+from server.api.live.activity import MAX_NAMESPACES, PACE_TOKENS, Pace, Totals
+from server.api.record import AnswerFigures
 from server.engine.diagnosis import Miss, MissReason, Reuse
 from server.engine.request import Delta, Failed, Finished, FinishReason, Started, StepFailed, Timings
 

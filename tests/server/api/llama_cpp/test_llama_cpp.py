@@ -9,9 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
-from server.api.field_rules import Treatment
-from server.api.llama_cpp.completion import IN_COMPLETION, LlamaCompletionBody
-from server.api.model_facts import ModelFacts
+from server.api.dialect import Treatment
+from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
+from server.api.served import ModelFacts
 from server.app import create_app
 from server.config import ServerConfig
 from server.engine.command import Command

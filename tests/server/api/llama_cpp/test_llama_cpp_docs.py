@@ -4,13 +4,27 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from server.api.dialect import Treatment
 from server.api.errors import STATUS
-from server.api.field_rules import Treatment
-from server.api.llama_cpp.completion import IN_COMPLETION, LlamaCompletion, LlamaCompletionBody
-from server.api.llama_cpp.dialect import ERROR_TYPES, LlamaCppError
-from server.api.llama_cpp.state import DefaultParams, GenerationSettings, Modalities, PropsBody, SlotBody
-from server.api.llama_cpp.template import InputTokensBody, TemplateText
-from server.api.llama_cpp.tokens import ContentBody, DetokenizeBody, TokenizeBody, TokenPiece, TokensBody
+from server.api.llama_cpp.api import (
+    ERROR_TYPES,
+    IN_COMPLETION,
+    ContentBody,
+    DefaultParams,
+    DetokenizeBody,
+    GenerationSettings,
+    InputTokensBody,
+    LlamaCompletion,
+    LlamaCompletionBody,
+    LlamaCppError,
+    Modalities,
+    PropsBody,
+    SlotBody,
+    TemplateText,
+    TokenizeBody,
+    TokenPiece,
+    TokensBody,
+)
 from server.api.openai.fields import IN_TEXT
 from tests.server.api.test_docs import ROOT, reasons, rows, table
 

@@ -5,20 +5,21 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from server.api.field_rules import Rules, Treatment
-from server.api.ollama.body import OllamaBody, Options
-from server.api.ollama.chat import (
+from server.api.dialect import Rules, Treatment
+from server.api.ollama.dialect import OllamaBody, Options
+from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
+from server.api.ollama.generate import (
     CallResult,
     FunctionResult,
     OllamaChatAnswer,
     OllamaChatBody,
+    OllamaGenerateAnswer,
+    OllamaGenerateBody,
     OllamaMessage,
     SaidMessage,
 )
-from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
-from server.api.ollama.generate import OllamaGenerateAnswer, OllamaGenerateBody
 from server.api.ollama.models import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
-from server.api.other_apis import OTHER_APIS, find_other_api
+from server.api.openapi import OTHER_APIS, find_other_api
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page
 

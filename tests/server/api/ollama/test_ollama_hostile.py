@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api.llama_cpp.tokens import DetokenizeBody, TokenizeBody
+from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
 from server.api.ollama.fields import IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
 from server.app import create_app
 from server.config import ServerConfig

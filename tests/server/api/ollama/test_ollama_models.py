@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from models.inference.sampling_params import SamplingParams
 from models.output.reasoning import ReasoningFormat
 from models.output.tool_formats import HarmonyFormat
-from server.api.model_facts import ModelFacts, architecture_facts
+from server.api.served import ModelFacts, architecture_facts
 from server.app import create_app
 from server.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model

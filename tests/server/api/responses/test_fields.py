@@ -7,20 +7,19 @@ import pytest
 from openai.types.responses import input_token_count_params, response_create_params
 from starlette.testclient import TestClient
 
-from server.api.field_rules import Rules, Treatment
-from server.api.responses.body_types import InputBody, ResponsesBody
-from server.api.responses.create import ResponseTokensBody
-from server.api.responses.fields import IN_COUNT, IN_INPUT, IN_RESPONSES
-from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
-from server.api.responses.response_body import (
+from server.api.dialect import Rules, Treatment
+from server.api.responses.create import (
     AnswerTokensDetails,
     InputTokensDetails,
     ResponseBody,
     ResponseError,
+    ResponseTokensBody,
     ResponseUsage,
 )
+from server.api.responses.fields import IN_COUNT, IN_INPUT, IN_RESPONSES
+from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
 from server.api.responses.store import FILE_NAME, MAX_RESPONSES
-from server.api.responses.tools import LEFT_OUT
+from server.api.responses.types import LEFT_OUT, InputBody, ResponsesBody
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table

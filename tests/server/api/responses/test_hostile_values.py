@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
-from server.api.responses.thoughts import enclose
+from server.api.responses.output import enclose
 from server.app import create_app
 from server.config import ServerConfig
 from tests.server.api.test_hostile_values import HOSTILE, JSON, TELLS_ALL, places, with_value

@@ -1,0 +1,475 @@
+"""`GET /v1/stats`: what the server is doing and what it has saved, in one object, without waiting for any worker.
+
+A request sees the requests and sums of its own namespace; who owns the server (see `server.api.guard.is_owner`) sees
+those of all, or of the one that `?namespace=` names. What models do is the same for everybody.
+
+`GET /health` and `GET /ready`: whether requests are taken, answered at once, whatever the engine is doing.
+
+`/ping` is another name of `/health`, and `GET /version` names the release, as vLLM has them.
+
+`GET /metrics`: counters and gauges for Prometheus, in its text format or OpenMetrics.
+
+`GET /v1/events`: what happens, as server-sent events; a slow reader loses some, and is told how many.
+
+A request hears of its own namespace; who owns the server (see `server.api.guard.is_owner`) of all, or of the one that
+`?namespace=` names. Events of models are for everybody.
+
+`POST /v1/models/load` and `/v1/models/unload`: brings a model into memory, or frees what it takes.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from importlib import metadata
+from typing import NotRequired, TypedDict
+
+from prometheus_client.exposition import choose_encoder
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cache.journal import CacheStats
+from server.api.call import AnswerStream
+from server.api.dialect import BodyModel, dialect_of, parse_body
+from server.api.errors import ApiError, Code, stopped
+from server.api.guard import is_authorised, is_owner, listed_namespace
+from server.api.live.activity import OpenRequest, Sums
+from server.api.live.event_log import EventLog, Listener, LiveEvent, Lost, frame_of
+from server.api.served import ApiContext, context_of
+from server.api.wire import JsonBody, parse_object, read_body, sse_comment
+from server.engine.request import EngineStats
+from server.pool.names import ModelSource
+
+
+class RequestCountsBody(TypedDict):
+    """Unfinished requests by phase."""
+
+    waiting: int
+    prefilling: int
+    decoding: int
+
+
+class CacheCountsBody(TypedDict):
+    """What one engine's cache holds, of all namespaces together."""
+
+    nodes: int
+    stored_bytes: int
+    live_bytes: int
+    budget_bytes: int
+    evictions: int
+    keeps_on_disk: bool
+    disk_bytes: int
+    disk_files_gone: int
+
+
+class EngineBody(TypedDict):
+    """What one engine does and holds."""
+
+    requests: RequestCountsBody
+    preemptions: int
+    cache: CacheCountsBody
+    open_requests: int
+
+
+class HealthBody(TypedDict):
+    """The state of the server."""
+
+    status: str
+    """"ok", "draining" (running answers finish, new requests are refused) or "stopped"."""
+    models: list[str]
+    """Those that are loaded."""
+    loading: list[str]
+    """Those on their way."""
+    engines: NotRequired[dict[str, EngineBody]]
+    """Counters and gauges by model; shown to those who may send requests."""
+
+
+class ReadyBody(TypedDict):
+    """Whether one more request would be taken."""
+
+    status: str
+    """"ok", "full" (as many wait as may), "draining" or "stopped"."""
+
+
+class ServerVersionBody(TypedDict):
+    """The release of this server."""
+
+    version: str
+
+
+async def version(request: Request) -> Response:
+    """Names the release of this server."""
+    body: ServerVersionBody = {"version": metadata.version("mlx-serve")}
+    return JsonBody(body)
+
+
+async def health(request: Request) -> Response:
+    """Answers with status 200 while requests are taken, else 503. Needs no key."""
+    context = context_of(request)
+    status = status_of(context)
+    body: HealthBody = {"status": status, "models": list(context.models), "loading": list(context.pool.loading)}
+    if is_authorised(request):
+        body["engines"] = {model_id: _engine_body(engine.stats()) for model_id, engine in context.engines.items()}
+    return JsonBody(body, status_code=200 if status == "ok" else 503)
+
+
+async def ready(request: Request) -> Response:
+    """Answers with status 200 if one more request would be taken now, by every model, else 503. Needs no key."""
+    context = context_of(request)
+    status = status_of(context)
+    max_open = context.config.slots + context.config.max_waiting
+    if status == "ok" and any(engine.stats().num_open >= max_open for engine in context.engines.values()):
+        status = "full"
+    body: ReadyBody = {"status": status}
+    return JsonBody(body, status_code=200 if status == "ok" else 503)
+
+
+def status_of(context: ApiContext) -> str:
+    """Returns `ok`, `draining` or `stopped`."""
+    if context.is_draining:
+        return "draining"
+    is_running = all(engine.is_running for engine in context.engines.values())
+    return "ok" if is_running else "stopped"
+
+
+def _engine_body(stats: EngineStats) -> EngineBody:
+    requests = stats.requests
+    return {
+        "requests": {
+            "waiting": requests.waiting,
+            "prefilling": requests.prefilling,
+            "decoding": requests.decoding,
+        },
+        "preemptions": stats.num_preempted,
+        "cache": cache_counts(stats.cache),
+        "open_requests": stats.num_open,
+    }
+
+
+def cache_counts(cache: CacheStats) -> CacheCountsBody:
+    """Returns what a cache holds, as reports have it."""
+    return {
+        "nodes": cache.num_nodes,
+        "stored_bytes": cache.stored_bytes,
+        "live_bytes": cache.live_bytes,
+        "budget_bytes": cache.budget_bytes,
+        "evictions": cache.num_evictions,
+        "keeps_on_disk": cache.keeps_on_disk,
+        "disk_bytes": cache.disk_bytes,
+        "disk_files_gone": cache.num_disk_files_gone,
+    }
+
+
+class SlotCountsBody(TypedDict):
+    """Slots of one model by what they do."""
+
+    total: int
+    prefilling: int
+    decoding: int
+    idle: int
+
+
+class MovedBody(TypedDict):
+    """What of a model's state was moved since it was loaded."""
+
+    page_ins: int
+    page_outs: int
+    disk_written_bytes: int
+    disk_read_bytes: int
+
+
+class ModelStatsBody(TypedDict):
+    """What one loaded model does and holds, for all namespaces together."""
+
+    id: str
+    waiting: int
+    open_requests: int
+    preemptions: int
+    slots: SlotCountsBody
+    cache: CacheCountsBody
+    moved: MovedBody
+    disk_budget_bytes: int | None
+
+
+class LoadingBody(TypedDict):
+    """A model on its way, and what is being done."""
+
+    id: str
+    step: str
+
+
+class OpenRequestBody(TypedDict):
+    """A request that has not ended."""
+
+    id: str
+    model: str
+    endpoint: str
+    namespace: str
+    key: str | None
+    session_id: str | None
+    phase: str
+    """`waiting`, `prefill` or `decode`."""
+    slot: int | None
+    received: float
+    """Seconds since 1970."""
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    completion_tokens: int
+    tier: str | None
+
+
+class RestoredBody(TypedDict):
+    """Prompt tokens that were restored, by the tier in which their state was."""
+
+    live: int
+    memory: int
+    disk: int
+
+
+class LostBody(TypedDict):
+    """How often and how many tokens were evaluated again, for one reason."""
+
+    reason: str
+    count: int
+    tokens: int
+
+
+class TotalsBody(TypedDict):
+    """Sums of the requests that have ended since the server's start."""
+
+    requests: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    prompt_tokens: int
+    cached_tokens: int
+    evaluated_tokens: int
+    completion_tokens: int
+    lost_tokens: int
+    saved_seconds: float
+    restored_tokens: RestoredBody
+    misses: list[LostBody]
+
+
+class StatsBody(TypedDict):
+    """What the server is doing."""
+
+    object: str
+    time: float
+    """Seconds since 1970."""
+    status: str
+    version: str
+    uptime_seconds: float
+    scope: str
+    """`all`, or `namespace` where requests, totals and sessions are those of one."""
+    models: list[ModelStatsBody]
+    loading: list[LoadingBody]
+    requests: list[OpenRequestBody]
+    totals: TotalsBody
+    sessions: int
+
+
+async def get_stats(request: Request) -> Response:
+    """Answers at once, whatever the engines are doing."""
+    context = context_of(request)
+    namespace = listed_namespace(request, context.config)
+    now = time.monotonic()
+    sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
+    body: StatsBody = {
+        "object": "stats",
+        "time": round(time.time(), 3),
+        "status": status_of(context),
+        "version": metadata.version("mlx-serve"),
+        "uptime_seconds": round(now - context.started, 1),
+        "scope": "all" if namespace is None else "namespace",
+        "models": [_model_body(context, model_id, one.stats()) for model_id, one in context.engines.items()],
+        "loading": [{"id": model_id, "step": step} for model_id, step in context.pool.loading.items()],
+        "requests": [_request_body(one, now) for one in context.activity.open_requests(namespace)],
+        "totals": _totals_body(context.activity.totals.of(namespace)),
+        "sessions": sum(1 for _ in sessions),
+    }
+    return JsonBody(body)
+
+
+def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> ModelStatsBody:
+    requests, moved, total = stats.requests, stats.cache.moved, context.config.slots
+    busy = requests.prefilling + requests.decoding
+    return {
+        "id": model_id,
+        "waiting": requests.waiting,
+        "open_requests": stats.num_open,
+        "preemptions": stats.num_preempted,
+        "slots": {
+            "total": total,
+            "prefilling": requests.prefilling,
+            "decoding": requests.decoding,
+            "idle": max(total - busy, 0),
+        },
+        "cache": cache_counts(stats.cache),
+        "moved": {
+            "page_ins": moved.num_page_ins,
+            "page_outs": moved.num_page_outs,
+            "disk_written_bytes": moved.disk_written_bytes,
+            "disk_read_bytes": moved.disk_read_bytes,
+        },
+        "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
+    }
+
+
+def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
+    figures = one.figures
+    started = figures.started
+    return {
+        "id": one.request.request_id,
+        "model": one.model_id,
+        "endpoint": one.endpoint,
+        "namespace": one.request.namespace,
+        "key": one.key_name,
+        "session_id": one.session_id,
+        "phase": one.phase,
+        "slot": None if started is None else started.slot,
+        "received": round(one.received_at, 3),
+        "seconds": round(now - one.received, 3),
+        "prompt_tokens": len(one.request.tokens),
+        "cached_tokens": 0 if started is None else started.hit_tokens,
+        "evaluated_tokens": figures.num_evaluated,
+        "completion_tokens": figures.num_predicted,
+        "tier": None if started is None else started.tier,
+    }
+
+
+def _totals_body(sums: Sums) -> TotalsBody:
+    restored = sums.restored
+    lost: list[LostBody] = [
+        {"reason": reason, "count": one.count, "tokens": one.tokens} for reason, one in sums.lost.items()
+    ]
+    return {
+        "requests": sums.requests,
+        "succeeded": sums.succeeded,
+        "failed": sums.failed,
+        "cancelled": sums.cancelled,
+        "prompt_tokens": sums.prompt_tokens,
+        "cached_tokens": sums.cached_tokens,
+        "evaluated_tokens": sums.evaluated_tokens,
+        "completion_tokens": sums.completion_tokens,
+        "lost_tokens": sum(one["tokens"] for one in lost),
+        "saved_seconds": round(sums.saved_seconds, 3),
+        "restored_tokens": {"live": restored["live"], "memory": restored["memory"], "disk": restored["disk"]},
+        "misses": sorted(lost, key=lambda one: -one["tokens"]),
+    }
+
+
+async def metrics(request: Request) -> Response:
+    """Answers at once, whatever the engines are doing; raises ApiError (403) for a key that is no operator's."""
+    context = context_of(request)
+    # One key that all clients have says nothing of who asks.
+    if context.config.api_keys_file is not None and not is_owner(request, context.config):
+        raise ApiError(Code.OPERATOR_ONLY, "metrics are of all keys together; send the key of an operator")
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    return Response(encode(context.metrics.registry), media_type=content_type)
+
+
+MAX_LISTENERS = 64
+RETRY_MS = 2000
+"""What clients are told to wait before they come back."""
+
+
+async def get_events(request: Request) -> Response:
+    """Streams until the client leaves or the server stops; raises ApiError (503) where too many listen."""
+    context = context_of(request)
+    log, config = context.activity.log, context.config
+    if log.num_listeners >= MAX_LISTENERS:
+        message = f"{MAX_LISTENERS} clients listen to events already; close one of them, or read GET /v1/stats"
+        raise ApiError(Code.TOO_MANY_LISTENERS, message)
+    seconds = _seconds(request)
+    listener = log.listen(listed_namespace(request, config), request.headers.get("last-event-id"))
+    return AnswerStream(
+        _frames(log, listener, seconds),
+        dialect_of(request),
+        request_id=request.state.request_id,
+        heartbeat_seconds=config.heartbeat_seconds,
+        drain_seconds=0.0,
+        heartbeat=lambda: sse_comment("listening"),
+        on_close=listener.close,
+    )
+
+
+def _seconds(request: Request) -> float | None:
+    """Returns how long the stream lasts; None for as long as its client stays."""
+    given = request.query_params.get("seconds")
+    if given is None:
+        return None
+    if not given.isascii() or not given.isdecimal() or len(given) > 4:
+        raise ApiError(Code.INVALID_VALUE, "seconds: must be a whole number from 0 to 9999", "seconds")
+    return float(given)
+
+
+async def _frames(log: EventLog, listener: Listener, seconds: float | None) -> AsyncIterator[bytes]:
+    yield f"id: {listener.place_id}\nretry: {RETRY_MS}\n: listening\n\n".encode()
+    end = None if seconds is None else time.monotonic() + seconds
+    while not log.is_closed:
+        left = None if end is None else end - time.monotonic()
+        try:
+            await asyncio.wait_for(listener.wake.wait(), left)
+        except TimeoutError:
+            return
+        if read := listener.take():
+            yield b"".join(_frame(log, one) for one in read)
+
+
+def _frame(log: EventLog, one: LiveEvent | Lost) -> bytes:
+    if isinstance(one, LiveEvent):
+        return one.frame
+    return frame_of("lost", {"time": round(time.time(), 3), "count": one.count}, log.id_before(one.next_number))
+
+
+class ModelNameBody(BodyModel):
+    """Names a model."""
+
+    model: str = Field(min_length=1)
+
+
+class ModelStateBody(TypedDict):
+    """A model, and whether it is in memory now."""
+
+    id: str
+    object: str
+    loaded: bool
+    changed: bool
+    """Whether this request made it so."""
+
+
+async def load_model(request: Request) -> Response:
+    """Answers once the model is loaded; raises ApiError (403, 404, 503)."""
+    context, source = await _asked(request)
+    was_loaded = source.id in context.models
+    (await context.pool.load(source)).close()
+    return _state(source, is_loaded=True, has_changed=not was_loaded)
+
+
+async def unload_model(request: Request) -> Response:
+    """Answers once the model is unloaded; raises ApiError (403, 404), and 409 while it answers requests."""
+    context, source = await _asked(request)
+    return _state(source, is_loaded=False, has_changed=await context.pool.unload(source))
+
+
+async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
+    """Returns the model that the body names, for the owner of the server."""
+    context = context_of(request)
+    if not is_owner(request, context.config):
+        message = (
+            "only who runs the server loads and unloads models by hand: on its own machine, or by an operator's key"
+        )
+        raise ApiError(Code.OPERATOR_ONLY, message)
+    fields, _ = parse_object(await read_body(request, context.config.max_body_bytes))
+    name = parse_body(ModelNameBody, dict(fields), {}).model
+    if context.is_draining:
+        raise stopped()
+    return context, await asyncio.to_thread(context.pool.source_of, name)
+
+
+def _state(source: ModelSource, *, is_loaded: bool, has_changed: bool) -> Response:
+    body: ModelStateBody = {"id": source.id, "object": "model.state", "loaded": is_loaded, "changed": has_changed}
+    return JsonBody(body)

@@ -1,0 +1,219 @@
+"""The paths of Anthropic's dialect, with and without the `/v1` that its clients add by themselves.
+
+`GET /v1/models` and `GET /v1/models/{id}` as Anthropic lists them, for requests with `anthropic-version`.
+
+Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message", "details"}}`.
+
+What Anthropic's clients do in their own way: `x-api-key`, named events, `request-id`, and the shape of errors.
+
+`POST /v1/messages/count_tokens`: how long a prompt would be, exactly. Nothing is evaluated.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, TypedDict
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from server.api.anthropic.conversation import find_model, read_conversation
+from server.api.anthropic.fields import IN_COUNT
+from server.api.anthropic.messages import MessageAnswer, create_message
+from server.api.anthropic.types import MessagesBody, PromptBody
+from server.api.call import inspect
+from server.api.dialect import Api, Dialect, HeaderRoute, Payload, parse_body
+from server.api.errors import ApiError, Code, ContextExceeded
+from server.api.guard import namespace_of
+from server.api.openapi import Operation, Operations
+from server.api.params import Incoming
+from server.api.served import ApiContext, ListedModel, context_of
+from server.api.session_id import header_text
+from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, with_and_without_v1
+
+
+class ModelInfoBody(TypedDict):
+    """One model that requests may name."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    """RFC 3339."""
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class ModelPage(TypedDict):
+    """All models that requests may name, on one page."""
+
+    data: list[ModelInfoBody]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+async def list_models(request: Request) -> Response:
+    """Lists the models that requests may name. All are on one page, whatever `limit` says."""
+    models = [_body(model) for model in await asyncio.to_thread(context_of(request).pool.listed)]
+    first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
+    page: ModelPage = {"data": models, "has_more": False, "first_id": first, "last_id": last}
+    return JsonBody(page)
+
+
+async def get_model(request: Request) -> Response:
+    """Describes one model; its id may hold slashes. Without an id, only a slash, it is the list."""
+    model_id = request.path_params["model_id"]
+    if not model_id:
+        return await list_models(request)
+    return JsonBody(_body(await asyncio.to_thread(context_of(request).pool.describe, model_id)))
+
+
+def _body(model: ListedModel) -> ModelInfoBody:
+    max_tokens = max((model.context_tokens or 0) - 1, 0)
+    return {
+        "type": "model",
+        "id": model.id,
+        "display_name": model.id,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": max_tokens,
+        "max_tokens": max_tokens,
+    }
+
+
+_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+_NO_THREADS: Final = "thread_unsupported_request"
+"""At this code Anthropic's packages go on without a thread and send the whole conversation."""
+
+
+class ErrorDetails(TypedDict):
+    """What programs tell errors of one type apart by."""
+
+    error_code: str
+
+
+class MessagesErrorObject(TypedDict):
+    """The inner object of an error body."""
+
+    type: str
+    message: str
+    details: ErrorDetails
+
+
+class MessagesErrorBody(TypedDict):
+    """The body of every answer that is not a success, and the data of an `error` event."""
+
+    type: str
+    error: MessagesErrorObject
+
+
+def error_body(error: ApiError) -> MessagesErrorBody:
+    """Returns the JSON body that tells a client of an error."""
+    code = _NO_THREADS if error.param == "thread" else error.code.value
+    kind, details = error_type(error.status), ErrorDetails(error_code=code)
+    return {"type": "error", "error": {"type": kind, "message": _message(error), "details": details}}
+
+
+def error_response(error: ApiError) -> Response:
+    """Returns the HTTP answer that tells a client of an error."""
+    return JsonBody(error_body(error), status_code=error.status, headers=dict(error.headers))
+
+
+def error_type(status: int) -> str:
+    """Returns Anthropic's word for what went wrong."""
+    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def _message(error: ApiError) -> str:
+    # Agents look for these words and numbers, and shorten the conversation by themselves then.
+    match error:
+        case ContextExceeded():
+            return f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
+        case ApiError(Code.CONTEXT_EXCEEDED):
+            return f"prompt is too long: {error.message}"
+    return error.message
+
+
+VERSION_HEADER: Final = "anthropic-version"
+
+
+class AnthropicDialect(Dialect):
+    """The Messages API."""
+
+    own_header = VERSION_HEADER
+
+    def api_key(self, headers: Mapping[str, str]) -> str:
+        """Returns `x-api-key`, or without one the bearer token."""
+        return header_text(headers.get("x-api-key", "")) or bearer_key(headers)
+
+    def wrong_key(self) -> ApiError:
+        """Returns the error that asks for a key."""
+        return ApiError(Code.INVALID_API_KEY, "the key is missing or wrong; send it as x-api-key or as bearer token")
+
+    def answer_headers(self, request_id: str) -> Mapping[str, str]:
+        """Returns the request's name where its clients look for it."""
+        return {"request-id": request_id}
+
+    def error_response(self, error: ApiError) -> Response:
+        """Returns an answer with an error object."""
+        return error_response(error)
+
+    def error_frame(self, error: ApiError) -> bytes:
+        """Returns an `error` event; no `message_stop` follows it."""
+        return sse_event(error_body(error), "error")
+
+    def heartbeat(self, progress: str) -> bytes:
+        """Returns a `ping`."""
+        return sse_event({"type": "ping"}, "ping")
+
+    def early_heartbeat(self, progress: str) -> bytes:
+        """Returns a comment: no event may come before `message_start`."""
+        return sse_comment(progress)
+
+
+class TokenCountBody(TypedDict):
+    """The length of a prompt."""
+
+    input_tokens: int
+
+
+async def count_tokens(request: Request) -> Response:
+    """Counts the tokens of a prompt, those of the template included."""
+    return await inspect(request, _count)
+
+
+def _count(context: ApiContext, incoming: Incoming) -> Payload:
+    body = parse_body(PromptBody, dict(incoming.fields), IN_COUNT)
+    model = find_model(context, body.model)
+    conversation = read_conversation(body, model, context.config, namespace_of(incoming.http, None))
+    count: TokenCountBody = {"input_tokens": len(conversation.render().tokens)}
+    return count
+
+
+_ROUTES = (
+    Route("/messages", create_message, methods=["POST"]),
+    Route("/messages/count_tokens", count_tokens, methods=["POST"]),
+)
+_SHARED_PATHS = (
+    HeaderRoute("/v1/models", list_models, header=VERSION_HEADER, methods=["GET"]),
+    HeaderRoute("/v1/models/{model_id:path}", get_model, header=VERSION_HEADER, methods=["GET"]),
+)
+_OPERATIONS: Operations = {
+    create_message: Operation(MessagesBody, MessageAnswer, dict[str, Any]),
+    count_tokens: Operation(PromptBody, TokenCountBody),
+    list_models: Operation(answer=ModelPage),
+    get_model: Operation(answer=ModelInfoBody),
+}
+ANTHROPIC = Api(AnthropicDialect(), (*with_and_without_v1(_ROUTES), *_SHARED_PATHS), _OPERATIONS, MessagesErrorBody)

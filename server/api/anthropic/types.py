@@ -1,0 +1,394 @@
+"""Types of what the bodies of the Messages API may hold."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
+
+from server.api.anthropic.content import SEARCH_TOOLS
+from server.api.anthropic.content import VERSION as SEARCH_VERSION
+from server.api.conversation import ThinkingWish
+from server.api.dialect import BodyModel
+
+MAX_CACHE_POINTS: Final = 4
+"""Blocks with `cache_control` in one request."""
+MAX_STOP_SEQUENCES: Final = 16
+MAX_STOP_CHARACTERS: Final = 1024
+
+_EFFORTS: Final = {"xhigh": "high", "max": "high"}
+"""Levels that chat templates do not know."""
+
+
+class CacheControl(BodyModel):
+    """Where the prompt shall be restorable: at the end of the block that holds this."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    """Taken, without effect: state stays as long as it is worth its memory."""
+
+
+class TextBlock(BodyModel):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+def _as_blocks(value: Any) -> Any:
+    """Takes a text as one block."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_NOT_TEXT: Final = ("image", "document", "file", "audio", "video")
+_READ: Final = (
+    *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    *("tool_reference", "tool_addition", "tool_removal", "server_tool_use", "tool_search_tool_result"),
+)
+"""Types of blocks that are read as what they are."""
+
+
+def _known(value: Any) -> Any:
+    """Takes a block of an unknown type as the text that it holds; refuses what a model of text cannot be shown."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or (kind in _READ and not _runs_elsewhere(value)):
+        return value
+    if kind in _NOT_TEXT:
+        raise PydanticCustomError("no_images", "this model takes no images and no documents, only text")
+    if kind == "server_tool_use" or kind.endswith("_tool_result"):
+        reason = "{kind} is of a tool that runs on Anthropic's servers, and here there is none"
+        raise PydanticCustomError("no_server_tools", reason, {"kind": kind[:100]})
+    text = _text_of(value)
+    if text is None:
+        raise PydanticCustomError("unknown_block", "{kind} is no block that is known here", {"kind": kind[:100]})
+    return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
+
+
+def _runs_elsewhere(block: dict[str, Any]) -> bool:
+    return block["type"] == "server_tool_use" and block.get("name") not in SEARCH_TOOLS
+
+
+def _text_of(block: dict[str, Any]) -> str | None:
+    """Returns the text of a block of an unknown type; None where it holds anything else."""
+    held = block.get("text", block.get("content"))
+    if isinstance(held, str):
+        return held
+    parts = [_text_of(part) if isinstance(part, dict) else None for part in held] if isinstance(held, list) else []
+    texts = [part for part in parts if part is not None]
+    return "\n".join(texts) if texts and len(texts) == len(parts) else None
+
+
+class ToolReferenceBlock(BodyModel):
+    """A tool that was found, and may be called from here on."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+
+ResultContent: TypeAlias = Annotated[
+    Annotated[TextBlock | ToolReferenceBlock, Field(discriminator="type")], BeforeValidator(_known)
+]
+TextOnly: TypeAlias = Annotated[TextBlock, BeforeValidator(_known)]
+
+
+class ToolResultBlock(BodyModel):
+    """What a tool answered."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[list[ResultContent] | None, BeforeValidator(_as_blocks)] = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolUseBlock(BodyModel):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(BodyModel):
+    """What the assistant thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(BodyModel):
+    """A thought that only another server can read."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+def _own_tool(kind: Any) -> Any:
+    if isinstance(kind, str) and kind != "custom" and kind not in SEARCH_TOOLS:
+        message = "{kind} is known to Anthropic's servers and models only; give the tool a name and an input_schema"
+        raise PydanticCustomError("no_server_tools", message, {"kind": kind[:100]})
+    return kind
+
+
+class ToolDefinition(BodyModel):
+    """A tool that the model may call, and the client runs, but for searches for tools."""
+
+    type: Annotated[str | None, BeforeValidator(_own_tool)] = None
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    """Whether a forced call is refused where its schema holds a keyword that is not known."""
+    defer_loading: bool | None = None
+    """Whether the tool is left out of the prompt until the conversation refers to it."""
+    cache_control: CacheControl | None = None
+    """Counted, and otherwise without effect: the end of the tools is always a restore point."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_function(cls, value: Any) -> Any:
+        """Takes a search for tools as the function that the model is shown."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        name = kind.removesuffix(SEARCH_VERSION) if isinstance(kind, str) else ""
+        if name not in SEARCH_TOOLS:
+            return value
+        return {"cache_control": value.get("cache_control"), **SEARCH_TOOLS[name], "type": name, "name": name}
+
+    @property
+    def is_search(self) -> bool:
+        """Whether it is a search for tools, which the server runs."""
+        return self.type in SEARCH_TOOLS
+
+
+class ServerToolUseBlock(BodyModel):
+    """A search for tools that the assistant made, and that ran here."""
+
+    type: Literal["server_tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class FoundTools(BodyModel):
+    """What a search for tools has found, or why it failed."""
+
+    type: str
+    tool_references: list[ToolReferenceBlock] = Field(default_factory=list)
+    error_code: str | None = None
+
+
+class ToolSearchResultBlock(BodyModel):
+    """What came of a search for tools."""
+
+    type: Literal["tool_search_tool_result"]
+    tool_use_id: str
+    content: FoundTools
+    cache_control: CacheControl | None = None
+
+
+class ChangedTool(BodyModel):
+    """A tool that is added or removed: by its name, or as it is defined."""
+
+    type: Literal["tool_reference", "tool_definition"]
+    name: str | None = None
+    definition: ToolDefinition | None = None
+
+    @property
+    def tool_name(self) -> str:
+        """What the tool is called."""
+        return self.definition.name if self.definition is not None else self.name or ""
+
+    @model_validator(mode="after")
+    def _is_named(self) -> "ChangedTool":
+        if (self.name if self.type == "tool_reference" else self.definition) is None:
+            needed = "name" if self.type == "tool_reference" else "definition"
+            raise PydanticCustomError("missing", "A {type} needs a {needed}", {"type": self.type, "needed": needed})
+        return self
+
+
+class ToolAdditionBlock(BodyModel):
+    """A tool that may be called from here on."""
+
+    type: Literal["tool_addition"]
+    tool: ChangedTool
+    cache_control: CacheControl | None = None
+
+
+class ToolRemovalBlock(BodyModel):
+    """A tool that may not be called any more."""
+
+    type: Literal["tool_removal"]
+    tool: ChangedTool
+    cache_control: CacheControl | None = None
+
+
+_Block: TypeAlias = (
+    TextBlock
+    | ToolResultBlock
+    | ToolUseBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ServerToolUseBlock
+    | ToolSearchResultBlock
+    | ToolAdditionBlock
+    | ToolRemovalBlock
+)
+ContentBlock: TypeAlias = Annotated[Annotated[_Block, Field(discriminator="type")], BeforeValidator(_known)]
+
+_BLOCKS_OF: Final = {
+    "user": ("text", "tool_result"),
+    "assistant": (
+        *("text", "tool_use", "thinking", "redacted_thinking"),
+        *("server_tool_use", "tool_search_tool_result"),
+    ),
+    "system": ("text", "tool_addition", "tool_removal"),
+}
+
+
+class InputMessage(BodyModel):
+    """One message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[ContentBlock], BeforeValidator(_as_blocks)]
+
+    @field_validator("content")
+    @classmethod
+    def _fits_its_role(cls, blocks: list[Any], info: ValidationInfo) -> list[Any]:
+        role = info.data.get("role", "user")
+        for index, block in enumerate(blocks):
+            if block.type not in _BLOCKS_OF[role]:
+                message = "block {index} is a {kind}, which no message of the role {role} holds"
+                raise PydanticCustomError("wrong_role", message, {"index": index, "kind": block.type, "role": role})
+        return blocks
+
+
+class ToolChoiceOption(BodyModel):
+    """Whether and which tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str | None, Field(validate_default=True)] = None
+    disable_parallel_tool_use: bool | None = None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether the answer may hold one call only."""
+        return self.type == "tool" or self.disable_parallel_tool_use is True
+
+    @field_validator("name")
+    @classmethod
+    def _is_named(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if name is None and info.data.get("type") == "tool":
+            raise PydanticCustomError("missing", "Field required with this type")
+        return name
+
+
+class ThinkingOption(BodyModel):
+    """Whether and for how long the model thinks."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonFormat(BodyModel):
+    """What the answer is bound to."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(BodyModel):
+    """How hard the model tries, and the form of its answer."""
+
+    effort: str | None = None
+    format: JsonFormat | None = None
+
+
+class RequestMetadata(BodyModel):
+    """Who asks."""
+
+    user_id: str | None = None
+    """Agents put the session into it."""
+
+
+class PromptBody(BodyModel):
+    """Body of `POST /v1/messages/count_tokens`: what the prompt is made of."""
+
+    model: str | None = None
+    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    system: Annotated[list[TextOnly] | None, BeforeValidator(_as_blocks)] = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoiceOption | None = None
+    thinking: ThinkingOption | None = None
+    output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
+    """Another name of `output_config.format`."""
+    cache_control: CacheControl | None = None
+    """The same as on the last block of the prompt."""
+
+    @property
+    def effort(self) -> str | None:
+        """How hard the model shall think, as chat templates are told."""
+        effort = self.output_config.effort if self.output_config is not None else None
+        return _EFFORTS.get(effort, effort) if effort is not None else None
+
+    @property
+    def forbids_calls(self) -> bool:
+        """Whether the body forbids that tools are called."""
+        return self.tool_choice is not None and self.tool_choice.type == "none"
+
+    def thinking_wish(self) -> ThinkingWish:
+        """Returns what the body wants of thoughts; what it leaves open, the template decides."""
+        option = self.thinking
+        is_enabled = {"enabled": True, "disabled": False}.get(option.type) if option is not None else None
+        budget = option.budget_tokens if option is not None and option.type == "enabled" else None
+        return ThinkingWish(is_enabled, self.effort, budget)
+
+    def num_cache_points(self) -> int:
+        """Returns how many restore points the client asks for."""
+        return sum(marked.cache_control is not None for marked in [self, *(self.tools or ()), *self._blocks()])
+
+    def _blocks(self) -> Iterator[Any]:
+        """Yields every block that may ask for a restore point."""
+        yield from self.system or ()
+        for message in self.messages:
+            for block in message.content:
+                if not isinstance(block, ThinkingBlock | RedactedThinkingBlock):
+                    yield block
+                if isinstance(block, ToolResultBlock):
+                    yield from block.content or ()
+
+
+_StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_UnitShare = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class MessagesBody(PromptBody):
+    """Body of `POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=0)]
+    """0 only evaluates the prompt."""
+    stream: bool | None = None
+    stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
+    temperature: _UnitShare | None = None
+    top_p: _UnitShare | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    """0 keeps all tokens."""
+    metadata: RequestMetadata | None = None
+    session_id: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    """State is shared only between requests with the same salt."""
+    context_management: dict[str, Any] | None = None
+    """Taken, without effect: nothing is removed from a conversation, and the answer says so."""
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the answer holds the text of thoughts."""
+        return self.thinking is None or self.thinking.display != "omitted"

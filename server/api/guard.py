@@ -1,0 +1,416 @@
+"""Checks the key, where keys are configured, before anything else of a request is read; and derives the namespace.
+
+Each key has a namespace of its own, even where the server requires none; no other key sees anything of it.
+
+What web pages may do here: nothing, unless they come from this server or from an origin that `--cors` names.
+
+A server on the loopback address is reached by every page that its user's browser shows. Three checks keep pages out,
+each by what a page cannot change:
+
+* *Host*. A page can have its own name point to 127.0.0.1 (DNS rebinding), and for the browser it is this server's own
+  page then. But the browser still sends that name. Addresses and names that nobody can register on the internet are
+  taken; others only if `--allowed-host` has them, or if a key is required, which such a page does not have.
+* *Origin*. Browsers send it with all that may change something. One that is not this server's own is refused. What a
+  page embeds, as a script or an image, has none, and is told by `Sec-Fetch-Site`; only links are followed.
+* *Content type*. A body must be JSON: without asking first (a CORS preflight), a page can send text and forms only.
+  A dialect may take other types from programs: browsers send `Origin` or `Sec-Fetch-…` with every body.
+
+Programs that are no browsers send no origin and notice nothing but the content type.
+
+The outermost ASGI layer: names each request, finds its dialect, and answers every exception in that dialect.
+"""
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api import PRODUCT
+from server.api.dialect import Dialect, dialect_of
+from server.api.errors import ApiError, Code, explain
+from server.api.openapi import explain_unknown_path, find_other_api
+from server.api.served import context_of
+from server.api.session_id import ascii_text
+from server.api.sessions import Origin, Refusal
+from server.api_keys import ApiKey, namespace_of_key
+from server.config import ServerConfig
+from server.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
+
+logger = logging.getLogger(__name__)
+
+ANY = "*"
+CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
+PREFLIGHT_SECONDS = 600
+
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(?::[0-9]{1,5})?", re.IGNORECASE)
+_PRIVATE_ENDINGS = (".localhost", ".local", ".internal")
+"""Reserved: no such name can be registered on the internet (RFC 6761, RFC 6762, and ICANN's reservation of 2024)."""
+_READING = frozenset({"GET", "HEAD"})
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class WebAccess:
+    """Which hosts and origins are served. Pure."""
+
+    hosts: frozenset[str] | None
+    """Names by which this server is reached besides those that are always taken; None: any name."""
+    origins: frozenset[str]
+    """Origins, besides its own, whose pages may use this server; `*` stands for all."""
+
+    @classmethod
+    def of(cls, *, hosts: Iterable[str], origins: Iterable[str], needs_key: bool) -> "WebAccess":
+        """Returns what was configured. `hosts` may hold `*`; where a key is required, any host is taken."""
+        names = frozenset(name.lower().rstrip(".") for name in hosts)
+        return cls(None if needs_key or ANY in names else names, frozenset(origin.lower() for origin in origins))
+
+    def takes_host(self, host: str | None) -> bool:
+        """Whether a request that names this host is served; one without a host comes from no browser."""
+        if self.hosts is None or host is None:
+            return True
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return False
+        name = found["name"].lower().rstrip(".")
+        return name in self.hosts or _is_private(name)
+
+    def takes_origin(self, origin: str | None, host: str | None) -> bool:
+        """Whether a page of `origin` may use the server that its browser calls `host`."""
+        if origin is None or ANY in self.origins or origin.lower() in self.origins:
+            return True
+        return host is not None and is_same_server(origin, host)
+
+    def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
+        """Returns why a request is refused because of the page it comes from, or None.
+
+        `takes_any_type` says that a program's body may have any content type.
+        """
+        host, origin = headers.get("host"), headers.get("origin")
+        if not self.takes_host(host):
+            return _wrong_host(host or "")
+        is_foreign = origin is None and _is_cross_site(headers) and not _follows_link(method, headers)
+        if is_foreign or not self.takes_origin(origin, host):
+            return _wrong_origin(origin or "another page")
+        may_be_any = takes_any_type and not _is_from_browser(headers)
+        if _has_body(headers) and not may_be_any and not _is_json(headers.get("content-type", "")):
+            return _wrong_type(headers.get("content-type", ""))
+        return None
+
+
+class WebAccessCheck:
+    """ASGI layer that refuses requests of foreign web pages, before their key or body is looked at."""
+
+    def __init__(self, app: ASGIApp, access: WebAccess) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on what may pass; raises ApiError (403, 415) for the rest."""
+        if scope["type"] == "http":
+            takes_any_type = dialect_of(Request(scope)).takes_any_content_type
+            error = self._access.refusal(scope["method"], Headers(scope=scope), takes_any_type=takes_any_type)
+            if error is not None:
+                raise error
+        await self._app(scope, receive, send)
+
+
+def cross_origin_layer(origins: Iterable[str]) -> Middleware:
+    """Returns the layer that tells browsers which pages may use this server, errors included; it stands outermost."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=CORS_METHODS,
+        allow_headers=[ANY],
+        expose_headers=[ANY],
+        max_age=PREFLIGHT_SECONDS,
+        allow_private_network=True,
+    )
+
+
+def _is_private(name: str) -> bool:
+    """Whether a name is an address, or one that cannot be registered on the internet."""
+    last = name.rpartition(".")[2]
+    is_address = name.startswith("[") or last.isdecimal()
+    return is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
+
+
+def is_same_server(origin: str, host: str) -> bool:
+    """Whether a page's origin is the server that it calls `host`, with or without a proxy that ends TLS."""
+    try:
+        page, server = urlsplit(origin), urlsplit(f"//{host}")
+        default = _DEFAULT_PORTS.get(page.scheme)
+        if default is None or page.hostname is None:
+            return False
+        return (page.hostname, page.port or default) == (server.hostname, server.port or default)
+    except ValueError:
+        return False
+
+
+def _is_cross_site(headers: Headers) -> bool:
+    """Whether a browser says that another page asks; some requests without an origin are told from others so."""
+    return headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
+
+
+def _follows_link(method: str, headers: Headers) -> bool:
+    """Whether a browser asks in order to show the answer as a page, where no other page can read it."""
+    return method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
+
+
+def _is_from_browser(headers: Headers) -> bool:
+    return "origin" in headers or any(name.startswith("sec-fetch-") for name in headers)
+
+
+def _has_body(headers: Headers) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _wrong_host(host: str) -> ApiError:
+    message = (
+        f"this server is not known as {host[:100]!r}, and a web page could have led a browser here by that name; "
+        "start it with --allowed-host NAME if the name is right"
+    )
+    return ApiError(Code.HOST_NOT_ALLOWED, message)
+
+
+def _wrong_origin(origin: str) -> ApiError:
+    message = (
+        f"web pages of {origin[:100]!r} may not use this server; start it with --cors ORIGIN to let those of an "
+        "origin use it"
+    )
+    return ApiError(Code.ORIGIN_NOT_ALLOWED, message)
+
+
+def _wrong_type(content_type: str) -> ApiError:
+    given = f"not {content_type[:100]!r}" if content_type else "but none was sent"
+    cure = "with curl: -H 'Content-Type: application/json'"
+    message = f"the content type of a body must be application/json, {given}; {cure}"
+    return ApiError(Code.UNSUPPORTED_MEDIA_TYPE, message)
+
+
+LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
+OWN_NAMES = LOOPBACK | {"localhost"}
+OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
+"""Headers that proxies add: somebody else is asking."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
+
+
+def key_of(request: Request) -> ApiKey | None:
+    """Returns which of the server's keys a request holds, or None."""
+    return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
+
+
+def known_key_of(request: Request) -> ApiKey | None:
+    """Returns the key that `KeyCheck` found, or None where none is asked for."""
+    key = request.scope["state"].get("key")
+    return key if isinstance(key, ApiKey) else None
+
+
+def key_name_of(scope: Scope) -> str | None:
+    """Returns the name of the key that `KeyCheck` found, or None where it has none."""
+    key = scope["state"].get("key")
+    return key.name or None if isinstance(key, ApiKey) else None
+
+
+def is_authorised(request: Request) -> bool:
+    """Returns whether a request holds a key of the server, or the server asks for none."""
+    return not context_of(request).config.needs_key or key_of(request) is not None
+
+
+def namespace_of(request: Request, cache_salt: str | None) -> str:
+    """Returns the name under which a request shares state; empty for one without a key and a salt.
+
+    It never holds the key itself, since names may be written out.
+    """
+    key = dialect_of(request).api_key(request.headers)
+    of_key = namespace_of_key(key) if key else ""
+    # The slash keeps a salt from looking like the digest of a key.
+    return f"{of_key}/{cache_salt}" if cache_salt else of_key
+
+
+def namespace_of_query(request: Request) -> str:
+    """Returns the namespace of a request without a body, from its key and `?cache_salt=`."""
+    return namespace_of(request, request.query_params.get("cache_salt"))
+
+
+def is_owner(request: Request, config: ServerConfig) -> bool:
+    """Returns whether a request may see what all have: by an operator's key, or by hand on the server's own machine.
+
+    The latter counts only where the server asks for no key, and not for a request that sends one all the same: that
+    asks for its own state. Nor does it count behind a proxy, where everybody seems to be on this machine.
+    """
+    if config.needs_key:
+        key = key_of(request)
+        return key is not None and key.is_operator
+    if dialect_of(request).api_key(request.headers):
+        return False
+    return is_from_this_machine(request)
+
+
+def is_from_this_machine(request: Request) -> bool:
+    """Whether a person on the server's own machine asks, by a program or by the console in a browser.
+
+    A page of another origin, which `--cors` may have let in, and what comes through a proxy are somebody else's. So
+    is what names the server otherwise than by the loopback address: it may come through a proxy that adds no header,
+    or from a page whose own name was made to point here.
+    """
+    origin, host = request.headers.get("origin"), request.headers.get("host", "127.0.0.1")
+    is_forwarded = any(name in request.headers for name in OF_OTHERS)
+    is_own_page = origin is None or is_same_server(origin, host)
+    is_near = request.client is not None and request.client.host in LOOPBACK
+    return is_near and _is_own_name(host) and is_own_page and not is_forwarded
+
+
+def _is_own_name(host: str) -> bool:
+    """Whether a `Host` header names the loopback address."""
+    try:
+        return urlsplit(f"//{host}").hostname in OWN_NAMES
+    except ValueError:
+        return False
+
+
+def visible_namespace(request: Request, config: ServerConfig) -> str:
+    """Returns the namespace that a request without a body is about: its own, or the one that the owner names."""
+    named = request.query_params.get("namespace")
+    return named if named is not None and is_owner(request, config) else namespace_of_query(request)
+
+
+def listed_namespace(request: Request, config: ServerConfig) -> str | None:
+    """Returns the namespace that a list is limited to; None, which is all, for an owner who names none."""
+    if "cache_salt" in request.query_params or not is_owner(request, config):
+        return namespace_of_query(request)
+    return request.query_params.get("namespace")
+
+
+class KeyCheck:
+    """ASGI layer that raises the dialect's error for requests without a key; behind it `scope["state"]` has `key`."""
+
+    def __init__(self, app: ASGIApp, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
+        """`is_open` says which requests need no key besides those for `OPEN_PATHS`."""
+        self._app = app
+        self._is_open = is_open
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on what may pass; raises ApiError for the rest."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_open(scope):
+            request = Request(scope)
+            request.state.key = key_of(request)
+            if request.state.key is None:
+                raise dialect_of(request).wrong_key()
+        await self._app(scope, receive, send)
+
+
+_OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORIGIN_NOT_ALLOWED})
+
+
+class ErrorBoundary:
+    """Outermost ASGI layer. Behind it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`.
+
+    The last are headers that the answer will have, an error too; an endpoint may add to them until it answers.
+
+    It is the only place where an exception of any kind is caught: whatever went wrong in one request, the
+    server goes on. Once an answer has begun, the connection is closed instead.
+    """
+
+    def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str) -> None:
+        """`server_name` is what every answer says it was served by."""
+        self._app = app
+        self._find_dialect = find_dialect
+        self._server_name = ascii_text(server_name)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection's request; raises only once an answer has begun."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id, dialect = f"req_{uuid.uuid4().hex}", self._find_dialect(scope)
+        headers = {"x-request-id": request_id, "server": PRODUCT, "x-served-by": self._server_name}
+        headers.update(dialect.answer_headers(request_id))
+        scope.setdefault("state", {}).update(request_id=request_id, dialect=dialect, answer_headers=headers)
+        tracked = _TrackedSend(send, headers)
+        try:
+            await self._app(scope, receive, tracked)
+        except Exception as error:  # the border of the process: nothing may pass it
+            answer = explain(error, request_id)
+            _log_refusal(scope, request_id, answer)
+            _keep_refusal(scope, request_id, answer)
+            if tracked.has_started:
+                raise
+            await dialect.error_response(answer)(scope, receive, tracked)
+
+
+def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
+    """Logs what was refused: faults of the server as warnings, a client's mistakes as information."""
+    level = logging.WARNING if error.status >= 500 else logging.INFO
+    # What a template says may quote the conversation, which is the client's alone.
+    message = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
+    reason = cut(message, MAX_REASON_LENGTH)
+    refused = RequestRefused(
+        request_id, scope["method"], scope["path"], error.status, error.code.value, reason, key_name_of(scope)
+    )
+    logger.log(level, refused)
+
+
+def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
+    """Keeps what was refused of those who may ask at all, for them to be told of by `mlx-serve doctor`."""
+    if scope["method"] != "POST" or error.code in _OF_STRANGERS:
+        return
+    request = Request(scope)
+    origin = getattr(request.state, "origin", None) or Origin(namespace_of(request, None))
+    context_of(request).refusals.record(
+        Refusal(
+            origin,
+            request_id,
+            time.time(),
+            cut(scope["path"], MAX_PATH_LENGTH),
+            error.status,
+            error.code.value,
+            error.param and cut(error.param, MAX_PATH_LENGTH),
+            cut(error.message, MAX_REASON_LENGTH),
+        )
+    )
+
+
+class _TrackedSend:
+    """Adds to the answer's headers and knows whether the answer has begun."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        """`headers` may grow until the answer begins."""
+        self._send = send
+        self._headers = headers
+        self.has_started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            added = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
+        await self._send(message)
+
+
+def raise_http_error(request: Request, error: Exception) -> Response:
+    """Raises the router's own errors as ours: an unknown path, a method that a path does not take.
+
+    A path of another API is unknown, even where it fits a pattern of ours, as `/responses/compact` does.
+    """
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    code, message = Code.UNKNOWN_PATH, explain_unknown_path(method, path)
+    if error.status_code == 405 and find_other_api(path) is None:
+        code, message = Code.METHOD_NOT_ALLOWED, f"{path} does not take the method {method}"
+    raise ApiError(code, message, headers=error.headers or {})

@@ -1,0 +1,571 @@
+"""The paths of llama.cpp's dialect.
+
+What llama.cpp's clients do in their own way: an error has the status as its `code`, and a type.
+
+`GET /slots` and `/props`: which slots are at work, and what holds where a request says nothing.
+
+Neither shows a prompt, or anything else of a request: whoever asks may not be who sent it.
+
+`POST /apply-template` and `/v1/chat/completions/input_tokens`: a conversation's prompt, without an answer to it.
+
+Both take the body of a chat completion.
+
+`POST /tokenize` and `/detokenize`: text to tokens and back, without asking the model.
+
+`POST /completion`: llama.cpp's own continuation of one prompt, streamed or whole.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Annotated, Any, Final, NotRequired, TypedDict
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from models.inference.sampling_params import SamplingParams
+from models.output.pieces import Text
+from models.prompt.chat_template import RenderedPrompt
+from server.api import PRODUCT
+from server.api.call import generate, inspect
+from server.api.dialect import (
+    Api,
+    BodyModel,
+    Dialect,
+    Exchange,
+    OutputEvent,
+    Payload,
+    Rules,
+    honoured,
+    no_effect,
+    parse_body,
+    refused,
+)
+from server.api.errors import ApiError, Code, retry_later
+from server.api.guard import namespace_of
+from server.api.openai.chat import read_conversation
+from server.api.openai.completions import text_prompt
+from server.api.openai.fields import IN_CHAT, IN_TEXT
+from server.api.openai.params import read_params
+from server.api.openai.types import ChatBody, GenerationBody, as_limit
+from server.api.openapi import Operation, Operations
+from server.api.params import Incoming, build_request, check_token_ids
+from server.api.record import CacheBody, TimingsBody, costs_of
+from server.api.served import ApiContext, ServedModel, TokenReader, context_of
+from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, with_and_without_v1, wrong_bearer_key
+from server.engine.commands import DescribeSlots, SlotState
+from server.engine.request import Delta, Finished, FinishReason, GenerationRequest, Started
+
+ERROR_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    503: "unavailable_error",
+}
+
+
+class LlamaCppError(TypedDict):
+    """The inner object of an error body."""
+
+    code: int
+    message: str
+    type: str
+
+
+class LlamaCppErrorBody(TypedDict):
+    """The body of every answer that is not a success."""
+
+    error: LlamaCppError
+
+
+class LlamaCppDialect(Dialect):
+    """llama.cpp's endpoints beside those of OpenAI."""
+
+    def api_key(self, headers: Mapping[str, str]) -> str:
+        """Returns the bearer token."""
+        return bearer_key(headers)
+
+    def wrong_key(self) -> ApiError:
+        """Returns the error that asks for a bearer token."""
+        return wrong_bearer_key()
+
+    def error_response(self, error: ApiError) -> Response:
+        """Returns an answer with an error object."""
+        return JsonBody(_error_body(error), status_code=error.status, headers=dict(error.headers))
+
+    def error_frame(self, error: ApiError) -> bytes:
+        """Returns an event with an error object."""
+        return sse_event(_error_body(error))
+
+    def heartbeat(self, progress: str) -> bytes:
+        """Returns a comment."""
+        return sse_comment(progress)
+
+
+def _error_body(error: ApiError) -> LlamaCppErrorBody:
+    kind = ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"code": error.status, "message": error.message, "type": kind}}
+
+
+NO_LIMIT: Final = -1
+RETRY_SECONDS: Final = 1
+
+
+class SlotBody(TypedDict):
+    """One slot."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class DefaultParams(TypedDict):
+    """The sampling of a request, or of one that says nothing of it."""
+
+    n_predict: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    stop: list[str]
+
+
+class GenerationSettings(TypedDict):
+    """What holds for a request that says nothing."""
+
+    n_ctx: int
+    params: DefaultParams
+
+
+class Modalities(TypedDict):
+    """What a prompt may hold beside text."""
+
+    vision: bool
+    audio: bool
+
+
+class PropsBody(TypedDict):
+    """The server and its model."""
+
+    default_generation_settings: GenerationSettings
+    total_slots: int
+    model_alias: str
+    model_path: str
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    modalities: Modalities
+    build_info: str
+
+
+async def slots(request: Request) -> Response:
+    """Lists the slots; with `?fail_on_no_slot=1` it answers 503 while none is free."""
+    context = context_of(request)
+    model = context.find_model(request.query_params.get("model"))
+    found: tuple[SlotState, ...] = await context.running_engine(model).execute(DescribeSlots())
+    if request.query_params.get("fail_on_no_slot") == "1" and all(slot.is_leased for slot in found):
+        raise retry_later(Code.NO_FREE_SLOT, "no slot is free", RETRY_SECONDS)
+    return JsonBody([_slot(slot, model) for slot in found])
+
+
+async def props(request: Request) -> Response:
+    """Describes the server."""
+    context = context_of(request)
+    model = context.find_model(request.query_params.get("model"))
+    body: PropsBody = {
+        "default_generation_settings": {"n_ctx": model.context_tokens, "params": params_body(model.sampling)},
+        "total_slots": context.config.slots,
+        "model_alias": model.id,
+        "model_path": model.id,
+        "chat_template": model.facts.chat_template,
+        "bos_token": model.facts.bos_token,
+        "eos_token": model.facts.eos_token,
+        "modalities": {"vision": False, "audio": False},
+        "build_info": PRODUCT,
+    }
+    return JsonBody(body)
+
+
+def _slot(slot: SlotState, model: ServedModel) -> SlotBody:
+    return {
+        "id": slot.index,
+        "n_ctx": model.context_tokens,
+        "speculative": False,
+        "is_processing": slot.is_leased,
+    }
+
+
+def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
+    """Returns what is sampled, how much, and up to which texts."""
+    return {
+        "n_predict": n_predict,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "top_n_sigma": sampling.top_n_sigma,
+        "xtc_probability": sampling.xtc_probability,
+        "xtc_threshold": sampling.xtc_threshold,
+        "repeat_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "dry_multiplier": sampling.dry_multiplier,
+        "dry_base": sampling.dry_base,
+        "dry_allowed_length": sampling.dry_allowed_length,
+        "dry_penalty_last_n": sampling.dry_penalty_last_n,
+        "stop": list(stop),
+    }
+
+
+class TemplateText(TypedDict):
+    """The text of a prompt."""
+
+    prompt: str
+
+
+class InputTokensBody(TypedDict):
+    """How many tokens a prompt has."""
+
+    input_tokens: int
+
+
+async def apply_template(request: Request) -> Response:
+    """Answers with the prompt that a conversation becomes."""
+    return await inspect(request, prompt_of)
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Answers with the number of tokens that a conversation becomes."""
+    return await inspect(request, input_tokens_of)
+
+
+def prompt_of(context: ApiContext, incoming: Incoming) -> Payload:
+    """Returns the text of the prompt; raises ApiError and the renderer's errors."""
+    answer: TemplateText = {"prompt": rendered(context, incoming).text}
+    return answer
+
+
+def input_tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
+    """Returns the number of the prompt's tokens; raises ApiError and the renderer's errors."""
+    answer: InputTokensBody = {"input_tokens": len(rendered(context, incoming).tokens)}
+    return answer
+
+
+def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
+    """Returns the prompt that a conversation becomes; raises ApiError and the renderer's errors."""
+    body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
+    model = context.find_model(body.model)
+    namespace = namespace_of(incoming.http, body.cache_salt)
+    return read_conversation(body, incoming, model, context.config, namespace).render()
+
+
+class TokenizeBody(BodyModel):
+    """Body of `POST /tokenize`."""
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    """The text, as vLLM calls it."""
+    add_special_tokens: bool | None = None
+    """vLLM's name of `add_special`; with `prompt` it is true by default."""
+    add_special: bool | None = None
+    """Put those tokens around it that the tokenizer puts around a prompt."""
+    parse_special: bool | None = None
+    """False: names of special tokens in the text are text."""
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(BodyModel):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
+class TokenPiece(TypedDict):
+    """A token with its text, or with its bytes where they are no text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class TokensBody(TypedDict):
+    """The tokens of a text, and what vLLM says beside them where it was asked in vLLM's words."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: NotRequired[int]
+    max_model_len: NotRequired[int]
+
+
+class ContentBody(TypedDict):
+    """The text of tokens, by the names that llama.cpp and vLLM have for it."""
+
+    content: str
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    """Answers with the tokens of a text."""
+    return await inspect(request, tokens_of)
+
+
+async def detokenize(request: Request) -> Response:
+    """Answers with the text of tokens."""
+    return await inspect(request, content_of)
+
+
+def tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
+    """Returns the tokens of a text or a conversation; raises ApiError and the renderer's errors."""
+    body = parse_body(TokenizeBody, dict(incoming.fields), {})
+    model = context.find_model(body.model)
+    if "messages" in incoming.fields:
+        found = rendered(context, incoming).tokens.tolist()
+    else:
+        wants_special = (body.add_special, body.add_special_tokens)
+        found = model.renderer.tokenize(
+            body.content or body.prompt or "",
+            add_special=True in wants_special or (body.prompt is not None and False not in wants_special),
+            parse_special=body.parse_special is not False,
+        )
+    answer: TokensBody = {"tokens": found}
+    if body.prompt is not None or "messages" in incoming.fields:
+        answer |= {"count": len(found), "max_model_len": model.context_tokens}
+    if body.with_pieces:
+        answer["tokens"] = [_piece(token, model.token_texts) for token in found]
+    return answer
+
+
+def content_of(context: ApiContext, incoming: Incoming) -> Payload:
+    """Returns the text of tokens; raises ApiError."""
+    body = parse_body(DetokenizeBody, dict(incoming.fields), {})
+    model = context.find_model(body.model)
+    check_token_ids(body.tokens or (), model.vocab_size, "tokens")
+    text = model.token_texts.text(body.tokens or ())
+    answer: ContentBody = {"content": text, "prompt": text}
+    return answer
+
+
+def _piece(token: int, texts: TokenReader) -> TokenPiece:
+    piece = texts.piece(token)
+    try:
+        return {"id": token, "piece": piece.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(piece)}
+
+
+NEVER = -100.0
+"""The bias of a token that `false` rules out."""
+STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit", FinishReason.CANCELLED: "none"}
+
+IN_COMPLETION: Rules = {
+    **IN_TEXT,
+    **honoured("return_tokens"),
+    **no_effect("the last object of a stream has all counts", "stream_options", is_read=True),
+    **no_effect("tokens are told by their ids", "return_tokens_as_token_ids", is_read=True),
+    **refused("there is one answer to one prompt; /v1/completions gives several", n=(1,)),
+    **refused("its name here is return_tokens", return_token_ids=(False,)),
+    **refused("an answer has the text behind the prompt, and its tokens", echo=(False,), logprobs=()),
+    **refused("prompts are text only", image_data=([],)),
+}
+
+
+def _one_prompt(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    parts = value if isinstance(value, list) else [0, value]
+    if all(isinstance(part, str) or type(part) is int for part in parts) and any(type(part) is int for part in parts):
+        return value
+    reason = "Input should be a text, or a list of token ids and texts; /v1/completions takes several prompts"
+    raise PydanticCustomError("prompt_type", reason)
+
+
+def _bias_object(value: Any) -> Any:
+    """Returns pairs of a token and its bias as OpenAI's object; what is no pair is left to be refused."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return value
+    return {str(token): NEVER if bias is False else bias for token, bias in value}
+
+
+class LlamaCompletionBody(GenerationBody):
+    """Body of `POST /completion`."""
+
+    prompt: Annotated[Any, BeforeValidator(_one_prompt), Field()]
+    """A text, or a list of token ids that may have texts among them."""
+    n_predict: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
+    """0 only evaluates the prompt."""
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None, BeforeValidator(_bias_object)
+    ] = None
+    """Also as pairs of a token id and its bias; false rules the token out."""
+    return_tokens: bool | None = None
+
+
+class LlamaCompletion(TypedDict):
+    """The answer, and each event of a stream; what is not required is in the last only."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: bool
+    tokens_predicted: int
+    tokens_evaluated: int
+    model: NotRequired[str]
+    prompt: NotRequired[str]
+    generation_settings: NotRequired[DefaultParams]
+    truncated: NotRequired[bool]
+    stop_type: NotRequired[str]
+    stopping_word: NotRequired[str]
+    tokens_cached: NotRequired[int]
+    timings: NotRequired[TimingsBody]
+    cache: NotRequired[CacheBody | None]
+
+
+async def complete(request: Request) -> Response:
+    """Continues one prompt."""
+    return await generate(request, "cmpl-", open_llama_completion)
+
+
+def open_llama_completion(context: ApiContext, incoming: Incoming) -> Exchange:
+    """Returns the checked request; raises ApiError."""
+    body = parse_body(LlamaCompletionBody, dict(incoming.fields), IN_COMPLETION)
+    model = context.find_model(body.model)
+    prompt = text_prompt(_joined(body.prompt, model), model)
+    request = build_request(
+        incoming,
+        read_params(body, model),
+        prompt,
+        prompt_param="prompt",
+        namespace=namespace_of(incoming.http, body.cache_salt),
+        model=model,
+        config=context.config,
+    )
+    return LlamaCompletionExchange(body, model, request, prompt)
+
+
+def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int]:
+    """Returns the tokens of a list; a text at its head begins as a prompt does."""
+    if isinstance(prompt, str):
+        return prompt
+    tokens: list[int] = []
+    for index, part in enumerate(prompt):
+        if isinstance(part, int):
+            tokens.append(part)
+        else:
+            renderer = model.renderer
+            tokens.extend(renderer.tokenize(part) if index else renderer.encode(part).tokens.tolist())
+        if len(tokens) >= model.context_tokens:
+            break  # it is refused already
+    return tokens
+
+
+class LlamaCompletionExchange(Exchange):
+    """Writes the continuation of one prompt."""
+
+    def __init__(
+        self, body: LlamaCompletionBody, model: ServedModel, request: GenerationRequest, prompt: RenderedPrompt
+    ) -> None:
+        super().__init__(model, request, prompt, is_streamed=body.stream is True)
+        self._tells_tokens = self.is_streamed or body.return_tokens is True
+        self._tokens: list[int] = []
+        """Those that the client has not been told."""
+        self._num_predicted = 0
+        self._slot = 0
+
+    def take_tokens(self, delta: Delta) -> None:
+        """Keeps them for the next event, or for the answer."""
+        self._tokens.extend(delta.token_ids)
+        self._num_predicted += len(delta.token_ids)
+
+    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+        """Yields text as it comes, and at the end why it ended and what it cost."""
+        async for event in events:
+            match event:
+                case Started():
+                    self._slot = event.slot
+                case Text(text):
+                    yield sse_event(self._event(text))
+                case Finished():
+                    yield sse_event(self._last("", event))
+
+    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+        """Returns the body of an answer that is not streamed."""
+        texts: list[str] = []
+        async for event in events:
+            match event:
+                case Started():
+                    self._slot = event.slot
+                case Text(text):
+                    texts.append(text)
+                case Finished():
+                    return self._last("".join(texts), event)
+        raise AssertionError("the events of a request end with Finished")
+
+    def _event(self, text: str) -> LlamaCompletion:
+        told, self._tokens = self._tokens, []
+        return {
+            "index": 0,
+            "content": text,
+            "tokens": told if self._tells_tokens else [],
+            "id_slot": self._slot,
+            "stop": False,
+            "tokens_predicted": self._num_predicted,
+            "tokens_evaluated": len(self.request.tokens),
+        }
+
+    def _last(self, text: str, finished: Finished) -> LlamaCompletion:
+        request, word = self.request, finished.stop_text
+        return {
+            **self._event(text),
+            "stop": True,
+            "tokens_predicted": finished.timings.predicted_tokens,
+            "model": self.model.id,
+            "prompt": self.model.token_texts.text(request.tokens.tolist()),
+            "generation_settings": params_body(request.sampling, request.max_tokens, request.stop),
+            "truncated": False,
+            "stop_type": STOP_TYPES[finished.reason] if word is None else "word",
+            "stopping_word": word or "",
+            "tokens_cached": finished.timings.cache_tokens,
+            **costs_of(finished, request.session_id),
+        }
+
+
+_ROUTES = (
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/apply-template", apply_template, methods=["POST"]),
+    Route("/completion", complete, methods=["POST"]),
+    Route("/slots", slots, methods=["GET"]),
+    Route("/props", props, methods=["GET"]),
+    *with_and_without_v1([Route("/chat/completions/input_tokens", count_input_tokens, methods=["POST"])]),
+)
+_OPERATIONS: Operations = {
+    tokenize: Operation(TokenizeBody, TokensBody),
+    detokenize: Operation(DetokenizeBody, ContentBody),
+    apply_template: Operation(ChatBody, TemplateText),
+    complete: Operation(LlamaCompletionBody, LlamaCompletion, stream=LlamaCompletion),
+    slots: Operation(answer=list[SlotBody], query=("model", "fail_on_no_slot")),
+    props: Operation(answer=PropsBody, query=("model",)),
+    count_input_tokens: Operation(ChatBody, InputTokensBody),
+}
+LLAMA_CPP = Api(
+    LlamaCppDialect(),
+    _ROUTES,
+    _OPERATIONS,
+    LlamaCppErrorBody,
+    own_paths=("/slots", "/infill", "/lora-adapters", "/embedding"),
+)

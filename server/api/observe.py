@@ -1,0 +1,378 @@
+"""What Prometheus is told of requests and engines. Event loop only.
+
+Requests are counted when their answer ends. What engines do and hold is read when it is asked for, from the figures
+that their workers have left: a scrape waits for no worker. Names are vLLM's, with `mlx_serve_` in place of `vllm:`
+(a colon is for recorded rules, as Prometheus' own lint says), where the meaning is the same.
+
+Labels are models, endpoints, and words of this server; none holds what a client wrote.
+
+Traces for OpenTelemetry (`--otlp`): a span for each request, and below it queue, restore, prefill and decode.
+
+Names follow the conventions for generative AI. No span holds text of a prompt or of an answer. Spans are made when an
+answer has ended, on the event loop, and sent by a thread of their own; a collector that is away costs spans, nothing
+else. Needs the packages of the extra `otlp`, which are imported only where spans are wanted.
+"""
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from server.api.live.activity import Arrival
+from server.api.record import AnswerFigures
+from server.api.sessions import TurnRecord
+from server.engine.request import EngineStats, GenerationRequest
+from server.errors import StartError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "mlx_serve"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+_TOKENS = (16, 64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
+_REQUEST = ("model", "endpoint")
+
+
+class StatsPort(Protocol):
+    """An engine, as far as it is counted."""
+
+    def stats(self) -> EngineStats:
+        """Returns counters and gauges at once."""
+        ...
+
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
+        """`engines` returns those of the loaded models by id, each with `num_slots` slots."""
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(engines, num_slots))
+        self._success = self._counter("request_success", "Answers that ended well, by why.", "finished_reason")
+        self._failed = self._counter("request_failure", "Answers that did not, by the error.", "reason")
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts, restored ones included.")
+        self._generated = self._counter("generation_tokens", "Tokens of answers.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked for in the cache.")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens that were restored, hence not evaluated.")
+        self._restored = self._counter("restored_tokens", "The same by where their state was.", "tier")
+        self._saved = self._counter("saved_seconds", "Seconds that evaluating the restored tokens would have taken.")
+        self._lost = self._counter("lost_tokens", "Prompt tokens evaluated again, by why.", "reason")
+        self._misses = self._counter("cache_misses", "Times that tokens were evaluated again, by why.", "reason")
+        self._queued = self._seconds("request_queue_time", "From a request's arrival to its slot.")
+        self._restore = self._seconds("request_restore_time", "Time in which restored state was made live.")
+        self._prefill = self._seconds("request_prefill_time", "Time in which a prompt was evaluated.")
+        self._first = self._seconds("time_to_first_token", "From a request's arrival to its first text.")
+        self._decode = self._seconds("request_decode_time", "From the first token of an answer to its last.")
+        self._whole = self._seconds("e2e_request_latency", "From a request's arrival to the end of its answer.")
+        self._each = self._histogram(
+            "request_time_per_output_token_seconds", "Mean time between the tokens of an answer.", _TOKEN_SECONDS
+        )
+        self._prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._answer_sizes = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
+
+    def note_ended(
+        self,
+        model_id: str,
+        endpoint: str,
+        received: float,
+        figures: AnswerFigures,
+        turn: TurnRecord | None,
+        saved_seconds: float,
+    ) -> None:
+        """Counts a request with all of its choices; `received` is `time.monotonic()` when it came.
+
+        `turn` is None for one that never held a slot; `saved_seconds` are what its restored tokens saved.
+        """
+        labels = {"model": model_id, "endpoint": endpoint}
+        if figures.has_ended:
+            self._success.labels(**labels, finished_reason=figures.outcome).inc()
+        else:
+            reason = type(figures.error).__name__ if figures.error is not None else "cancelled"
+            self._failed.labels(**labels, reason=reason).inc()
+        self._whole.labels(**labels).observe(time.monotonic() - received)
+        if figures.started is None:
+            return
+        self._queued.labels(**labels).observe(max(figures.started_at - received, 0.0))
+        self._restore.labels(**labels).observe(figures.started.restore_ms / 1000)
+        if figures.first_text_at is not None:
+            self._first.labels(**labels).observe(figures.first_text_at - received)
+        self._note_tokens(labels, figures)
+        self._note_times(labels, figures)
+        self._saved.labels(**labels).inc(saved_seconds)
+        for miss in turn.misses if turn is not None else ():
+            self._misses.labels(**labels, reason=miss.reason.value).inc()
+            self._lost.labels(**labels, reason=miss.reason.value).inc(miss.lost_tokens)
+
+    def _note_tokens(self, labels: dict[str, str], figures: AnswerFigures) -> None:
+        counts = figures.counts
+        self._prompt.labels(**labels).inc(counts.prompt)
+        self._queries.labels(**labels).inc(counts.prompt)
+        self._hits.labels(**labels).inc(counts.cached)
+        self._generated.labels(**labels).inc(counts.predicted)
+        self._prompt_sizes.labels(**labels).observe(counts.prompt)
+        self._answer_sizes.labels(**labels).observe(counts.predicted)
+        if figures.started is not None and figures.started.tier is not None:
+            self._restored.labels(**labels, tier=figures.started.tier).inc(counts.cached)
+
+    def _note_times(self, labels: dict[str, str], figures: AnswerFigures) -> None:
+        timings = figures.timings
+        if timings is None or not figures.has_ended:
+            return
+        self._prefill.labels(**labels).observe(timings.prompt_ms / 1000)
+        self._decode.labels(**labels).observe(timings.predicted_ms / 1000)
+        if timings.predicted_tokens > 1:
+            self._each.labels(**labels).observe(timings.predicted_ms / 1000 / (timings.predicted_tokens - 1))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", text, (*_REQUEST, *labels), registry=self.registry)
+
+    def _seconds(self, name: str, text: str) -> Histogram:
+        return self._histogram(f"{name}_seconds", text, _SECONDS)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", text, _REQUEST, registry=self.registry, buckets=tuple(buckets))
+
+
+class _EngineCollector(Collector):
+    """Reads the engines of the loaded models. Counters of one that was unloaded begin anew, as Prometheus expects."""
+
+    def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
+        self._engines = engines
+        self._num_slots = num_slots
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields what each engine does and holds now."""
+        stats = {model_id: engine.stats() for model_id, engine in self._engines().items()}
+        for name, text, read in _GAUGES:
+            gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("model",))
+            for model_id, found in stats.items():
+                gauge.add_metric((model_id,), read(found))
+            yield gauge
+        for name, text, read in _COUNTERS:
+            counter = CounterMetricFamily(f"{PREFIX}_{name}", text, labels=("model",))
+            for model_id, found in stats.items():
+                counter.add_metric((model_id,), read(found))
+            yield counter
+        yield self._slots(stats)
+        yield _tiers(stats)
+
+    def _slots(self, stats: Mapping[str, EngineStats]) -> Metric:
+        slots = GaugeMetricFamily(f"{PREFIX}_slots", "Slots by what they do.", labels=("model", "state"))
+        for model_id, found in stats.items():
+            busy = found.requests.prefilling + found.requests.decoding
+            slots.add_metric((model_id, "prefilling"), found.requests.prefilling)
+            slots.add_metric((model_id, "decoding"), found.requests.decoding)
+            slots.add_metric((model_id, "idle"), max(self._num_slots - busy, 0))
+        return slots
+
+
+def _tiers(stats: Mapping[str, EngineStats]) -> Metric:
+    held = GaugeMetricFamily(f"{PREFIX}_state_bytes", "State of past tokens by tier.", labels=("model", "tier"))
+    for model_id, found in stats.items():
+        held.add_metric((model_id, "live"), found.cache.live_bytes)
+        held.add_metric((model_id, "memory"), found.cache.stored_bytes)
+        held.add_metric((model_id, "disk"), found.cache.disk_bytes)
+    return held
+
+
+def _used_share(stats: EngineStats) -> float:
+    cache = stats.cache
+    return (cache.live_bytes + cache.stored_bytes) / cache.budget_bytes if cache.budget_bytes else 0.0
+
+
+_Read = Callable[[EngineStats], float]
+_GAUGES: tuple[tuple[str, str, _Read], ...] = (
+    ("num_requests_running", "Requests that hold a slot.", lambda s: s.requests.prefilling + s.requests.decoding),
+    ("num_requests_waiting", "Requests that wait for a slot.", lambda s: s.requests.waiting),
+    ("kv_cache_usage_ratio", "Share of the budget for state that is used, 0 to 1.", _used_share),
+    ("state_budget_bytes", "Budget for state in memory.", lambda s: s.cache.budget_bytes),
+    ("cache_nodes", "Edges of the prefix tries.", lambda s: s.cache.num_nodes),
+)
+_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
+    ("num_preemptions", "Times that a running request had to wait for memory.", lambda s: s.num_preempted),
+    ("evictions", "Leaves and snapshots given up for lack of memory.", lambda s: s.cache.num_evictions),
+    ("page_ins", "Times that stored state was made live.", lambda s: s.cache.moved.num_page_ins),
+    ("page_outs", "Times that live state left its slot.", lambda s: s.cache.moved.num_page_outs),
+    ("disk_written_bytes", "Bytes of state written to disk.", lambda s: s.cache.moved.disk_written_bytes),
+    ("disk_read_bytes", "Bytes of state read from disk.", lambda s: s.cache.moved.disk_read_bytes),
+    ("disk_files_gone", "Files missing or damaged when they were read.", lambda s: s.cache.num_disk_files_gone),
+)
+
+
+PROVIDER = "mlx_serve"
+PATH = "/v1/traces"
+"""Where collectors take traces, if the address names no path."""
+NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+SEND_SECONDS = 5.0
+END_SECONDS = 3.0
+"""How long the end of the server waits for what is still to be sent."""
+_COMPLETIONS = frozenset({"/v1/completions", "/completions", "/completion", "/infill", "/api/generate"})
+
+
+def check_otlp(url: str) -> None:
+    """Raises StartError where spans cannot be sent to `url`."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise StartError(f"--otlp is {url!r}; it must be an address such as http://127.0.0.1:4318")
+    try:
+        for name in NEEDED:
+            importlib.import_module(name)
+    except ImportError as error:
+        packages = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+        raise StartError(f"--otlp needs packages that are not installed: pip install {packages}") from error
+
+
+class Tracing:
+    """Sends the spans of one server. Event loop only, but for `close`."""
+
+    def __init__(self, url: str, server_name: str) -> None:
+        """`url` is a collector's; see `check_otlp`."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        # The library tells of a collector that is away with every batch, and with a traceback.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        endpoint = url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
+        version = metadata.version("mlx-serve")
+        about = {"service.name": "mlx-serve", "service.version": version, "service.instance.id": server_name}
+        self._provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_SECONDS)
+        self._provider.add_span_processor(BatchSpanProcessor(_telling(exporter, endpoint)))
+        self._tracer = self._provider.get_tracer("mlx-serve", version)
+
+    def note_ended(
+        self,
+        arrival: Arrival,
+        request: GenerationRequest,
+        model_id: str,
+        figures: AnswerFigures,
+        turn: TurnRecord | None,
+    ) -> None:
+        """Makes the spans of a request whose answer has ended, with all of its choices."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        now, now_ns = time.monotonic(), time.time_ns()
+
+        def at(moment: float) -> int:
+            """Returns a reading of `time.monotonic()` as nanoseconds since 1970."""
+            return now_ns - int((now - moment) * 1e9)
+
+        operation = "text_completion" if arrival.endpoint in _COMPLETIONS else "chat"
+        attributes = _attributes(operation, arrival, request, model_id, figures, turn)
+        parent = TraceContextTextMapPropagator().extract({"traceparent": arrival.trace_parent or ""})
+        span = self._tracer.start_span(
+            f"{operation} {model_id}", parent, SpanKind.SERVER, attributes, start_time=at(arrival.received)
+        )
+        inside = set_span_in_context(span)
+        for name, start, end in _phases(arrival.received, figures, now):
+            self._tracer.start_span(name, inside, start_time=at(start)).end(at(end))
+        if figures.error is not None:
+            span.set_status(Status(StatusCode.ERROR, type(figures.error).__name__))
+        span.end(at(now))
+
+    def close(self) -> None:
+        """Sends what is left, as far as that takes no longer than `END_SECONDS`. For any thread."""
+        ending = threading.Thread(target=self._provider.shutdown, name="mlx-serve-traces", daemon=True)
+        ending.start()
+        ending.join(END_SECONDS)
+
+
+def _attributes(
+    operation: str,
+    arrival: Arrival,
+    request: GenerationRequest,
+    model_id: str,
+    figures: AnswerFigures,
+    turn: TurnRecord | None,
+) -> Mapping[str, Any]:
+    counts, sampling, started = figures.counts, request.sampling, figures.started
+    found: dict[str, Any] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model_id,
+        "gen_ai.response.model": model_id,
+        "gen_ai.response.id": request.request_id,
+        "gen_ai.request.max_tokens": request.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.usage.input_tokens": counts.prompt,
+        "gen_ai.usage.output_tokens": counts.predicted,
+        "url.path": arrival.endpoint,
+        "mlx_serve.cached_tokens": counts.cached,
+        "mlx_serve.evaluated_tokens": counts.evaluated,
+    }
+    if request.session_id is not None:
+        found["gen_ai.conversation.id"] = request.session_id
+    if sampling.seed is not None:
+        found["gen_ai.request.seed"] = sampling.seed
+    if figures.has_ended and figures.outcome is not None:
+        found["gen_ai.response.finish_reasons"] = (figures.outcome,)
+    else:
+        found["error.type"] = type(figures.error).__name__ if figures.error is not None else "cancelled"
+    if started is not None and started.tier is not None:
+        found["mlx_serve.tier"] = str(started.tier)
+    if turn is not None and turn.miss is not None:
+        found["mlx_serve.lost_tokens"] = turn.lost_tokens
+        found["mlx_serve.miss"] = turn.miss.reason.value
+    return found
+
+
+def _phases(received: float, figures: AnswerFigures, now: float) -> Iterator[tuple[str, float, float]]:
+    """Yields name, start and end of each phase, as readings of `time.monotonic()`."""
+    if figures.started is None:
+        yield "queue", received, now
+        return
+    slot_at = figures.started_at
+    restored_from = max(received, slot_at - figures.started.restore_ms / 1000)
+    first = figures.first_text_at if figures.first_text_at is not None else now
+    yield "queue", received, restored_from
+    yield "restore", restored_from, slot_at
+    yield "prefill", slot_at, first
+    if figures.first_text_at is not None:
+        yield "decode", first, now
+
+
+def _telling(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
+    """Returns an exporter that says once that its collector does not answer, and once that it does again."""
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    class Telling(SpanExporter):
+        def __init__(self) -> None:
+            self._is_away = False
+
+        def export(self, spans: "Sequence[ReadableSpan]") -> "SpanExportResult":
+            result = exporter.export(spans)
+            is_away = result is not SpanExportResult.SUCCESS
+            if is_away and not self._is_away:
+                logger.warning("%s takes no traces; those of requests until it does are lost", endpoint)
+            elif self._is_away and not is_away:
+                logger.info("%s takes traces again", endpoint)
+            self._is_away = is_away
+            return result
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+        def force_flush(self, timeout_millis: int = 30_000) -> bool:
+            return exporter.force_flush(timeout_millis)
+
+    return Telling()

@@ -1,0 +1,157 @@
+"""The paths of OpenAI's dialect, with and without the `/v1` that many clients' base URLs lack.
+
+`GET /v1/models`, `/v1/models/{id}` and, in LM Studio's words, `/api/v1/models`: which models requests may name.
+"""
+
+import asyncio
+from typing import Any, TypedDict
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from server.api import PRODUCT
+from server.api.dialect import Api
+from server.api.openai.chat import create_chat_completion
+from server.api.openai.completions import CompletionBody, TextCompletion, create_completion
+from server.api.openai.dialect import ErrorBody, OpenAiDialect
+from server.api.openai.types import ChatBody, ChatChunk, ChatCompletion
+from server.api.openai.vectors import EmbeddingList, EmbeddingsBody, RankedList, RerankBody, create_embeddings, rerank
+from server.api.openapi import Operation, Operations
+from server.api.served import ListedModel, context_of
+from server.api.wire import JsonBody, with_and_without_v1
+
+
+class ModelBody(TypedDict):
+    """One model that requests may name."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    """The model whose weights it has: itself, unless it is one with an adapter."""
+    parent: str | None
+    """That model, for one with an adapter."""
+    loaded: bool
+    """Whether it is in memory; if not, the first request that names it has it loaded."""
+    context_length: int | None
+    tool_calls: str | None
+    """None while it is not loaded."""
+    max_model_len: int | None
+    """The same number under the name that other servers have for it."""
+
+
+class ModelList(TypedDict):
+    """All models that requests may name."""
+
+    object: str
+    data: list[ModelBody]
+
+
+class LmStudioModel(TypedDict):
+    """One model that requests may name, in LM Studio's words."""
+
+    type: str
+    publisher: str
+    key: str
+    """What requests name it."""
+    display_name: str
+    architecture: str
+    quantization: dict[str, Any] | None
+    size_bytes: int
+    params_string: str | None
+    loaded_instances: list[dict[str, Any]]
+    """One of the same name where the model is loaded."""
+    max_context_length: int | None
+    format: str
+    capabilities: dict[str, bool]
+    description: str | None
+
+
+class LmStudioModels(TypedDict):
+    """All models that requests may name, in LM Studio's words."""
+
+    models: list[LmStudioModel]
+
+
+async def list_models_as_lm_studio(request: Request) -> Response:
+    """Lists the models that requests may name, for clients that read lengths of contexts as LM Studio tells them."""
+    listed = await asyncio.to_thread(context_of(request).pool.listed)
+    body: LmStudioModels = {"models": [_lm_studio_model(model) for model in listed]}
+    return JsonBody(body)
+
+
+async def list_models(request: Request) -> Response:
+    """Lists the models that requests may name."""
+    listed = await asyncio.to_thread(context_of(request).pool.listed)
+    body: ModelList = {"object": "list", "data": [_body(model) for model in listed]}
+    return JsonBody(body)
+
+
+async def get_model(request: Request) -> Response:
+    """Describes one model; its id may hold slashes. Without an id, only a slash, it is the list."""
+    model_id = request.path_params["model_id"]
+    if not model_id:
+        return await list_models(request)
+    return JsonBody(_body(await asyncio.to_thread(context_of(request).pool.describe, model_id)))
+
+
+def _body(model: ListedModel) -> ModelBody:
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": PRODUCT,
+        "root": model.parent_id or model.id,
+        "parent": model.parent_id,
+        "loaded": model.served is not None,
+        "context_length": model.context_tokens,
+        "tool_calls": None if model.served is None else model.served.tool_calls,
+        "max_model_len": model.context_tokens,
+    }
+
+
+def _lm_studio_model(model: ListedModel) -> LmStudioModel:
+    facts, publisher, name = model.facts, *model.id.rpartition("/")[::2]
+    bits = facts.weight_format.removesuffix("-bit")
+    config = {"context_length": model.context_tokens}
+    return {
+        "type": "llm",
+        "publisher": publisher,
+        "key": model.id,
+        "display_name": name,
+        "architecture": facts.architecture,
+        "quantization": {"name": f"{bits}bit", "bits_per_weight": int(bits)} if bits.isdecimal() else None,
+        "size_bytes": facts.stored_bytes,
+        "params_string": f"{facts.num_parameters / 10**9:.2g}B" if facts.num_parameters else None,
+        "loaded_instances": [] if model.served is None else [{"id": model.id, "config": config}],
+        "max_context_length": model.context_tokens,
+        "format": "mlx",
+        "capabilities": {
+            "vision": False,
+            "trained_for_tool_use": model.served is not None and model.served.tool_calls == "parsed",
+        },
+        "description": None,
+    }
+
+
+_ROUTES = (
+    Route("/chat/completions", create_chat_completion, methods=["POST"]),
+    Route("/completions", create_completion, methods=["POST"]),
+    Route("/embeddings", create_embeddings, methods=["POST"]),
+    Route("/rerank", rerank, methods=["POST"]),
+    Route("/models", list_models, methods=["GET"]),
+    Route("/models/{model_id:path}", get_model, methods=["GET"]),
+)
+_OPERATIONS: Operations = {
+    create_chat_completion: Operation(ChatBody, ChatCompletion, ChatChunk),
+    create_completion: Operation(CompletionBody, TextCompletion, TextCompletion),
+    create_embeddings: Operation(EmbeddingsBody, EmbeddingList),
+    rerank: Operation(RerankBody, RankedList),
+    list_models: Operation(answer=ModelList),
+    get_model: Operation(answer=ModelBody),
+    list_models_as_lm_studio: Operation(answer=LmStudioModels),
+}
+_LM_STUDIO = Route("/api/v1/models", list_models_as_lm_studio, methods=["GET"])
+OPENAI = Api(OpenAiDialect(), (*with_and_without_v1(_ROUTES), _LM_STUDIO), _OPERATIONS, ErrorBody)

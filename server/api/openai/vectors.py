@@ -1,0 +1,210 @@
+"""`POST /v1/embeddings`: vectors of texts, as numbers or in base64.
+
+`POST /v1/rerank`: documents in the order in which they match a query.
+
+A model that was made for it judges each document together with the query; any other tells by the angle between
+their vectors.
+
+The shape is Cohere's and Jina's, as other servers have it beside OpenAI's endpoints.
+"""
+
+import base64
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.call import compute
+from server.api.dialect import BodyModel, Whole, parse_body
+from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
+from server.api.errors import ApiError, Code
+from server.api.openai.fields import IN_EMBEDDINGS, IN_RERANK
+from server.api.params import Incoming
+from server.api.served import ApiContext, ServedModel
+from server.api.wire import json_text
+from server.engine.embeddings import Vector
+
+
+def _as_list(value: Any) -> Any:
+    """A text by itself, or the tokens of one, is a list of one."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
+    return [value] if is_one else value
+
+
+class EmbeddingsBody(BodyModel):
+    """Body of `POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: Annotated[
+        list[str | list[int]],
+        Field(min_length=1, max_length=MAX_TEXTS),
+        BeforeValidator(_as_list, json_schema_input_type=str | list[int] | list[str | list[int]]),
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[Whole, Field(ge=1)] | None = None
+    """Give so many numbers of each vector, the first ones."""
+
+
+class EmbeddingBody(TypedDict):
+    """The vector of one text."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """What the texts took."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """The vectors of a request, in the order of its texts."""
+
+    object: Literal["list"]
+    model: str
+    usage: EmbeddingUsage
+    data: list[EmbeddingBody]
+
+
+async def create_embeddings(request: Request) -> Response:
+    """Answers with vectors."""
+    return await compute(request, open_embeddings)
+
+
+def open_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
+    """Returns the checked texts; raises ApiError."""
+    body = parse_body(EmbeddingsBody, dict(incoming.fields), IN_EMBEDDINGS)
+    reader = TextReader(context.find_model(body.model))
+    texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
+    write = partial(_written_vectors, body, reader.model.id, reader.num_tokens)
+    return EmbeddingWork(reader.model, texts, write)
+
+
+def _written_vectors(body: EmbeddingsBody, model_id: str, num_tokens: int, vectors: Sequence[Vector]) -> str:
+    encode = _base64_json if body.encoding_format == "base64" else vector_json
+    data = [
+        f'{{"object":"embedding","index":{place},"embedding":{encode(vector)}}}'
+        for place, vector in enumerate(shortened(vectors, body.dimensions))
+    ]
+    usage: EmbeddingUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return object_json({"object": "list", "model": model_id, "usage": usage}, "data", data)
+
+
+def _base64_json(vector: Vector) -> str:
+    return json_text(base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode())
+
+
+def _as_text(value: Any) -> Any:
+    return value.get("text") if isinstance(value, dict) else value
+
+
+class RankedText(TypedDict):
+    """A document as it was sent."""
+
+    text: str
+
+
+_Document = Annotated[str, BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])]
+
+
+class RerankBody(BodyModel):
+    """Body of `POST /v1/rerank`."""
+
+    model: str | None = None
+    query: Annotated[str, Field(min_length=1)]
+    documents: Annotated[list[_Document], Field(min_length=1, max_length=MAX_TEXTS - 1)]
+    top_n: Annotated[Whole, Field(ge=1)] | None = None
+    """Tell so many only."""
+    return_documents: bool | None = None
+    """Tell the texts too; they are left out otherwise."""
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+    """What a match is, for models that judge; by default a passage that answers a web search."""
+
+
+class RankedDocument(TypedDict):
+    """A document, and how well it matches."""
+
+    index: int
+    """Its place in the request."""
+    relevance_score: float
+    """The probability that it matches; without a model that judges, the cosine between its vector and the query's."""
+    document: NotRequired[RankedText]
+
+
+class RankedList(TypedDict):
+    """The documents, the best match first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RankedDocument]
+
+
+async def rerank(request: Request) -> Response:
+    """Answers with the documents in their order."""
+    return await compute(request, open_rerank)
+
+
+def open_rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
+    """Returns the checked texts; raises ApiError."""
+    body = parse_body(RerankBody, dict(incoming.fields), IN_RERANK)
+    model = context.find_model(body.model)
+    name = f"rerank-{incoming.request_id}"
+    return _judging(body, model, name) if model.reranking is not None else _comparing(body, model, name)
+
+
+def _judging(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
+    reader, how = TextReader(model, judges=True), model.reranking
+    assert how is not None, "a model was to judge that does not"
+    texts = [
+        reader.read_pair(how, how.text(body.query, document, body.instruction), f"documents[{place}]")
+        for place, document in enumerate(body.documents)
+    ]
+
+    def write(judgements: Sequence[Vector]) -> str:
+        return _written_ranking(body, name, model.id, reader.num_tokens, [float(one[0]) for one in judgements])
+
+    return EmbeddingWork(model, texts, write, reading=how.judgement)
+
+
+def _comparing(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
+    if body.instruction is not None:
+        reason = f"instruction: {model.id} compares vectors of texts and takes no instruction"
+        raise ApiError(Code.INVALID_VALUE, reason, "instruction")
+    reader = TextReader(model)
+    texts = [reader.read(body.query, "query")]
+    texts += [reader.read(text, f"documents[{place}]") for place, text in enumerate(body.documents)]
+
+    def write(vectors: Sequence[Vector]) -> str:
+        query, *documents = vectors
+        return _written_ranking(
+            body, name, model.id, reader.num_tokens, [float(query @ document) for document in documents]
+        )
+
+    return EmbeddingWork(model, texts, write)
+
+
+def _written_ranking(body: RerankBody, name: str, model_id: str, num_tokens: int, scores: Sequence[float]) -> str:
+    # Of documents that match alike the first stays first.
+    order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
+    answer: RankedList = {
+        "id": name,
+        "model": model_id,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        "results": [_ranked(body, place, scores[place]) for place in order],
+    }
+    return json_text(answer)
+
+
+def _ranked(body: RerankBody, place: int, score: float) -> RankedDocument:
+    ranked: RankedDocument = {"index": place, "relevance_score": score}
+    if body.return_documents:
+        ranked["document"] = {"text": body.documents[place]}
+    return ranked

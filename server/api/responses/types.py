@@ -1,0 +1,327 @@
+"""What a body of the Responses API may hold.
+
+The tools of a request: how the model is shown them, and what a call of the model is for the client.
+
+A model knows functions only. A custom tool, whose input is a text, is shown as a function with one argument
+`input`; a namespace as functions whose names begin with its own; a search for tools that the client runs as the
+function `tool_search`. Tools that OpenAI runs itself are left out or refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from server.api.conversation import ThinkingWish
+from server.api.dialect import BodyModel, validated
+from server.api.errors import ApiError, Code
+from server.api.openai.types import Schema, ToolChoice
+from server.api.params import ANY_OBJECT, AnswerGrammar, json_grammar
+from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
+
+MAX_METADATA = 16
+ENCRYPTED_THOUGHTS = "reasoning.encrypted_content"
+"""In `include`: thoughts are to be repeated in the form in which clients send them back."""
+_SHARED = (
+    "temperature",
+    "top_p",
+    "store",
+    "prompt_cache_retention",
+    "service_tier",
+    "priority",
+    "cache_prompt",
+)
+"""Fields that mean the same as in Chat Completions."""
+
+
+def _as_items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if isinstance(value, list):
+        return value
+    raise PydanticCustomError("input_type", "Input should be a text or a list of items")
+
+
+def _conversation(value: Any) -> Any:
+    return value.get("id") if isinstance(value, dict) else value
+
+
+def _tool_choice(value: Any) -> Any:
+    """Takes a mode, `{"type": "function" | "custom", "name"}` and `{"type": "allowed_tools"}`."""
+    if value is None or value in ("auto", "required", "none"):
+        return None if value is None else ToolChoice(mode=value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("function", "custom"):
+        return ToolChoice(mode="required", names=(_named(value),), is_named=True)
+    tools = value.get("tools") if kind == "allowed_tools" and value.get("mode") == "required" else None
+    if isinstance(tools, list) and tools:
+        return ToolChoice(mode="required", names=tuple(map(_named, tools)))
+    modes = '"auto", "required", "none", a function, a custom tool, or allowed_tools with the mode "required"'
+    raise PydanticCustomError("tool_choice", "Input should be {modes}", {"modes": modes})
+
+
+def _named(tool: Any) -> str:
+    name = tool.get("name") if isinstance(tool, dict) else None
+    if not isinstance(name, str):
+        raise PydanticCustomError("tool_choice", "A tool should be named")
+    return name
+
+
+class TextFormat(BodyModel):
+    """`text.format`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", populate_by_name=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(BodyModel):
+    """`text`."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningWish(BodyModel):
+    """`reasoning`."""
+
+    effort: str | None = None
+    summary: str | None = None
+    """With any value, thoughts are returned as their own summary."""
+    generate_summary: str | None = None
+    """Its older name."""
+
+
+class ResponseStreamOptions(BodyModel):
+    """`stream_options`."""
+
+    include_obfuscation: bool | None = None
+    """Taken and without effect: nothing is obfuscated here."""
+
+
+Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)]
+Items = Annotated[list[Any], BeforeValidator(_as_items)]
+
+
+class InputBody(BodyModel):
+    """What a prompt is made of."""
+
+    model: str | None = None
+    """Id of a served model; may be left out where only one is served."""
+    input: Items = Field(default_factory=list)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: Annotated[str | None, BeforeValidator(_conversation)] = None
+    """An id, or an object with one."""
+    tools: list[Any] | None = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningWish | None = None
+    text: TextOptions | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @property
+    def forbids_calls(self) -> bool:
+        """Whether the body forbids that tools are called."""
+        return self.tool_choice is not None and self.tool_choice.mode == "none"
+
+    def thinking_wish(self) -> ThinkingWish:
+        """Returns what the body wants of thoughts."""
+        return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
+
+
+class ResponsesBody(InputBody):
+    """Body of `POST /v1/responses`."""
+
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    store: bool | None = None
+    include: list[str] | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    max_tool_calls: int | None = None
+    session_id: str | None = None
+    cache_prompt: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: str | int | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the answer is kept."""
+        return self.store is not False
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether thoughts are to be returned as their own summary."""
+        options = self.reasoning or ReasoningWish()
+        return (options.summary or options.generate_summary or "none") != "none"
+
+    def generation(self) -> dict[str, Any]:
+        """Returns the fields that Chat Completions has too, under its names."""
+        shared = {name: getattr(self, name) for name in _SHARED}
+        return {**shared, "max_tokens": self.max_output_tokens}
+
+    def answer_grammar(self) -> AnswerGrammar | None:
+        """Returns what the answer is bound to."""
+        wanted = self.text.format if self.text else None
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return AnswerGrammar("text.format", json_grammar(ANY_OBJECT))
+        schema = wanted.schema_ if wanted.schema_ is not None else {}
+        return AnswerGrammar("text.format.schema", json_grammar(schema, is_strict=wanted.strict is True))
+
+
+LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
+"""Tools that coding agents offer on every server; the model is not shown them."""
+_QUERY: Final = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
+    "required": ["query"],
+}
+"""What a search for tools takes unless the client says otherwise."""
+
+
+class FunctionTool(BodyModel):
+    """A function of the client."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class InputFormat(BodyModel):
+    """What the input of a custom tool looks like."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(BodyModel):
+    """A tool of the client that takes a text."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class NamespaceTool(BodyModel):
+    """Tools under one name."""
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    description: str | None = None
+    tools: list[dict[str, Any]]
+
+
+class SearchTool(BodyModel):
+    """A search for tools that the client runs."""
+
+    description: str = "Searches the tools that are not loaded yet. What it finds may be called from then on."
+    parameters: dict[str, Any] = Field(default_factory=lambda: dict(_QUERY))
+
+
+def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = True) -> ToolSet:
+    """Returns the tools of a checked or unchecked list; raises ApiError (400).
+
+    It `defers` tools that say so, where the client has a search by which the model can find them.
+    """
+    shown: list[Mapping[str, Any]] = []
+    defers = defers and any(map(_is_client_search, tools))
+    by_name: dict[str, ClientTool] = {}
+    for place, tool, namespace in _flattened(tools, param):
+        function, found = _read(tool, place, namespace)
+        name = function["name"]
+        if name in by_name:
+            raise ApiError(Code.INVALID_VALUE, f"{place}.name: there are two tools named {name!r}", f"{place}.name")
+        by_name[name] = found
+        if not (defers and tool.get("defer_loading") is True):
+            shown.append({"type": "function", "function": function})
+    return ToolSet(shown, by_name=by_name)
+
+
+def _flattened(tools: Sequence[Any], param: str) -> list[tuple[str, Mapping[str, Any], NamespaceTool | None]]:
+    """Returns each tool with its place and its namespace; those that are left out are missing."""
+    found: list[tuple[str, Mapping[str, Any], NamespaceTool | None]] = []
+    for index, tool in enumerate(tools):
+        place, kind = f"{param}[{index}]", _type_of(tool)
+        if kind == "namespace":
+            namespace = validated(NamespaceTool, tool, param, index)
+            inner = enumerate(namespace.tools)
+            found += [(f"{place}.tools[{number}]", one, namespace) for number, one in inner if not _is_left_out(one)]
+        elif not _is_left_out(tool):
+            found.append((place, tool, None))
+    return found
+
+
+def _is_client_search(tool: Any) -> bool:
+    return bool(_type_of(tool) == "tool_search" and tool.get("execution") == "client")
+
+
+def _is_left_out(tool: Any) -> bool:
+    if _type_of(tool) == "tool_search":
+        return not _is_client_search(tool)
+    # Previews of tools end with their date.
+    return any(_type_of(tool) in (name, f"{name}_2025_03_11", f"{name}_2025_08_26") for name in LEFT_OUT)
+
+
+def _type_of(tool: Any) -> Any:
+    return tool.get("type") if isinstance(tool, dict) else None
+
+
+def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) -> tuple[dict[str, Any], ClientTool]:
+    """Returns the function that the model is shown, and the tool that it stands for."""
+    own_name = namespace.name if namespace is not None else None
+    match _type_of(tool):
+        case "function":
+            given_function = validated(FunctionTool, tool, place)
+            shown = given_function.model_dump(include=set(FunctionTool.model_fields), exclude_none=True)
+            is_custom = False
+        case "custom":
+            custom = validated(CustomTool, tool, place)
+            shown, is_custom = _as_function(custom), True
+        case "tool_search":
+            given = {name: value for name, value in tool.items() if value is not None}
+            search = validated(SearchTool, given, place)
+            function = {"name": SEARCH, "description": search.description, "parameters": search.parameters}
+            return function, ClientTool(SEARCH, is_search=True)
+        case kind:
+            message = (
+                f"{place}.type: {str(kind)[:40]!r} is no tool that is offered here: functions, custom tools and "
+                "namespaces of them run where the client runs, and none on the server"
+            )
+            raise ApiError(Code.UNSUPPORTED_PARAMETER, message, f"{place}.type")
+    name = shown["name"]
+    return {**shown, "name": joined_name(own_name, name)}, ClientTool(name, own_name, is_custom)
+
+
+def _as_function(tool: CustomTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    parameters = {"type": "object", "properties": {INPUT: _input_schema(tool.format)}, "required": [INPUT]}
+    return {**function, "parameters": {**parameters, "additionalProperties": False}}
+
+
+def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:
+    """Returns the schema of an input. A pattern binds calls that are forced; a Lark grammar is only shown."""
+    if wanted is None or wanted.type == "text" or not wanted.definition:
+        return {"type": "string"}
+    if wanted.syntax == "regex":
+        return {"type": "string", "pattern": f"^(?:{wanted.definition})$"}
+    return {
+        "type": "string",
+        "description": f"A text of this {wanted.syntax or 'lark'} grammar:\n{wanted.definition}",
+    }

@@ -1,0 +1,568 @@
+"""What the HTTP side knows about the models it serves and the engine behind each of them.
+
+The words that an edge of the cache begins with. For any thread.
+
+What a served model is, for clients that show it to people. Nothing of that changes an answer.
+"""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from cache.journal import Tell
+from models.adapter import NO_ADAPTER, Adapter, state_namespace
+from models.formats import EmbeddingFormat, Reading, RerankFormat
+from models.inference.sampling_params import SamplingParams
+from models.output.detokenizer import TokenSearch
+from models.output.grammar import CompiledGrammar, Grammar
+from models.output.pieces import OutputParser, PlainParser
+from models.output.reasoning import ReasoningFormat, ReasoningParser, Thinking
+from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax, tool_parser
+from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.tool_definitions import Tool
+from models.store.stored_model import ModelDefaults
+from server.api.errors import ApiError, Code, stopped
+from server.api.live.activity import Activity, Arrival
+from server.api.live.event_log import EventLog
+from server.api.observe import Metrics
+from server.api.planning import Planning
+from server.api.rate_limits import RateLimits
+from server.api.record import AnswerFigures
+from server.api.sessions import Refusals, SessionRecords, TurnRecord
+from server.api_keys import KeyRing
+from server.config import ServerConfig
+from server.diagnosis.account import Conversations
+from server.engine.command import Command
+from server.engine.embeddings import Vector
+from server.engine.generation import Generation
+from server.engine.request import EngineStats, GenerationRequest, TokenArray
+from server.pool.errors import ModelNameNeeded, ModelUnknown, TellChange
+from server.pool.names import ModelSource
+
+MAX_REMEMBERED = 16_384
+"""Most readers ask again and again for the same edges."""
+
+
+class Previews:
+    """Texts of one model's tokens, remembered."""
+
+    def __init__(self, text_of: Callable[[Sequence[int]], str], max_characters: int) -> None:
+        self._text_of = text_of
+        self._max_characters = max_characters
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def texts(self, beginnings: Iterable[TokenArray]) -> list[str]:
+        """Returns the text of each, cut short."""
+        return [self._text(tokens) for tokens in beginnings]
+
+    def _text(self, tokens: TokenArray) -> str:
+        key = tokens.tobytes()
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+                return known
+        text = self._text_of(tokens.tolist())[: self._max_characters]
+        with self._lock:
+            self._known[key] = text
+            while len(self._known) > MAX_REMEMBERED:
+                self._known.popitem(last=False)
+        return text
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A loaded model, told in figures. What is not known is empty, or 0."""
+
+    architecture: str = ""
+    """Its `model_type`, such as `qwen3`."""
+    fingerprint: str = ""
+    """Differs for different models."""
+    num_parameters: int = 0
+    stored_bytes: int = 0
+    """Weights on disk."""
+    memory_bytes: int = 0
+    """Weights in memory."""
+    is_on_gpu: bool = False
+    weight_format: str = ""
+    """Such as `4-bit` or `BF16`."""
+    num_layers: int = 0
+    hidden_size: int = 0
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+
+
+def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns those fields of `ModelFacts` that a model's `config.json` tells."""
+    inner = {**config, **(config.get("text_config") or {})}
+    quantization = config.get("quantization") or {}
+    bits = quantization.get("bits") if isinstance(quantization, dict) else None
+    stored_type = str(inner.get("dtype") or inner.get("torch_dtype") or "")
+    short = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}.get(stored_type, "")
+    return {
+        "architecture": str(config.get("model_type") or ""),
+        "weight_format": f"{bits}-bit" if isinstance(bits, int) else short,
+        "num_layers": _whole(inner.get("num_hidden_layers")),
+        "hidden_size": _whole(inner.get("hidden_size")),
+    }
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+Kept = TypeVar("Kept")
+
+MAX_PREVIEW_CHARACTERS = 80
+"""Of an edge of the cache, in a list of them."""
+
+
+class PromptRenderer(Protocol):
+    """Text to tokens for one model; the real one is `models.prompt.chat_template.ChatRenderer`. For any thread."""
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether the model's template looks at tools."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        namespace: str = "",
+        *,
+        continues: bool = False,
+    ) -> RenderedPrompt:
+        """Returns the prompt of a conversation, or raises ChatTemplateError.
+
+        If it `continues`, the prompt ends behind the text of the last message, which is the assistant's.
+        """
+        ...
+
+    def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
+        """Returns definitions of tools for the middle of a conversation, as the template writes them at its head.
+
+        `models.prompt.tool_definitions.ToolDefinitions.block` says what `place` is for.
+        """
+        ...
+
+    def encode(self, text: str) -> RenderedPrompt:
+        """Returns the tokens of a plain prompt."""
+        ...
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Returns the tokens of any text; `models.prompt.chat_template.ChatRenderer.tokenize` says more."""
+        ...
+
+    def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
+        """Remembers the tokens a reply was generated with, for the prompts in which it comes back."""
+        ...
+
+
+class TokenReader(Protocol):
+    """Tokens to text; the real one is `models.output.detokenizer.TokenTexts`. For any thread."""
+
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes of one token."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens."""
+        ...
+
+
+class AnswerBinder(Protocol):
+    """Compiles grammars for one model's tokens. For any thread; may take a while."""
+
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Returns a grammar ready to be followed; raises InvalidGrammar."""
+        ...
+
+    def spell(self, marker: str) -> str:
+        """Returns how a Lark grammar names a marker, which may be a token of its own; raises InvalidGrammar."""
+        ...
+
+
+class EnginePort(Protocol):
+    """The part of the engine that the HTTP side uses, all of it on the event loop."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        ...
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Queues a request; raises QueueFull or EngineStopped at once."""
+        ...
+
+    def watch(self, tell: Tell | None) -> None:
+        """Has `tell` called on the event loop with what happens to state from now on; None ends that."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Returns counters and gauges at once, never waiting for the worker."""
+        ...
+
+    async def execute(self, command: Command[Any, Any]) -> Any:
+        """Has a command run on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
+        ...
+
+    async def embed(
+        self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER
+    ) -> Sequence[Vector]:
+        """Returns the vectors of texts; raises QueueFull, EngineStopped, PromptTooLarge or EmbeddingUnsupported."""
+        ...
+
+    def execute_later(self, command: Command[Any, Any]) -> None:
+        """Has a command run like `execute`, without waiting for it; its error is only logged."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """One loaded model as clients see it."""
+
+    id: str
+    renderer: PromptRenderer
+    token_texts: TokenReader
+    context_tokens: int
+    """Longest prompt and answer together, the configured limit included."""
+    vocab_size: int
+    created: int
+    """Seconds since 1970."""
+    tool_syntax: ToolSyntax | None = None
+    """How the model writes tool calls; None where that is unknown, and calls stay text."""
+    reasoning_format: ReasoningFormat | None = None
+    """How the model marks its thoughts; None where it has none or they stay text."""
+    opens_thoughts: bool = False
+    """Whether the template begins a thought when asked to: a prompt that begins none then asks for none."""
+    grammars: AnswerBinder | None = None
+    """Binds answers; None where they cannot be bound."""
+    embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
+    """How it makes vectors of texts; None where it does so in a way that is not supported."""
+    reranking: RerankFormat | None = None
+    """How it judges a query and a document together; None where it was not made for that."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """The model's own defaults, for what a request leaves out."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
+    """What it is, for people."""
+    adapter: Adapter | None = None
+    """What it is evaluated with, if it is a variant of another model."""
+    parent_id: str | None = None
+    """That other model."""
+    defaults: ModelDefaults = field(default_factory=ModelDefaults)
+    """What else a request gets where it says nothing; sampling and context are in the fields above."""
+
+    def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
+        """Returns the model under another name, with defaults of that name; it shares all state with this one."""
+        sampling = defaults.sampling_over(self.sampling)
+        return replace(
+            self,
+            id=name,
+            parent_id=self.id,
+            defaults=defaults,
+            context_tokens=min(self.context_tokens, defaults.context_tokens or self.context_tokens),
+            sampling=replace(sampling, top_k=sampling.top_k if sampling.top_k < self.vocab_size else 0),
+        )
+
+    def variant(self, adapter: Adapter) -> "ServedModel":
+        """Returns the model with an adapter, under the adapter's name."""
+        return replace(self, id=adapter.name, adapter=adapter, parent_id=self.id)
+
+    @property
+    def base_id(self) -> str:
+        """The id of the loaded model that it is, or is a variant of."""
+        return self.id if self.parent_id is None else self.parent_id
+
+    @property
+    def adapter_index(self) -> int:
+        """Its adapter as the engine knows it."""
+        return NO_ADAPTER if self.adapter is None else self.adapter.index
+
+    @property
+    def adapter_name(self) -> str | None:
+        """The name of its adapter; None for a model itself."""
+        return None if self.adapter is None else self.adapter.name
+
+    def state_namespace(self, namespace: str) -> str:
+        """Returns the name under which the model's states of a client's namespace are kept."""
+        return state_namespace(namespace, self.adapter)
+
+    @cached_property
+    def previews(self) -> Previews:
+        """Returns the beginnings of texts for people to look at."""
+        return Previews(self.token_texts.text, MAX_PREVIEW_CHARACTERS)
+
+    @cached_property
+    def token_search(self) -> TokenSearch:
+        """Looks for texts in its tokens."""
+        return TokenSearch(self.token_texts.piece, self.vocab_size)
+
+    @property
+    def tool_calls(self) -> Literal["parsed", "text", "none"]:
+        """What becomes of the calls that the model writes; "none" where its template takes no tools."""
+        if not self.renderer.reads_tools:
+            return "none"
+        return "text" if self.tool_syntax is None else "parsed"
+
+    def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
+        """Returns what the engine is to know of the thought behind a prompt's text, at most `max_tokens` long.
+
+        None where there can be none: `begun`, the end of the prompt that is the answer's beginning, is behind it.
+        """
+        if self.reasoning_format is None:
+            return None
+        is_open = self.reasoning_format.is_opened_by(prompt, begun)
+        return Thinking(self.reasoning_format, is_open, max_tokens) if is_open or not begun else None
+
+    def output_parser(
+        self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
+    ) -> OutputParser:
+        """Returns what reads the output of one request that offers `tools`, or forces calls of them.
+
+        `prompt` is the text of its prompt, `begun` the end of that text which is the answer's beginning.
+        """
+        if isinstance(self.tool_syntax, HarmonyFormat):
+            return HarmonyParser(tools)
+        answer: OutputParser = PlainParser()
+        if tools and self.tool_syntax is not None:
+            answer = tool_parser(self.tool_syntax, tools, is_forced=is_forced)
+        if self.reasoning_format is None:
+            return answer
+        is_open = self.reasoning_format.is_opened_by(prompt, begun)
+        if begun and not is_open:
+            return answer
+        return ReasoningParser(self.reasoning_format, answer, is_open=is_open)
+
+
+@dataclass(frozen=True, eq=False)
+class ListedModel:
+    """A model that requests may name, loaded or not, as far as it is known."""
+
+    id: str
+    created: int
+    """Seconds since 1970: when it was loaded, or when its files were written."""
+    context_tokens: int | None
+    facts: ModelFacts
+    served: ServedModel | None = None
+    """The model, if it is loaded."""
+    parent_id: str | None = None
+    """The model of which it is a variant, by an adapter."""
+
+    @classmethod
+    def of(cls, served: ServedModel) -> "ListedModel":
+        """Returns the entry of a loaded model."""
+        return cls(served.id, served.created, served.context_tokens, served.facts, served, served.parent_id)
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """A loaded model, and until when it is there."""
+
+    model: ServedModel
+    num_requests: int
+    """Those that use it now."""
+    idle_seconds_left: float
+    """After which it is unloaded if nobody asks for it; infinite if it stays."""
+
+
+class HoldPort(Protocol):
+    """Somebody's use of a loaded model, which stays loaded meanwhile. Event loop only."""
+
+    @property
+    def model(self) -> ServedModel:
+        """The model."""
+        ...
+
+    def set_keep_alive(self, seconds: float) -> None:
+        """Has the model stay loaded for so long after its last request, from now on."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use; more than once is the same as once."""
+        ...
+
+
+class TracingPort(Protocol):
+    """Who is told of each request that has ended; `server.api.observe.Tracing` is the real one. Event loop only."""
+
+    def note_ended(
+        self,
+        arrival: Arrival,
+        request: GenerationRequest,
+        model_id: str,
+        figures: AnswerFigures,
+        turn: TurnRecord | None,
+    ) -> None:
+        """Takes a request with all of its choices; `turn` is None for one that never held a slot."""
+        ...
+
+    def close(self) -> None:
+        """Sends what is left. For any thread; may take a few seconds."""
+        ...
+
+
+class PoolPort(Protocol):
+    """The part of the model pool that the HTTP side uses. Event loop only, but for what says otherwise."""
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The loaded models by id."""
+        ...
+
+    @property
+    def served(self) -> Sequence[ServedModel]:
+        """The loaded models, each with its variants behind it."""
+        ...
+
+    @property
+    def engines(self) -> Mapping[str, EnginePort]:
+        """Their engines, under the same ids."""
+        ...
+
+    def find(self, name: str | None) -> ServedModel:
+        """Returns the loaded model that a name stands for. For any thread; raises PoolError."""
+        ...
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """The models on their way, each with what is being done."""
+        ...
+
+    @property
+    def occupancy(self) -> Sequence[Occupancy]:
+        """The loaded models, the one used last at the end."""
+        ...
+
+    def listed(self) -> Sequence[ListedModel]:
+        """Returns every model that requests may name. For any thread; reads the disk."""
+        ...
+
+    def describe(self, name: str) -> ListedModel:
+        """Returns one of them. For any thread; reads the disk; raises PoolError."""
+        ...
+
+    def source_of(self, name: str | None) -> ModelSource:
+        """Returns which model a name stands for. For any thread; raises PoolError."""
+        ...
+
+    async def unload(self, source: ModelSource) -> bool:
+        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
+        ...
+
+    def forget_dormant(self, source: ModelSource, namespace: str) -> tuple[int, int]:
+        """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
+        ...
+
+    def tell_changes(self, tell: TellChange) -> None:
+        """Has `tell` called when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        ...
+
+    def tell_given_up(self, tell: Callable[[str], None]) -> None:
+        """Has `tell` called with the id of a model whose conversations are given up after it was unloaded."""
+        ...
+
+    def try_hold(self, model: ServedModel) -> HoldPort | None:
+        """Returns a hold on a model that `find` returned; None if it has been unloaded since."""
+        ...
+
+    async def load(self, source: ModelSource) -> HoldPort:
+        """Returns a hold on a model once it is loaded; raises PoolError and EngineStopped."""
+        ...
+
+
+@dataclass(eq=False)
+class ApiContext:
+    """All that the endpoints share. Used on the event loop, but for what says otherwise."""
+
+    config: ServerConfig
+    pool: PoolPort
+    """The models, and the engine of each that is loaded."""
+    keys: KeyRing = field(default_factory=KeyRing)
+    """Those that are taken; replaced while the server runs."""
+    rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
+    sessions: SessionRecords = field(default_factory=SessionRecords)
+    refusals: Refusals = field(default_factory=Refusals)
+    conversations: Conversations = field(default_factory=Conversations)
+    planning: Planning = field(default_factory=Planning)
+    is_draining: bool = False
+    """Set when the server is asked to stop: running answers finish, new requests are refused."""
+
+    background: set["asyncio.Task[None]"] = field(default_factory=set)
+    """Work that no client waits for."""
+    metrics: Metrics = field(init=False)
+    activity: Activity = field(init=False)
+    started: float = field(default_factory=time.monotonic)
+    """Reading of `time.monotonic()` when the server came up."""
+    tracing: TracingPort | None = None
+    """Sends traces, if they are wanted."""
+    _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: self.engines, self.config.slots)
+        log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
+        self.activity = Activity(log, lambda: self.engines)
+
+    def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
+        """Returns what a dialect keeps between requests: what `make` returned when it was first asked. Any thread."""
+        with self._lock:
+            if make not in self._kept:
+                self._kept[make] = make(self.config)
+            found: Kept = self._kept[make]
+        return found
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that answers for its own errors."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The loaded models by id."""
+        return self.pool.models
+
+    @property
+    def engines(self) -> Mapping[str, EnginePort]:
+        """One engine per loaded model, under the same ids."""
+        return self.pool.engines
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """Returns the loaded model that a name stands for; the only one where no name is given. For any thread.
+
+        Raises ApiError (404, 400), and ModelNotLoaded.
+        """
+        try:
+            return self.pool.find(name)
+        except ModelNameNeeded as error:
+            raise ApiError(Code.MISSING_PARAMETER, str(error), "model") from error
+        except ModelUnknown as error:
+            raise ApiError(Code.MODEL_NOT_FOUND, str(error), "model") from error
+
+    def running_engine(self, model: ServedModel) -> EnginePort:
+        """Returns the engine of a model; raises ApiError (503) where it takes no requests."""
+        engine = self.engines.get(model.base_id)
+        if self.is_draining or engine is None or not engine.is_running:
+            raise stopped()
+        return engine
+
+
+def context_of(request: Request) -> ApiContext:
+    """Returns what the endpoints of the app share."""
+    context = request.app.state.api
+    assert isinstance(context, ApiContext)
+    return context

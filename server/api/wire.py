@@ -1,0 +1,266 @@
+"""Reads a request's body: a JSON object, bounded in bytes while it arrives and in the number of its values.
+
+The parser holds Python's lock until it has read everything, so the values are counted first, block by block.
+
+Keys that are sent as `Authorization: Bearer …`, as the clients of most dialects do.
+
+Bodies that a client has compressed.
+
+A few bytes can stand for gigabytes, so no more is expanded than a body may have that is not compressed.
+
+How every answer's JSON is written: UTF-8 that always encodes, compact, no NaN.
+
+Text of a model or a client may hold half a character, which UTF-8 cannot; it is replaced, not a reason to fail.
+
+Server-sent events, as dialects write them: one JSON object an event, and comments, which clients skip.
+
+Paths with and without a leading `/v1`: to leave it out of a base URL is the commonest mistake of a client.
+"""
+
+import asyncio
+import json
+import re
+import zlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import pydantic_core
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from models.texts import well_formed
+from server.api.errors import ApiError, Code
+from server.api.session_id import header_text
+
+
+def bearer_key(headers: Mapping[str, str]) -> str:
+    """Returns the bearer token of a request, or an empty text."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return header_text(given) if scheme.lower() == "bearer" else ""
+
+
+def wrong_bearer_key() -> ApiError:
+    """Returns the error that asks for a bearer token."""
+    message = "the key is missing or wrong; send it as 'Authorization: Bearer <key>'"
+    return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
+
+
+_GZIP: Final = 16 + zlib.MAX_WBITS
+_WINDOWS: Final[Mapping[str, int]] = {"gzip": _GZIP, "x-gzip": _GZIP, "deflate": zlib.MAX_WBITS}
+"""By name, how zlib is told the format."""
+MAX_MEMBERS: Final = 64
+"""Parts of one gzip body. Each costs a copy of all that follow it."""
+
+
+def find_encoding(header: str) -> str | None:
+    """Returns the encoding that `Content-Encoding` names, None for none; raises ApiError (415) for one not known."""
+    name = header.strip().lower()
+    if name in ("", "identity"):
+        return None
+    if name not in _WINDOWS:
+        message = f"Content-Encoding: {name[:40]!r} is not understood; send gzip, deflate or no encoding"
+        raise ApiError(
+            Code.UNSUPPORTED_ENCODING, message, "Content-Encoding", headers={"Accept-Encoding": "gzip, deflate"}
+        )
+    return name
+
+
+def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
+    """Returns the body that was compressed to `raw`; None if it has more than `max_bytes`. Raises ApiError (400)."""
+    parts: list[bytes] = []
+    num_left, window = max_bytes, _window(raw, encoding)
+    while raw and len(parts) < MAX_MEMBERS:
+        stream = zlib.decompressobj(window)
+        try:
+            parts.append(stream.decompress(raw, num_left + 1))
+        except zlib.error as error:
+            raise _broken(encoding) from error
+        num_left -= len(parts[-1])
+        if num_left < 0:
+            return None
+        if not stream.eof:
+            raise _broken(encoding)
+        raw = stream.unused_data
+    if raw or not parts:
+        raise _broken(encoding)
+    return b"".join(parts)
+
+
+def _window(raw: bytes, encoding: str) -> int:
+    """Returns how zlib is told the format; by "deflate" some clients mean the bare stream without zlib's head."""
+    has_head = len(raw) > 1 and raw[0] & 0xF == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
+    return -zlib.MAX_WBITS if encoding == "deflate" and not has_head else _WINDOWS[encoding]
+
+
+def _broken(encoding: str) -> ApiError:
+    return ApiError(Code.INVALID_VALUE, f"the body is not what Content-Encoding says: {encoding}", "Content-Encoding")
+
+
+MAX_MESSAGES: Final = 10_000
+"""Messages of one conversation; one with several parts or tool calls counts as so many."""
+MAX_TEXTS: Final = 200_000
+"""Texts, names of fields, objects and lists in one body, all together."""
+MAX_VALUES: Final = 2_000_000
+"""Values of any kind in one body; a prompt may be a list of token ids."""
+
+_BLOCK_BYTES: Final = 1 << 16
+_NO_BACKSLASH: Final = re.compile(rb"[^\\]")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Returns the body, expanded where it is compressed.
+
+    Raises ApiError: 413 as soon as it is known to exceed `max_bytes`, 415 for a compression that is not known.
+    """
+    encoding = find_encoding(request.headers.get("content-encoding", ""))
+    raw = await _read_as_sent(request, max_bytes)
+    if encoding is None:
+        return raw
+    # Off the event loop: the time it takes is bounded, as its length is, but longer than others should wait.
+    body = await asyncio.to_thread(expand, raw, encoding, max_bytes)
+    if body is None:
+        raise _too_large(max_bytes)
+    return body
+
+
+async def _read_as_sent(request: Request, max_bytes: int) -> bytes:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in _arriving(request):
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
+    """Returns the JSON object and whether all its numbers are finite; raises ApiError (400).
+
+    NaN and Infinity are not JSON, but some clients send them: they are read, so that the check of the
+    field they stand in can name it, and the caller refuses what no check has refused.
+    """
+    try:
+        value, is_finite = pydantic_core.from_json(raw, allow_inf_nan=False), True
+    except ValueError:
+        value, is_finite = _parse_leniently(raw), False
+    if not isinstance(value, dict):
+        raise ApiError(Code.INVALID_JSON, "the body must be a JSON object")
+    return value, is_finite
+
+
+def check_amount(raw: bytes) -> None:
+    """Raises ApiError (400) for a body that holds more than may be parsed at once."""
+    num_texts = num_values = 0
+    for texts, values in _count_by_block(raw):
+        num_texts += texts
+        num_values += values
+        if num_texts > MAX_TEXTS:
+            message = f"the body holds more than {MAX_TEXTS} texts, names, objects and lists"
+            raise ApiError(Code.INVALID_VALUE, message)
+        if num_values > MAX_VALUES:
+            raise ApiError(Code.INVALID_VALUE, f"the body holds more than {MAX_VALUES} values")
+
+
+def check_messages(fields: Mapping[str, Any]) -> None:
+    """Raises ApiError (400) for a conversation of too many messages; a field of another type is checked elsewhere."""
+    messages = fields.get("messages")
+    if isinstance(messages, list) and sum(map(_num_entries, messages)) > MAX_MESSAGES:
+        message = (
+            f"messages: at most {MAX_MESSAGES} messages are taken, several parts or calls in one counting as such"
+        )
+        raise ApiError(Code.INVALID_VALUE, message, "messages")
+
+
+def _num_entries(message: Any) -> int:
+    if not isinstance(message, dict):
+        return 1
+    return max(1, sum(len(value) for value in message.values() if isinstance(value, list)))
+
+
+def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
+    """Yields, block by block, how many texts and containers begin there, and how many values end with a comma."""
+    start, is_in_text = 0, False
+    while start < len(raw):
+        # A block never ends with a backslash, so that an escaped character is in the block of its backslash.
+        found = _NO_BACKSLASH.search(raw, start + _BLOCK_BYTES - 1)
+        stop = found.end() if found else len(raw)
+        parts = raw[start:stop].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        between = b"".join(parts[is_in_text::2])
+        num_quotes = len(parts) - 1
+        num_begun = (num_quotes + (not is_in_text)) // 2
+        yield num_begun + between.count(b"{") + between.count(b"["), between.count(b",")
+        start, is_in_text = stop, is_in_text ^ (num_quotes % 2 == 1)
+
+
+def not_finite() -> ApiError:
+    """Returns the error for a body that holds NaN or Infinity anywhere."""
+    return ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
+
+
+def _parse_leniently(raw: bytes) -> Any:
+    try:
+        return pydantic_core.from_json(raw, allow_inf_nan=True)
+    except ValueError as error:
+        raise ApiError(Code.INVALID_JSON, f"the body is not valid JSON: {error}") from error
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    # The connection stays open: closed, a client that sends all before it reads would be cut off from the answer.
+    # The rest of the body is read and dropped, for as long as a request may take to arrive.
+    return ApiError(Code.BODY_TOO_LARGE, f"the body is larger than the {max_bytes} bytes that this server accepts")
+
+
+async def _arriving(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for part in request.stream():
+            yield part
+    except ClientDisconnect as error:
+        raise ApiError(Code.INVALID_JSON, "the client left before its body was complete") from error
+
+
+# One encoder for all: building one per chunk of a stream costs more than encoding the chunk.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def json_text(value: Any) -> str:
+    """Returns `value` as JSON without half characters; raises ValueError or TypeError for what JSON cannot hold."""
+    return well_formed(_encode(value))
+
+
+class JsonBody(JSONResponse):
+    """An answer of one JSON value."""
+
+    def render(self, content: Any) -> bytes:
+        """Returns the bytes of the body."""
+        return json_text(content).encode()
+
+
+SEPARATOR = "\n"
+
+
+def sse_event(payload: Any, name: str | None = None) -> bytes:
+    """Returns an event; raises ValueError or TypeError for a payload that JSON cannot hold."""
+    # JSON is a line; the library's frames, made for any text, cost more than its encoding.
+    head = f"event: {name}{SEPARATOR}" if name else ""
+    return f"{head}data: {json_text(payload)}{SEPARATOR}{SEPARATOR}".encode()
+
+
+def sse_text(text: str, name: str | None = None) -> bytes:
+    """Returns an event whose data is no JSON."""
+    return ServerSentEvent(text, event=name, sep=SEPARATOR).encode()
+
+
+def sse_comment(text: str) -> bytes:
+    """Returns a comment."""
+    return ServerSentEvent(comment=text, sep=SEPARATOR).encode()
+
+
+def with_and_without_v1(routes: Sequence[Route]) -> tuple[Route, ...]:
+    """Returns each route below `/v1`, then each as it is."""
+    return (*(Route(f"/v1{route.path}", route.endpoint, methods=route.methods) for route in routes), *routes)
