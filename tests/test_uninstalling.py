@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from server.cli.examples import EXAMPLES
-from server.cli.repl.history import history_file, open_history
+from server.cli.repl.terminal import history_file, open_history
+from server.cli.shell import EXAMPLES
 from server.key_file import SHARED
 from tests.support.server_process import Process
 from tests.support.tiny_models import write

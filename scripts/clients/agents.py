@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from scripts.clients.scripted_server import Reply, ScriptedEngine
-from server.cli.launch.recipes import RECIPES, LaunchTarget, environment_of
+from server.cli.recipes import RECIPES, LaunchTarget, environment_of
 
 TASK = "Change the greeting in greeting.py from hello to goodbye."
 BEFORE = 'print("hello")\n'

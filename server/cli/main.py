@@ -24,18 +24,18 @@ from models.errors import ModelError
 from models.fast_blas import load_fast_blas
 from models.names import resolve, settle
 from server.cli.config import load_config, load_model_config, show_settings, template
-from server.cli.examples import epilog
-from server.cli.interrupts import held_back, interruptible
-from server.cli.launch.recipes import RECIPES
+from server.cli.keys import held_back, interruptible
+from server.cli.recipes import RECIPES
+from server.cli.shell import epilog
 from server.config import ConfigError, ServerConfig
 from server.errors import DoctorError, StartError
 from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
 from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
+    from server.cli.ask import Served
     from server.cli.chat import Opening
-    from server.cli.repl.joined import Served
-    from server.cli.shell.outline import CommandOutline
+    from server.cli.shell import CommandOutline
 
 app = typer.Typer(
     help="A local inference server on MLX that does not evaluate a token twice if it can be helped.",
@@ -134,7 +134,7 @@ def run(
     ] = False,
 ) -> None:
     """Chat with a model in the terminal, or ask it one question."""
-    from server.cli.repl.early_keys import keys_unseen
+    from server.cli.keys import keys_unseen
 
     # From the start: keys that come while the model is loaded are read at the first prompt.
     with nullcontext() if question else keys_unseen():
@@ -147,7 +147,7 @@ def _run(
     given: dict[str, Any], question: str, system: str, api_key: str | None, *, is_local: bool, keeps_history: bool
 ) -> int:
     from server.cli.chat import Opening
-    from server.cli.repl.history import history_file
+    from server.cli.repl.terminal import history_file
 
     config = load_model_config(given, os.environ)
     name = config.models[0]
@@ -163,10 +163,10 @@ def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, op
     from server.cli.chat import chat
 
     if served is not None:
-        from server.cli.repl.joined import JoinedModels
+        from server.cli.ask import JoinedModels
 
         return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
-    from server.cli.pull import offer
+    from server.cli.stored import offer
 
     name = offer(config.models[0]) or settle(config.models[0])
     config = replace(config, models=(name, *config.models[1:]))
@@ -194,7 +194,7 @@ def _usual_url() -> str:
 
 def _find_served(model: str, api_key: str | None) -> "Served | None":
     """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
-    from server.cli.repl.joined import KeyNeeded, find_served
+    from server.cli.ask import KeyNeeded, find_served
 
     try:
         return find_served(model, _known_urls(), api_key)
@@ -303,7 +303,7 @@ def ps(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """List the models that servers on this machine have loaded."""
-    from server.cli.loaded import show_loaded
+    from server.cli.ask import show_loaded
 
     show_loaded(_known_urls(), api_key, as_json=as_json)
 
@@ -338,7 +338,7 @@ def stop(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Unload a model; its conversations are found again when it is loaded again."""
-    from server.cli.loaded import unload
+    from server.cli.ask import unload
 
     unload(model, _known_urls(), api_key, as_json=as_json)
 
@@ -358,7 +358,7 @@ def pull(
     ] = False,
 ) -> None:
     """Download a model into the Hugging Face cache, or resume doing so."""
-    from server.cli.pull import pull_for_person
+    from server.cli.stored import pull_for_person
 
     pull_for_person(model, as_json=as_json, is_forced=force)
 
@@ -464,7 +464,7 @@ def show_cache_tree(
     as_json: Annotated[bool, typer.Option("--json", help="Print the object of /v1/cache.")] = False,
 ) -> None:
     """Show the prefix tree of a running server: what is shared, where it lies, and how large it is."""
-    from server.cli.tree import show_tree
+    from server.cli.top import show_tree
 
     query: dict[str, str | int] = {"limit": limit}
     query |= {name: value for name, value in (("model", model), ("namespace", namespace)) if value is not None}
@@ -499,8 +499,8 @@ def launch(
     api_key: _Key = None,
 ) -> None:
     """Start a coding agent that asks this server, which is started too if none runs."""
-    from server.cli.launch.commands import Launch
-    from server.cli.launch.commands import launch as start
+    from server.cli.launch import Launch
+    from server.cli.launch import launch as start
 
     asked = Launch(client, model, api_key, arguments or (), show)
     runtime = runtime_folder(os.environ, tempfile.gettempdir())
@@ -524,7 +524,7 @@ def _service(context: typer.Context) -> None:
 @service_app.command("install")
 def install_service() -> None:
     """Start a server now and at each login; again after a change of settings."""
-    from server.cli.service.commands import install
+    from server.cli.at_login import install
 
     install(os.environ)
 
@@ -534,7 +534,7 @@ def show_service(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """Say whether the server runs; the exit status is 1 if not."""
-    from server.cli.service.commands import show_state
+    from server.cli.at_login import show_state
 
     raise typer.Exit(show_state(os.environ, as_json=as_json))
 
@@ -544,7 +544,7 @@ def show_service_log(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
 ) -> None:
     """Show the last 100 lines of the server's log."""
-    from server.cli.service.commands import show_log
+    from server.cli.at_login import show_log
 
     raise typer.Exit(show_log(os.environ, follow=follow))
 
@@ -552,7 +552,7 @@ def show_service_log(
 @service_app.command("remove")
 def remove_service() -> None:
     """End the server, and have it start no more."""
-    from server.cli.service.commands import remove
+    from server.cli.at_login import remove
 
     remove(os.environ)
 
@@ -678,7 +678,7 @@ app.command("config")(
 @app.command()
 def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", help="The shell to be told.")]) -> None:
     """Print a script by which a shell completes commands, flags and models."""
-    from server.cli.shell.completion import SCRIPTS
+    from server.cli.shell import SCRIPTS
 
     if shell not in SCRIPTS:
         raise ConfigError(f"there is no completion for {shell!r}; there is one for {', '.join(SCRIPTS)}")
@@ -690,13 +690,13 @@ def man() -> None:
     """Print the manual page, for `man`."""
     from importlib.metadata import version as version_of
 
-    from server.cli.shell.manual import manual
+    from server.cli.shell import manual
 
     typer.echo(manual(_outline(), version_of("mlx-serve")), nl=False)
 
 
 def _outline() -> "CommandOutline":
-    from server.cli.shell.outline import outline
+    from server.cli.shell import outline
 
     return outline(typer.main.get_command(app))
 

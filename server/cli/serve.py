@@ -4,19 +4,27 @@ The order matters. The address is bound before the model is loaded, so that a ta
 listens only when everything behind it is ready. On the first SIGTERM or Ctrl-C running answers have `drain_seconds`
 to finish, and what still runs then is told so; new requests are answered with status 503 meanwhile. Then it listens
 no longer. A second signal ends the process at once.
+
+What `serve` says of itself when it is ready: one fact a line, each no wider than a terminal.
+
+Which addresses a listening socket can be reached at, and by whom.
 """
 
 import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
+import json
 import logging
 import os
+import shlex
+import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,15 +37,16 @@ from starlette.applications import Starlette
 from cache.budget import DiskInUse, FolderUnusable
 from cache.disk import model_folders
 from models import weights
+from models.fast_blas import ADVICE
 from models.names import resolve
+from models.precision import Precision
+from models.short_names import size_text
 from server import claims
 from server.api.observe import check_otlp
 from server.api_keys import KeyRing
 from server.app import create_pool_app, replace_keys, start_draining
 from server.claims import Claim, OwnClaim
-from server.cli.addresses import is_for_this_machine, urls
-from server.cli.interrupts import Sigterm, interruptible
-from server.cli.start_report import Surroundings, example_call, facts, slowness
+from server.cli.keys import Sigterm, interruptible
 from server.config import ConfigError, ServerConfig
 from server.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.errors import StartError
@@ -51,6 +60,179 @@ from server.pool.pool import ModelPool
 from server.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
 
 logger = logging.getLogger(__name__)
+
+SLOW_SECONDS = 0.5
+"""A token that takes longer is worth a warning before anyone waits for an answer."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a start found on the machine."""
+
+    others: Sequence[Claim]
+    """Servers that run already."""
+    fast_blas: str | None
+    """The library that multiplies matrices in place of MLX's own."""
+    urls: Sequence[str]
+    """Where the server is reached, from this machine first."""
+
+
+def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
+    """Yields a label and a text for each fact; a label is empty where the line goes on with the one before."""
+    model = service.asked_for
+    yield "model", f"{model.id}, {count_text(service.num_parameters)} parameters"
+    yield "weights", weights_text(service)
+    if service.variants:
+        yield "adapters", ", ".join(service.variants)
+    if service.seconds_per_token is not None and sys.platform == "linux":
+        yield "blas", around.fast_blas or f"MLX's own, slow with long prompts; {ADVICE}"
+    yield "cache", _cache_text(service, config)
+    yield "rest", _rest_text(service)
+    for other in around.others:
+        # A server tells its model and what it takes once it has loaded.
+        told = f"{size_text(other.memory_bytes)} are claimed by {other.model}"
+        yield "beside", f"{told if other.model else 'a server is starting'}, process {other.pid}"
+    limit = "" if model.context_tokens < service.model_context_tokens else " (the model's limit)"
+    yield "context", f"{model.context_tokens} tokens{limit}"
+    if config.cache_disk_bytes is not None:
+        per_day = config.cache_disk_write_bytes_per_day
+        limit = f", at most {size_text(per_day)} written a day" if per_day is not None else ""
+        yield "disk", f"{size_text(config.cache_disk_bytes)} in {config.cache_dir}{limit}"
+        room_bytes = _room_bytes(service, config)
+        if room_bytes is not None and room_bytes < config.cache_disk_bytes:
+            yield "", f"of which the disk has room for {size_text(room_bytes)}"
+    yield "slots", f"{config.slots} conversations at once, {config.max_waiting} more may wait"
+    if config.insecure_no_key and not config.needs_key:
+        yield "key", "none: anyone who reaches the address can use this server"
+    yield "address", f"{around.urls[0]}/v1"
+    for url in around.urls[1:]:
+        yield "", f"{url}/v1 from other machines"
+    if config.console:
+        yield "console", f"{around.urls[0]}/"
+
+
+def weights_text(service: Service) -> str:
+    """Returns what the weights take in memory, and why that is not what they take on disk."""
+    held = size_text(service.memory.weights_bytes)
+    if service.precision is Precision.STORED:
+        return held
+    return f"{held}, as {service.precision.value}: fastest on this CPU ({size_text(service.stored_bytes)} on disk)"
+
+
+def slowness(service: Service) -> str | None:
+    """Returns a warning for a model that this processor is too slow for; None if it is not."""
+    seconds = service.seconds_per_token
+    if seconds is None or seconds < SLOW_SECONDS:
+        return None
+    cure = "a smaller model is faster, as is a Mac with Apple silicon"
+    if service.precision is Precision.FLOAT32_SCALES:
+        cure = f"with memory for float32 weights it would be faster; {cure}"
+    return f"Expect about {seconds:.1f} s per token on this processor: {cure}."
+
+
+def _cache_text(service: Service, config: ServerConfig) -> str:
+    budget_bytes = service.memory.budget_bytes
+    per_token = service.engine.stats().cache.bytes_per_token
+    tokens = f", about {round_count(budget_bytes / per_token)} tokens" if per_token else ""
+    source = " (--cache-memory)"
+    if config.cache_memory_bytes is not None:
+        source = ""
+    elif service.memory.others_bytes:
+        source = ", beside others (--cache-memory)"
+    return f"{size_text(budget_bytes)}{tokens}{source}"
+
+
+def _room_bytes(service: Service, config: ServerConfig) -> int | None:
+    """Returns what the disk has free, and what of it is state already; None where it cannot be looked at."""
+    try:
+        free_bytes = shutil.disk_usage(Path(config.cache_dir).expanduser()).free
+    except OSError:
+        return None
+    return free_bytes + service.engine.stats().cache.disk_bytes
+
+
+def _rest_text(service: Service) -> str:
+    memory = service.memory
+    if memory.rest_bytes < 0:
+        return f"none: over the machine's {size_text(memory.machine_bytes)} in all; lower --cache-memory"
+    return f"{size_text(memory.rest_bytes)} of {size_text(memory.machine_bytes)} for everything else on this machine"
+
+
+def example_call(url: str, model: str, needs_key: bool) -> str:
+    """Returns a command for the shell that asks the server something."""
+    key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
+    return (
+        f"curl {url}/v1/chat/completions \\\n  {key}-H 'Content-Type: application/json' \\\n  -d {shlex.quote(body)}"
+    )
+
+
+def count_text(number: int) -> str:
+    """Returns a count as people read it, such as `1.7 million`."""
+    for word, unit in (("billion", 10**9), ("million", 10**6)):
+        if number >= unit:
+            return f"{number / unit:.1f} {word}"
+    return f"{number}"
+
+
+def round_count(number: float) -> str:
+    """Returns an estimate as people read it: two digits that mean something, such as `137 000` or `1.4 million`."""
+    if number >= 10**6:
+        return count_text(int(number))
+    unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
+    return f"{int(number / unit) * unit:,}".replace(",", " ")
+
+
+_ELSEWHERE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1", 9)}
+"""Addresses of documentation (RFC 5737, RFC 3849): choosing a way to them sends nothing."""
+
+
+def is_for_this_machine(address: str) -> bool:
+    """Returns whether only programs on this machine reach an address, given as numbers."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_any(address: str) -> bool:
+    """Returns whether an address, given as numbers, stands for all of the machine's."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
+
+
+def urls(address: str, port: int) -> list[str]:
+    """Returns the base addresses at which a socket bound to `address` is reached, the one for this machine first."""
+    if not is_any(address):
+        return [_url(address, port)]
+    return [_url(host, port) for host in ("127.0.0.1", *_own_addresses(is_ipv6=":" in address))]
+
+
+def _own_addresses(*, is_ipv6: bool) -> list[str]:
+    """Returns the addresses of this machine in its networks: of its main way out and of its name."""
+    families = (socket.AF_INET, socket.AF_INET6) if is_ipv6 else (socket.AF_INET,)
+    found = [address for family in families if (address := _way_out(family)) is not None]
+    try:
+        named = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        named = []
+    found += [str(entry[4][0]) for entry in named if entry[0] in families]
+    return [address for address in dict.fromkeys(found) if _is_reachable(address)]
+
+
+def _way_out(family: socket.AddressFamily) -> str | None:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(_ELSEWHERE[family])
+            return str(way.getsockname()[0])
+    except OSError:
+        return None
+
+
+def _is_reachable(address: str) -> bool:
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return not (found.is_loopback or found.is_unspecified or found.is_link_local)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
 
 CLOSE_SECONDS = 5
 """Time for the last bytes to reach their clients once every answer has ended."""

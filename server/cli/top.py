@@ -1,4 +1,11 @@
-"""`mlx-serve top`: looks at a server again and again, and draws what it sees until the user leaves."""
+"""`mlx-serve top`: looks at a server again and again, and draws what it sees until the user leaves.
+
+What `mlx-serve top` shows of a server, from the object of `/v1/stats`: lines for a terminal of any size.
+
+The prefix tree as `mlx-serve cache tree` shows it, from the object of `/v1/cache`.
+
+`mlx-serve cache tree`: asks a server for its prefix tree, and prints it.
+"""
 
 import contextlib
 import json
@@ -7,17 +14,202 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group
 from rich.live import Live
+from rich.text import Text
 
-from server.cli.asking import AskedServer
-from server.cli.top_view import TopPage, lines, max_scroll
+from models.short_names import size_text
+from server.cli.ask import AskedServer
 from server.errors import StartError
+
+BAR = 20
+NARROW = 60
+"""Columns below which only the most telling figures are shown."""
+HELP = (
+    "q, Ctrl-C      leave",
+    "up, down       move through the requests",
+    "h              this page, and back",
+    "",
+    "saved          prompt tokens that were restored, hence not evaluated again,",
+    "               and the seconds that evaluating them would have taken",
+    "live, stored   state of past tokens in slots, and kept beside them",
+    "again          prompt tokens that were evaluated again, by why; the console",
+    "               and mlx-serve doctor name the words at fault",
+)
+
+
+@dataclass(frozen=True)
+class TopPage:
+    """What is looked at, besides the figures."""
+
+    url: str
+    width: int
+    height: int
+    first: int = 0
+    """How many requests are scrolled past."""
+    speeds: Mapping[str, float] = field(default_factory=dict)
+    """Tokens per second by request, where they are known."""
+    problem: str | None = None
+    """Why the figures are old."""
+    shows_help: bool = False
+
+
+def clean(text: str) -> str:
+    """Returns a text in which nothing can move the cursor."""
+    return "".join(letter if letter.isprintable() else "·" for letter in text)
+
+
+def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
+    """Returns the lines, no more than fit."""
+    found = [_head(stats, screen)]
+    if screen.problem is not None:
+        found.append(Text(f"{screen.problem}; trying again", "red"))
+    if screen.shows_help:
+        found += [Text(""), *map(Text, HELP)]
+    elif stats is not None:
+        found += _body(stats, screen, screen.height - len(found))
+    for line in found:
+        line.truncate(screen.width, overflow="ellipsis")
+    return found[: screen.height]
+
+
+def max_scroll(stats: Mapping[str, Any] | None) -> int:
+    """Returns how far the requests can be scrolled."""
+    return 0 if stats is None else max(0, len(stats["requests"]) - 1)
+
+
+def _head(stats: Mapping[str, Any] | None, screen: TopPage) -> Text:
+    if stats is None:
+        return Text.assemble(("mlx-serve", "bold"), f"  {screen.url}")
+    up = f"up {duration(stats['uptime_seconds'])}"
+    return Text.assemble(("mlx-serve", "bold"), f" {stats['version']}  {up}  {stats['status']}  {screen.url}")
+
+
+def _body(stats: Mapping[str, Any], screen: TopPage, height: int) -> list[Text]:
+    is_narrow = screen.width < NARROW
+    found = [*_totals(stats, is_narrow=is_narrow), Text("")]
+    for model in stats["models"]:
+        found += _model(model, is_narrow=is_narrow)
+    found += [Text(f"{clean(one['id'])} is being loaded: {clean(one['step'])}") for one in stats["loading"]]
+    if not stats["models"] and not stats["loading"]:
+        found.append(Text("no model is loaded"))
+    found.append(Text(""))
+    again = _again(stats)
+    room = max(1, height - len(found) - len(again) - 1)
+    return [*found, *_requests(stats["requests"], screen, room), *again]
+
+
+def _totals(stats: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
+    totals = stats["totals"]
+    share = f"{totals['cached_tokens'] / totals['prompt_tokens']:.0%}" if totals["prompt_tokens"] else "0%"
+    saved = f"{count(totals['cached_tokens'])} tokens ({share})"
+    yield Text.assemble("saved ", (saved, "bold"), f", {duration(totals['saved_seconds'])}")
+    ended = f"requests {count(totals['requests'])}, failed {totals['failed']}, left early {totals['cancelled']}"
+    yield Text(f"requests {count(totals['requests'])}" if is_narrow else f"{ended}, sessions {stats['sessions']}")
+
+
+def _model(model: Mapping[str, Any], *, is_narrow: bool) -> Iterator[Text]:
+    slots, cache = model["slots"], model["cache"]
+    busy, bar = slots["prefilling"] + slots["decoding"], BAR // 2 if is_narrow else BAR
+    yield Text.assemble((clean(model["id"]), "bold"), f"  {busy} of {slots['total']} slots, {model['waiting']} wait")
+    budget = cache["budget_bytes"]
+    held = [(cache["live_bytes"], "green"), (cache["stored_bytes"], "blue")]
+    said = f"live {size_text(cache['live_bytes'])}, stored {size_text(cache['stored_bytes'])} of {size_text(budget)}"
+    yield Text.assemble("memory ", gauge(held, budget, bar), f" {said}")
+    if model["disk_budget_bytes"] is not None:
+        disk = size_text(cache["disk_bytes"])
+        held = [(cache["disk_bytes"], "yellow")]
+        of_disk = f" {disk} of {size_text(model['disk_budget_bytes'])}"
+        yield Text.assemble("disk   ", gauge(held, model["disk_budget_bytes"], bar), of_disk)
+
+
+def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int) -> Iterator[Text]:
+    if not requests:
+        yield Text("no request is running", "dim")
+        return
+    is_narrow = screen.width < NARROW
+    yield Text(_row("SLOT", "SESSION", "PHASE", "PROMPT", "OUTPUT", "TIME", is_narrow=is_narrow), "bold")
+    order = sorted(requests, key=lambda one: (one["slot"] is None, one["slot"] or 0, one["received"]))
+    first = min(screen.first, max(0, len(order) - 1))
+    shown = order[first : first + max(1, room - 1)]
+    for one in shown:
+        yield Text(_request(one, screen.speeds.get(one["id"]), is_narrow=is_narrow))
+    left = len(order) - first - len(shown)
+    if first or left:
+        yield Text(f"{first} before, {left} behind: up and down move", "dim")
+
+
+def _request(one: Mapping[str, Any], speed: float | None, *, is_narrow: bool) -> str:
+    done = one["cached_tokens"] + one["evaluated_tokens"]
+    is_prefill = one["phase"] == "prefill"
+    prompt = f"{done / max(1, one['prompt_tokens']):.0%} of " if is_prefill else ""
+    output = f"{count(one['completion_tokens'])}"
+    if speed and not is_prefill:
+        output += f" {speed:.0f}/s"
+    return _row(
+        "-" if one["slot"] is None else str(one["slot"]),
+        clean(one["session_id"] or "-"),
+        one["phase"],
+        f"{prompt}{count(one['prompt_tokens'])}",
+        output,
+        duration(one["seconds"]),
+        is_narrow=is_narrow,
+    )
+
+
+def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: str, *, is_narrow: bool) -> str:
+    if is_narrow:
+        return f"{slot:>3} {_fitted(session, 14)} {phase:<7} {prompt:>10}"
+    return f"{slot:>4} {_fitted(session, 24)} {phase:<8} {prompt:>14} {output:>14} {time:>8}"
+
+
+def _again(stats: Mapping[str, Any]) -> list[Text]:
+    lost = [one for one in stats["totals"]["misses"] if one["tokens"]]
+    if not lost:
+        return []
+    said = ", ".join(f"{one['reason'].replace('_', ' ')} {count(one['tokens'])}" for one in lost)
+    return [Text(""), Text(f"again  {said}")]
+
+
+def gauge(parts: Sequence[tuple[float, str]], whole: float, width: int) -> Text:
+    """Returns a bar of `width` columns; anything above nothing has a column at least."""
+    bar, used = Text("["), 0
+    for amount, style in parts:
+        columns = min(width - used, round(width * amount / whole) if whole else 0)
+        if amount and not columns and used < width:
+            columns = 1
+        bar.append("|" * columns, style)
+        used += columns
+    return bar.append(" " * (width - used)).append("]")
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as people read it."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min"
+    if seconds < 86400:
+        return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+    return f"{seconds / 86400:.1f} d"
+
+
+def count(number: float) -> str:
+    """Returns a count with its digits in groups: 12 345."""
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def _fitted(text: str, width: int) -> str:
+    """Returns a text in exactly so many columns."""
+    return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…", width)
+
 
 TIMEOUT_SECONDS = 5.0
 PLAIN = TopPage("", width=100, height=60)
@@ -115,3 +307,89 @@ def _keys() -> Iterator[Callable[[float], str]]:
         yield read
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+STYLES = {"live": "green", "memory": "blue", "disk": "yellow"}
+_Edge = Mapping[str, Any]
+
+
+def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
+    """Yields the tree of what memory holds, then that of what is on disk only, and sums."""
+    yield Text.assemble((clean(cache["model"]), "bold"), f"  {_sums(cache)}")
+    nodes: Sequence[_Edge] = cache["nodes"]
+    yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))
+    on_disk = [edge for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
+    if on_disk:
+        yield Text("on disk only", "bold")
+        yield from _branches(_rooted(on_disk), max_depth, lambda edge: _said(edge, "disk"))
+    if not nodes and not on_disk:
+        yield Text("nothing is held")
+    if cache["truncated"]:
+        yield Text("there is more: --limit shows up to 10000 edges", "dim")
+
+
+def _sums(cache: Mapping[str, Any]) -> str:
+    held = cache["bytes"]
+    memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
+    disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
+    return f"{count(cache['num_tokens'])} tokens on {count(cache['num_nodes'])} edges, {memory} in memory{disk}"
+
+
+def _rooted(edges: Sequence[_Edge]) -> list[_Edge]:
+    """Returns edges of which those whose parent is not among them begin a tree."""
+    ids = {edge["id"] for edge in edges}
+    return [{**edge, "parent": edge["parent"] if edge["parent"] in ids else None} for edge in edges]
+
+
+def _branches(edges: Sequence[_Edge], max_depth: int | None, said: Any) -> Iterator[Text]:
+    below: defaultdict[int | None, list[_Edge]] = defaultdict(list)
+    for edge in edges:
+        below[edge["parent"]].append(edge)
+    waiting = [(edge, "", edge is below[None][-1]) for edge in reversed(below[None])]
+    while waiting:
+        edge, indent, is_last = waiting.pop()
+        yield Text.assemble((indent + ("└ " if is_last else "├ "), "dim"), said(edge))
+        inner = indent + ("  " if is_last else "│ ")
+        children = below[edge["id"]]
+        if max_depth is not None and len(inner) // 2 >= max_depth:
+            if children:
+                yield Text(f"{inner}… {count(_num_below(edge, below))} more", "dim")
+            continue
+        waiting += [(child, inner, child is children[-1]) for child in reversed(children)]
+
+
+def _num_below(edge: _Edge, below: Mapping[int | None, list[_Edge]]) -> int:
+    found = [edge]
+    for one in found:
+        found += below.get(one["id"], [])
+    return len(found) - 1
+
+
+def _said(edge: _Edge, tier: str) -> Text:
+    size = "" if tier == "live" else f" {size_text(edge['bytes'])}"
+    marks = [
+        f"restored {edge['uses']}×" if edge.get("uses") else "",
+        edge.get("restore_point") or "",
+        "pinned" if edge.get("pinned") else "",
+        "on disk too" if edge.get("disk_tokens", 0) >= edge["tokens"] else "",
+    ]
+    told = ", ".join(mark.replace("_", " ") for mark in marks if mark)
+    words = clean(edge["preview"].replace("\n", " "))
+    return Text.assemble(
+        (f"{count(edge['tokens'])} {tier}{size}", STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim")
+    )
+
+
+def show_tree(
+    url: str, api_key: str | None, query: dict[str, str | int], max_depth: int | None, *, as_json: bool
+) -> None:
+    """Prints the tree, a line for each edge; raises StartError where the server does not show it."""
+    cache = AskedServer(url, api_key).get("/v1/cache", query)
+    if as_json:
+        typer.echo(json.dumps(cache, indent=2, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    for line in tree_lines(cache, max_depth):
+        if console.is_terminal:
+            line.truncate(console.width, overflow="ellipsis")
+        console.print(line, soft_wrap=True)

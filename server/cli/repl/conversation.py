@@ -1,11 +1,213 @@
-"""A conversation in the terminal, and the text of the file that `/save` makes of it. Pure."""
+"""A conversation in the terminal, and the text of the file that `/save` makes of it. Pure.
 
+What comes back for a message, whoever answers: parts of speech as they are said, and what they cost. Pure.
+
+What a person may set of how a model answers: `/set temperature 0.2`. Pure.
+
+Breaks text at words while it streams in, for a terminal of a given width. Pure.
+
+A word is shown once it is complete, so that it never has to move. Lines are broken at spaces, and beside wide letters
+such as Chinese ones. A word that is wider than the terminal is left to it. What stands between lines of ``` is shown
+as it is, for it is to be copied.
+"""
+
+import difflib
 import json
-from dataclasses import dataclass, field
-from typing import Any
+import unicodedata
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any, Protocol, TypeAlias
 
-from server.cli.repl.parameters import ParameterError, check_value
-from server.cli.repl.speech import AnswerCosts, Turn
+from rich.cells import cell_len
+
+from models.errors import InvalidParameter
+from models.inference.sampling_params import SamplingParams, check
+
+
+class Manner(StrEnum):
+    """How a part is meant."""
+
+    ANSWER = "answer"
+    THOUGHT = "thought"
+
+
+@dataclass(frozen=True)
+class Said:
+    """A part of an answer, never empty."""
+
+    text: str
+    manner: Manner = Manner.ANSWER
+
+
+@dataclass(frozen=True)
+class AnswerCosts:
+    """Tokens and milliseconds of one answer; `cached_tokens + evaluated_tokens` = prompt tokens."""
+
+    cached_tokens: int
+    evaluated_tokens: int
+    prompt_ms: float
+    predicted_tokens: int
+    predicted_ms: float
+
+    def describe(self) -> str:
+        """Returns two lines: what the prompt cost and how fast the answer came."""
+        prompt_tokens = self.cached_tokens + self.evaluated_tokens
+        share = self.cached_tokens / prompt_tokens if prompt_tokens else 0
+        # The time runs from the first token to the last, so one token fewer was made in it.
+        seconds = self.predicted_ms / 1000
+        speed = f", {(self.predicted_tokens - 1) / seconds:.1f} tokens/s" if seconds else ""
+        return (
+            f"prompt: {prompt_tokens} tokens, {self.cached_tokens} cached ({share:.0%}), "
+            f"{self.evaluated_tokens} evaluated in {self.prompt_ms:.0f} ms\n"
+            f"answer: {self.predicted_tokens} tokens{speed}"
+        )
+
+
+class AnswerFailed(Exception):
+    """There is no answer, or no more of it; the message is one sentence for the person."""
+
+
+Turn: TypeAlias = dict[str, Any]
+"""A message of the conversation, as templates and the API take it."""
+
+
+class Answerer(Protocol):
+    """A model that can be talked to."""
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        ...
+
+    def answer(
+        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Said | AnswerCosts, None]:
+        """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first.
+
+        `parameters` are those of `server.cli.repl.conversation`; what is not there is as the model recommends.
+        """
+        ...
+
+
+class ModelChoice(Protocol):
+    """The models that a person can change between."""
+
+    @property
+    def current(self) -> Answerer:
+        """The one that is talked to."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """Returns what `change` takes; may read the disk, or ask a server."""
+        ...
+
+    def change(self, name: str) -> None:
+        """Makes another one current; raises ModelError or AnswerFailed, and then the current one stays."""
+        ...
+
+
+class OneModel:
+    """No choice."""
+
+    def __init__(self, current: Answerer) -> None:
+        self.current = current
+
+    def names(self) -> Sequence[str]:
+        """Returns the only one."""
+        return [self.current.name]
+
+    def change(self, name: str) -> None:
+        """Raises AnswerFailed for any other name."""
+        if name != self.current.name:
+            raise AnswerFailed(f"there is no other model here than {self.current.name}")
+
+
+def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
+    """Returns the costs that an answer of the API reports as `timings`; raises KeyError or ValueError."""
+    return AnswerCosts(
+        int(timings["cache_n"]),
+        int(timings["prompt_n"]),
+        float(timings["prompt_ms"]),
+        int(timings["predicted_n"]),
+        float(timings["predicted_ms"]),
+    )
+
+
+_FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
+"""Beginnings of the names that are no numbers, or of use only beside such ones."""
+SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
+MAX_TOKENS, THINK = "max_tokens", "think"
+NAMES = (*SAMPLING, MAX_TOKENS, THINK)
+
+_WHOLE = ("top_k", "seed", "repeat_last_n", MAX_TOKENS)
+_SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
+
+
+class ParameterError(ValueError):
+    """There is no such parameter, or it cannot be so; the message is one sentence."""
+
+
+def parse_parameter(name: str, text: str) -> Any:
+    """Returns the value that a person typed; raises ParameterError."""
+    check_name(name)
+    if name == THINK:
+        if text.lower() not in _SWITCH:
+            raise ParameterError(f"think is on or off, not {text!r}")
+        return _SWITCH[text.lower()]
+    try:
+        value = int(text) if name in _WHOLE else float(text)
+    except ValueError:
+        raise ParameterError(f"{name} is a {'whole ' if name in _WHOLE else ''}number, not {text!r}") from None
+    check_value(name, value)
+    return value
+
+
+def check_value(name: str, value: Any) -> None:
+    """Raises ParameterError for a value that is out of range, or of another kind."""
+    check_name(name)
+    if name == THINK and not isinstance(value, bool):
+        raise ParameterError(f"think is true or false, not {value!r}")
+    if name == MAX_TOKENS and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ParameterError(f"max_tokens is a whole number above 0, not {value!r}")
+    if name in SAMPLING:
+        try:
+            check(replace(SamplingParams(), **{name: value}), vocab_size=1)
+        except InvalidParameter as error:
+            raise ParameterError(str(error)) from error
+
+
+def check_name(name: str) -> None:
+    """Raises ParameterError for a name that no parameter has."""
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
+        raise ParameterError(f"there is no parameter {name!r}; {hint}")
+
+
+def describe(parameters: Mapping[str, Any]) -> str:
+    """Returns one line for each parameter that was set."""
+    if not parameters:
+        return "Nothing is set: the model's own recommendations hold."
+    return "\n".join(f"{name} {_text(value)}" for name, value in sorted(parameters.items()))
+
+
+def body_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a chat completion that say the same."""
+    fields_said = {name: value for name, value in parameters.items() if name != THINK}
+    return fields_said | template_fields(parameters)
+
+
+def template_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a chat template is told besides the messages, as the field of a body; empty if nothing."""
+    return {"chat_template_kwargs": {"enable_thinking": parameters[THINK]}} if THINK in parameters else {}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
 
 FORMAT = "mlx-serve conversation 1"
 """Stands in every saved file, so that no other file is taken for one, or written over."""
@@ -109,3 +311,94 @@ def _check_parameters(parameters: dict[str, Any]) -> None:
             check_value(name, value)
     except ParameterError as error:
         raise NotAConversation(f"its parameters cannot be used: {error}") from error
+
+
+FENCE = "```"
+
+_JOINER = "\u200d"
+_CLOSING = frozenset("、。，．！？：；）」』】〉》〕〗…ー々っッゃゅょャュョ")
+"""Wide letters that no line may begin with."""
+_TAB = " " * 4
+
+
+class WordWrap:
+    """The state of one text: where its line is, and the word that is not complete yet."""
+
+    def __init__(self) -> None:
+        self._column = 0
+        self._spaces = ""
+        self._word = ""
+        self._is_verbatim = False
+        self._is_fence = False
+        """Whether the line began with a fence."""
+
+    def feed(self, text: str, width: int) -> str:
+        """Returns what can be shown now of all text so far, for lines of `width` cells."""
+        return "".join(self._take(letter, width) for letter in text if _is_shown(letter))
+
+    def finish(self, width: int) -> str:
+        """Returns what was held back."""
+        return self._end_word(width)
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether nothing stands on the line yet."""
+        return self._column == 0 and not self._word and not self._spaces
+
+    def _take(self, letter: str, width: int) -> str:
+        if letter == "\n":
+            return self._end_line(width)
+        if letter in " \t":
+            shown = self._end_word(width)
+            self._spaces += " " if letter == " " else _TAB
+            return shown
+        shown = self._end_word(width) if self._may_break_before(letter) else ""
+        self._word += letter
+        if self._column == 0 and self._word == FENCE:
+            self._is_fence = True
+        return shown
+
+    def _may_break_before(self, letter: str) -> bool:
+        if not self._word or _is_joined(self._word[-1], letter) or letter in _CLOSING:
+            return False
+        return _is_wide(letter) or _is_wide(_base(self._word))
+
+    def _end_word(self, width: int) -> str:
+        spaces, word = self._spaces, self._word
+        if not word:
+            return ""
+        self._spaces = self._word = ""
+        needed = cell_len(spaces) + cell_len(word)
+        if self._column and self._column + needed > width and not self._is_verbatim:
+            self._column = cell_len(word) % width if cell_len(word) > width else cell_len(word)
+            return "\n" + word
+        column = self._column + needed
+        self._column = (column - 1) % width + 1 if column > width else column
+        return spaces + word
+
+    def _end_line(self, width: int) -> str:
+        shown = self._end_word(width)
+        self._is_verbatim ^= self._is_fence
+        self._is_fence, self._spaces, self._column = False, "", 0
+        return shown + "\n"
+
+
+def _is_shown(letter: str) -> bool:
+    """Returns whether a letter is safe on a terminal: no model may move the cursor or change the title."""
+    return letter in "\n\t" or unicodedata.category(letter) != "Cc"
+
+
+def _is_wide(letter: str) -> bool:
+    return cell_len(letter) > 1
+
+
+def _is_joined(before: str, letter: str) -> bool:
+    """Returns whether two letters are parts of one sign: accents, emoji of several parts, skin tones, flags."""
+    if _JOINER in (before, letter) or cell_len(letter) == 0 or "\U0001f3fb" <= letter <= "\U0001f3ff":
+        return True
+    return all("\U0001f1e6" <= one <= "\U0001f1ff" for one in (before, letter))
+
+
+def _base(word: str) -> str:
+    """Returns the last letter of a word that takes place of its own."""
+    return next((letter for letter in reversed(word) if cell_len(letter)), word[-1])

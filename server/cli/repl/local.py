@@ -15,8 +15,17 @@ from models.names import installed, resolve, shorten
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api.served import EnginePort, ServedModel
-from server.cli.repl.parameters import MAX_TOKENS, SAMPLING, template_fields
-from server.cli.repl.speech import AnswerCosts, Answerer, AnswerFailed, Manner, Said, Turn
+from server.cli.repl.conversation import (
+    MAX_TOKENS,
+    SAMPLING,
+    AnswerCosts,
+    Answerer,
+    AnswerFailed,
+    Manner,
+    Said,
+    Turn,
+    template_fields,
+)
 from server.config import ServerConfig
 from server.engine.generation import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest

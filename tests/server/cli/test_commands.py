@@ -16,16 +16,20 @@ from models.errors import ModelNotFound
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from server.app import create_app
-from server.cli.chat import Chat, Opening, chat
-from server.cli.repl import history, local
-from server.cli.repl.conversation import Dialogue, NotAConversation
-from server.cli.repl.files import find_image, is_image
-from server.cli.repl.history import history_file, open_history
-from server.cli.repl.joined import JoinedModels, Served
+from server.cli.ask import JoinedModels, Served
+from server.cli.chat import Chat, Opening, Screen, chat
+from server.cli.repl import local, terminal
+from server.cli.repl.commands import find_image, is_image
+from server.cli.repl.conversation import (
+    Dialogue,
+    ModelChoice,
+    NotAConversation,
+    OneModel,
+    ParameterError,
+    parse_parameter,
+)
 from server.cli.repl.local import LocalModel, LocalModels
-from server.cli.repl.parameters import ParameterError, parse_parameter
-from server.cli.repl.screen import Screen
-from server.cli.repl.speech import ModelChoice, OneModel
+from server.cli.repl.terminal import history_file, open_history
 from server.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
@@ -336,7 +340,7 @@ def test_what_was_typed_is_there_the_next_time_for_its_owner_only(tmp_path: Path
 
 
 def test_a_long_history_loses_its_oldest_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MAX_BYTES", 4000)
+    monkeypatch.setattr(terminal, "MAX_BYTES", 4000)
     path = tmp_path / "history"
     for number in range(200):
         open_history(path).store_string(f"message {number}")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import typer
 
-from server.cli.examples import EXAMPLES
 from server.cli.main import app, execute
+from server.cli.shell import EXAMPLES
 
 ROOT: Any = typer.main.get_command(app)
 

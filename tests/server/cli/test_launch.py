@@ -18,12 +18,20 @@ from typing import Any
 import pytest
 
 from server.app import create_app
-from server.cli.launch import commands
-from server.cli.launch.commands import Launch, launch
-from server.cli.launch.recipes import RECIPES, LaunchTarget, as_shell, command_of, environment_of
-from server.cli.launch.savings import LaunchSavings, count_sessions, prompt_speed, savings_between
-from server.cli.launch.servers import find_running, started_server
+from server.cli import launch as commands
+from server.cli.launch import Launch, find_running, launch, started_server
 from server.cli.main import execute
+from server.cli.recipes import (
+    RECIPES,
+    LaunchSavings,
+    LaunchTarget,
+    as_shell,
+    command_of,
+    count_sessions,
+    environment_of,
+    prompt_speed,
+    savings_between,
+)
 from server.config import ConfigError, ServerConfig
 from server.errors import StartError
 from tests.support.fake_engine import FakeEngine, Script, fake_model

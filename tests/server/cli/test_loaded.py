@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from server.app import create_pool_app
-from server.cli.loaded import show_loaded, unload
+from server.cli.ask import show_loaded, unload
 from server.config import ServerConfig
 from server.errors import StartError
 from server.pool.memory import PoolSettings

@@ -12,11 +12,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from server.app import create_app
-from server.cli.chat import Chat
-from server.cli.repl.joined import JoinedModels, KeyNeeded, Served, find_served
-from server.cli.repl.screen import Screen, fold
-from server.cli.repl.speech import Manner, Said
-from server.cli.repl.wrap import WordWrap
+from server.cli.ask import JoinedModels, KeyNeeded, Served, find_served
+from server.cli.chat import Chat, Screen, fold
+from server.cli.repl.conversation import Manner, Said, WordWrap
 from server.config import ServerConfig
 from server.engine.request import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -26,9 +26,7 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from server.app import create_app
 from server.claims import Claim, running
-from server.cli.addresses import is_for_this_machine, urls
-from server.cli.serve import _Stopper, bind
-from server.cli.start_report import count_text, example_call
+from server.cli.serve import _Stopper, bind, count_text, example_call, is_for_this_machine, urls
 from server.config import ServerConfig
 from server.errors import StartError
 from server.memory_budget import Machine, choose_pool_bytes

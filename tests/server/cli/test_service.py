@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from server.cli import at_login
+from server.cli.at_login import Launchd, ServiceManager, Systemd
 from server.cli.main import execute
-from server.cli.service import commands
-from server.cli.service.managers import Launchd, ServiceManager, Systemd
-from server.cli.service.units import ServiceSpec, launchd_plist, passed_on, systemd_unit
+from server.cli.units import ServiceSpec, launchd_plist, passed_on, systemd_unit
 from server.errors import StartError
 
 COMMAND = ["/home/a b/bin/mlx-serve", "serve", '50% of $HOME "x" \\']
@@ -222,7 +222,7 @@ def test_a_machine_without_the_program_is_told(tmp_path: Path) -> None:
 def systemd(programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Systemd:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     manager = Systemd({"XDG_CONFIG_HOME": str(tmp_path)}, programs)
-    monkeypatch.setattr(commands, "find_manager", lambda environment: manager)
+    monkeypatch.setattr(at_login, "find_manager", lambda environment: manager)
     return manager
 
 
@@ -264,6 +264,6 @@ def test_settings_that_cannot_be_used_are_told_before_anything_is_installed(
 def test_the_program_is_the_one_that_was_started(tmp_path: Path) -> None:
     program = tmp_path / "mlx-serve"
     program.write_text("#!/bin/sh\n")
-    assert list(commands.own_program(str(program)))[1:] != []
+    assert list(at_login.own_program(str(program)))[1:] != []
     program.chmod(0o755)
-    assert commands.own_program(str(program)) == [str(program)]
+    assert at_login.own_program(str(program)) == [str(program)]

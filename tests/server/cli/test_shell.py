@@ -11,9 +11,7 @@ import pytest
 import typer
 
 from server.cli.main import app, execute
-from server.cli.shell.completion import SCRIPTS
-from server.cli.shell.manual import EXIT_STATUSES, FILES
-from server.cli.shell.outline import CommandOutline, outline
+from server.cli.shell import EXIT_STATUSES, FILES, SCRIPTS, CommandOutline, outline
 from server.settings import SETTINGS, variable_of
 
 DOCS = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")

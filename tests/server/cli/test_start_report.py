@@ -8,7 +8,7 @@ import pytest
 
 from models.precision import Precision
 from server.claims import Claim
-from server.cli.start_report import Surroundings, facts, round_count, slowness
+from server.cli.serve import Surroundings, facts, round_count, slowness
 from server.config import ServerConfig
 from server.memory_budget import MemoryPlan
 from server.service import Service, open_service

@@ -22,9 +22,7 @@ from typer.testing import CliRunner
 
 from server.app import create_app, create_pool_app
 from server.cli.main import app
-from server.cli.top import Watched
-from server.cli.top_view import BAR, TopPage, clean, gauge, lines, max_scroll
-from server.cli.tree_view import tree_lines
+from server.cli.top import BAR, TopPage, Watched, clean, gauge, lines, max_scroll, tree_lines
 from server.config import ServerConfig
 from server.doctor import report
 from server.errors import StartError

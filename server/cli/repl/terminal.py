@@ -1,4 +1,9 @@
-"""What a person typed, kept for the arrow keys of the next time; readable by its owner only."""
+"""Reads lines from a person at a terminal, with editing, history, and pasted lines as one message.
+
+`readline` cannot do the last everywhere: the libedit that Python comes with on macOS knows no bracketed paste.
+
+What a person typed, kept for the arrow keys of the next time; readable by its owner only.
+"""
 
 import contextlib
 import logging
@@ -6,7 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.output import create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
 
 logger = logging.getLogger(__name__)
 
@@ -49,3 +57,23 @@ def _shorten(path: Path) -> None:
         return
     kept = path.read_bytes()[-MAX_BYTES // 2 :]
     path.write_bytes(kept[max(kept.find(_ENTRY), 0) :])
+
+
+class Keyboard:
+    """The terminal's keys."""
+
+    def __init__(self, history: Path | None = None) -> None:
+        """What is typed is kept for the arrow keys: in the file `history`, or while the program runs."""
+        # Standard output may be a file; the prompt then goes to standard error.
+        output = create_output(always_prefer_tty=True)
+        if isinstance(output, Vt100_Output):
+            # A terminal that does not tell where its cursor is would be complained about.
+            output.enable_cpr = False
+        self._session: PromptSession[str] = PromptSession(
+            history=open_history(history), output=output, enable_suspend=True, reserve_space_for_menu=0
+        )
+
+    def read(self, prompt: str) -> str:
+        """Returns a line, or the lines that were pasted into it; raises EOFError and KeyboardInterrupt."""
+        margin = "... ".rjust(len(prompt))
+        return self._session.prompt(prompt, prompt_continuation=margin)

@@ -1,0 +1,238 @@
+"""`mlx-serve launch`: finds or starts a server, runs an agent against it, and says what was saved.
+
+The server that an agent asks: one that runs, or one that is started for it and ended with it.
+"""
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+import httpx2
+import typer
+
+from server import claims
+from server.cli.ask import KeyNeeded, Served, find_served
+from server.cli.at_login import own_program
+from server.cli.config import load_model_config
+from server.cli.recipes import (
+    RECIPES,
+    LaunchTarget,
+    Recipe,
+    SessionCounts,
+    as_shell,
+    changed,
+    command_of,
+    count_sessions,
+    environment_of,
+    prompt_speed,
+    savings_between,
+)
+from server.config import ConfigError
+from server.errors import StartError
+
+ASK_SECONDS = 10.0
+POLL_SECONDS = 0.2
+STOP_SECONDS = 60.0
+"""For what it has to write to the disk."""
+
+
+def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | None:
+    """Returns a running server that has the model loaded; raises StartError where one asks for a key."""
+    try:
+        return find_served(model, urls, key)
+    except KeyNeeded as error:
+        raise StartError(f"the server at {error} asks for a key; give it with --api-key") from error
+
+
+@contextlib.contextmanager
+def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], object]) -> Iterator[str]:
+    """Starts a server, and ends it in the end; gives its address. Raises StartError with the server's own words.
+
+    `runtime` is the folder in which servers tell each other what they do.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        # In a session of its own Ctrl-C is for the agent alone.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        try:
+            yield _wait_for(process, runtime, log)
+        finally:
+            tell("Ending the server …")
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            process.kill()
+            process.wait()
+
+
+def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> str:
+    while process.poll() is None:
+        url = next((claim.url for claim in claims.running(runtime) if claim.pid == process.pid), "")
+        if url and _is_ready(url):
+            return url
+        time.sleep(POLL_SECONDS)
+    log.seek(0)
+    lines = [line.strip() for line in log if line.strip()]
+    raise StartError((lines[-1] if lines else "it said nothing").removeprefix("mlx-serve: "))
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with _client(None) as client:
+            return client.get(f"{url}/health").status_code == httpx2.codes.OK
+    except httpx2.HTTPError:
+        return False
+
+
+def describe_target(served: Served, key: str | None) -> LaunchTarget:
+    """Returns the model as an agent is to be told of it."""
+    models = _get(f"{served.url}/v1/models", key).get("data", [])
+    found: dict[str, Any] = next((model for model in models if model.get("id") == served.model), {})
+    return LaunchTarget(served.url, served.model, int(found.get("context_length") or 0), key or "")
+
+
+def look_at_sessions(target: LaunchTarget) -> SessionCounts:
+    """Returns what the server's sessions have cost so far; nothing where it does not say."""
+    try:
+        return count_sessions(_get(f"{target.url}/v1/sessions", target.key)["data"])
+    except (KeyError, TypeError):
+        return {}
+
+
+def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
+    """Returns the prompt tokens per second of the sessions that were asked something in between."""
+    turns: list[Any] = []
+    for namespace, name in changed(before, after):
+        query = httpx2.QueryParams({"namespace": namespace} if namespace and not target.key else {})
+        session = _get(f"{target.url}/v1/sessions/{_quoted(name)}?{query}", target.key)
+        turns += session.get("turns") or []
+    try:
+        return prompt_speed(turns)
+    except (KeyError, TypeError):
+        return 0.0
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _get(url: str, key: str | None) -> dict[str, Any]:
+    """Returns what a server answers; empty where it does not."""
+    try:
+        with _client(key) as client:
+            answer = client.get(url)
+            found = answer.json() if answer.status_code == httpx2.codes.OK else {}
+    except (httpx2.HTTPError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _client(key: str | None) -> httpx2.Client:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx2.Client(timeout=ASK_SECONDS, trust_env=False, headers=headers)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a person asked for."""
+
+    client: str
+    model: str | None
+    api_key: str | None
+    arguments: Sequence[str]
+    """For the agent."""
+    is_shown: bool = False
+    """Whether the command is only shown."""
+
+
+def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mapping[str, str]) -> int:
+    """Runs the agent and returns its exit status; raises ConfigError, ModelError or StartError.
+
+    `urls` are the servers that may be asked, `runtime` the folder in which they tell each other what they do.
+    """
+    recipe = RECIPES.get(asked.client)
+    if recipe is None:
+        raise ConfigError(f"there is no client {asked.client!r}; there are {', '.join(RECIPES)}")
+    config = load_model_config({"models": asked.model and [asked.model]}, environment)
+    asked = replace(asked, model=config.models[0], api_key=asked.api_key or config.api_key)
+    if asked.is_shown:
+        typer.echo(as_shell(recipe, _likely_target(asked, urls), asked.arguments))
+        return 0
+    if shutil.which(recipe.program, path=environment.get("PATH")) is None:
+        raise StartError(f"{recipe.title} is not installed: there is no {recipe.program}; {recipe.advice}")
+    with _ended_in_order(), _server(asked, urls, runtime) as target:
+        return _run(recipe, target, asked.arguments, environment)
+
+
+def _likely_target(asked: Launch, urls: Sequence[str]) -> LaunchTarget:
+    served = find_running(asked.model or "", urls, asked.api_key)
+    if served is not None:
+        return describe_target(served, asked.api_key)
+    return LaunchTarget(urls[-1], asked.model or "", 0, asked.api_key or "")
+
+
+@contextlib.contextmanager
+def _server(asked: Launch, urls: Sequence[str], runtime: Path) -> Iterator[LaunchTarget]:
+    model = asked.model or ""
+    served = find_running(model, urls, asked.api_key)
+    if served is not None:
+        _tell(f"Asking the server at {served.url}.")
+        yield describe_target(served, asked.api_key)
+        return
+    _tell(f"Starting a server with {model} …")
+    command = [*own_program(sys.argv[0]), "serve", model, "--port", "0"]
+    with started_server(command, runtime, _tell) as url:
+        found = find_running(model, [url], asked.api_key) or Served(url, model)
+        yield describe_target(found, asked.api_key)
+
+
+def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    before = look_at_sessions(target)
+    with _interrupts_left_to_the_agent():
+        status = subprocess.run(
+            command_of(recipe, target, arguments), env=environment_of(recipe, target, environment), check=False
+        ).returncode
+    after = look_at_sessions(target)
+    _tell(savings_between(before, after, measure_speed(target, before, after)).describe())
+    # As shells say it that a signal ended a program.
+    return status if status >= 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _interrupts_left_to_the_agent() -> Iterator[None]:
+    """Has Ctrl-C reach the agent only. A handler, for what is ignored would be ignored by the agent as well."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Has a closed terminal, or SIGTERM, end the agent and the server that was started for it as well."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, _leave) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _leave(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _tell(text: str) -> None:
+    # Standard output is the agent's.
+    typer.echo(text, err=True)

@@ -1,1 +1,0 @@
-"""`mlx-serve service`: a server that starts when its user logs in."""
