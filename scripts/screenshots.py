@@ -16,10 +16,10 @@ from typing import Literal
 import httpx
 from playwright.sync_api import Page
 
-from server.app import create_pool_app
-from server.config import ServerConfig
+from server.app.app import create_pool_app
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from server.pool.pool import ModelPool
-from server.service import open_service
 from tests.support.browser import BROWSER, browser
 from tests.support.live_server import running
 

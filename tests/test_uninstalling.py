@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from server.app.keys import SHARED
 from server.cli.repl.terminal import history_file, open_history
 from server.cli.shell import EXAMPLES
-from server.key_file import SHARED
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
 

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 
 import httpx2
 
-from server.app import create_pool_app
-from server.config import ServerConfig
+from server.app.app import create_pool_app
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from server.pool.pool import ModelPool
-from server.service import open_service
 from tests.support.live_server import running
 
 STREAMS = 8

@@ -15,7 +15,7 @@ from scripts.bench.serving_client import Answer, Messages, Stream, ask, warm_up
 from scripts.bench.serving_prompts import TextMaker, tokens_of
 from scripts.bench.serving_raw import RawEngine, raw_engine
 from scripts.bench.serving_servers import OURS, PEER, Server, both, running
-from server.config import ServerConfig
+from server.app.config import ServerConfig
 
 LONG_PROMPT_TOKENS = 1500
 SHORT_PROMPT_TOKENS = 40

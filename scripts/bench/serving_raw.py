@@ -73,7 +73,7 @@ def _our_job(folder: Path) -> Job:
     from models.inference.sampling_params import SamplingParams
     from models.loader import load
     from scripts.bench.decode_step import launch
-    from server.config import ServerConfig
+    from server.app.config import ServerConfig
 
     loaded = load(folder, folder.name)
     runner = Runner(loaded.model, vocab_size=loaded.vocab_size)

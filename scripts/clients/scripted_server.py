@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from scripts.clients.scripted_model import TOOL_RESULT
 from server.api.served import AnswerBinder
-from server.app import create_app
-from server.config import ServerConfig
-from server.connections import HttpConfig, Limits
+from server.app.app import create_app
+from server.app.config import ServerConfig
+from server.app.connections import HttpConfig, Limits
+from server.app.service import open_service
 from server.engine.engine import Engine
 from server.engine.generation import Generation
 from server.engine.request import Delta, Event, Finished, GenerationRequest, Started
-from server.service import open_service
 
 START_SECONDS = 30.0
 

@@ -34,8 +34,8 @@ from server.api.served import ApiContext, EnginePort, HoldPort, PoolPort, Served
 from server.api.session_id import SessionIdError, ascii_text
 from server.api.sessions import Origin
 from server.api.wire import JsonBody, check_amount, check_messages, not_finite, parse_object, read_body
+from server.app.log_events import TextsEmbedded
 from server.engine.commands import HoldTurn
-from server.log_events import TextsEmbedded
 from server.pool.errors import ModelNotLoaded
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ class AnswerStream(EventSourceResponse):
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         """Sends at once: there is no time-out here, and the scope for one costs more than the sending itself.
 
-        How long a client may leave an answer unread is watched where its connection is (`server/connections.py`).
+        How long a client may leave an answer unread is watched where its connection is (`server/app/connections.py`).
         """
         await send(message)
 

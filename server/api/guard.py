@@ -43,9 +43,9 @@ from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.served import context_of
 from server.api.session_id import ascii_text
 from server.api.sessions import Origin, Refusal
-from server.api_keys import ApiKey, namespace_of_key
-from server.config import ServerConfig
-from server.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
+from server.app.config import ServerConfig
+from server.app.keys import ApiKey, namespace_of_key
+from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
 
 logger = logging.getLogger(__name__)
 

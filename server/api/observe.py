@@ -29,8 +29,8 @@ from prometheus_client.registry import Collector
 from server.api.live.activity import Arrival
 from server.api.record import AnswerFigures
 from server.api.sessions import TurnRecord
+from server.app.config import StartError
 from server.engine.request import EngineStats, GenerationRequest
-from server.errors import StartError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

@@ -31,7 +31,7 @@ from server.api.conversation import Conversation
 from server.api.dialect import dialect_of
 from server.api.errors import ApiError, Code, context_exceeded
 from server.api.served import ServedModel
-from server.config import ServerConfig
+from server.app.config import ServerConfig
 from server.engine.request import GenerationRequest, Priority
 
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}

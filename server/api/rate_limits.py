@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from server.api_keys import ApiKey
+from server.app.keys import ApiKey
 
 BUSY_RETRY_SECONDS = 1
 """Nobody knows when a running request ends."""

@@ -12,6 +12,7 @@ from typing import TypedDict
 
 from server.api.errors import as_api_error
 from server.api.sessions import TurnRecord
+from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
 from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import Miss, MissReason
 from server.engine.request import (
@@ -25,7 +26,6 @@ from server.engine.request import (
     Started,
     Timings,
 )
-from server.log_events import MissFigures, PrefillProgress, RequestEnded
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from server.api.planning import Planning
 from server.api.rate_limits import RateLimits
 from server.api.record import AnswerFigures
 from server.api.sessions import Refusals, SessionRecords, TurnRecord
-from server.api_keys import KeyRing
-from server.config import ServerConfig
+from server.app.config import ServerConfig
+from server.app.keys import KeyRing
 from server.diagnosis.account import Conversations
 from server.engine.command import Command
 from server.engine.embeddings import Vector

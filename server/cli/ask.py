@@ -19,6 +19,7 @@ import typer
 
 from models.names import parse_repository
 from models.short_names import size_text
+from server.app.config import StartError
 from server.cli.models import plain_table
 from server.cli.repl.conversation import (
     AnswerCosts,
@@ -30,7 +31,6 @@ from server.cli.repl.conversation import (
     body_fields,
     costs_of,
 )
-from server.errors import StartError
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,9 @@ import typer
 
 from models.errors import reason
 from models.names import resolve
+from server.app.config import PREFIX, StartError
 from server.cli.config import config_file, load_config
 from server.cli.units import LABEL, MARK, PASSED_ON, ServiceSpec, launchd_plist, passed_on, systemd_unit
-from server.errors import StartError
-from server.settings import PREFIX
 
 Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a program to its end and returns what it said; raises OSError where there is none."""

@@ -12,7 +12,7 @@ from rich.table import Table
 from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
 from models.short_names import size_text
-from server.errors import StartError
+from server.app.config import StartError
 
 
 def show(cache_dir: str, *, as_json: bool) -> None:

@@ -14,11 +14,12 @@ import typer
 
 from models.errors import reason
 from models.names import used_last
-from server.config import ConfigError, ServerConfig
-from server.settings import (
+from server.app.config import (
     FILE_VARIABLE,
     SETTINGS,
+    ConfigError,
     Layer,
+    ServerConfig,
     SettingOrigin,
     ToldSetting,
     checked,

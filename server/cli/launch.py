@@ -20,7 +20,8 @@ from urllib.parse import quote
 import httpx2
 import typer
 
-from server import claims
+from server.app import memory_budget
+from server.app.config import ConfigError, StartError
 from server.cli.ask import KeyNeeded, Served, find_served
 from server.cli.at_login import own_program
 from server.cli.config import load_model_config
@@ -37,8 +38,6 @@ from server.cli.recipes import (
     prompt_speed,
     savings_between,
 )
-from server.config import ConfigError
-from server.errors import StartError
 
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
@@ -76,7 +75,7 @@ def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], 
 
 def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> str:
     while process.poll() is None:
-        url = next((claim.url for claim in claims.running(runtime) if claim.pid == process.pid), "")
+        url = next((claim.url for claim in memory_budget.running(runtime) if claim.pid == process.pid), "")
         if url and _is_ready(url):
             return url
         time.sleep(POLL_SECONDS)

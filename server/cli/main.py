@@ -23,14 +23,21 @@ from cache.budget import FolderError
 from models.errors import ModelError
 from models.fast_blas import load_fast_blas
 from models.names import resolve, settle
+from server.app.config import (
+    KEY_VARIABLE,
+    ConfigError,
+    DoctorError,
+    ServerConfig,
+    StartError,
+    is_size,
+    parse_size,
+    size_literal,
+)
+from server.app.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
 from server.cli.config import load_config, load_model_config, show_settings, template
 from server.cli.keys import held_back, interruptible
 from server.cli.recipes import RECIPES
 from server.cli.shell import epilog
-from server.config import ConfigError, ServerConfig
-from server.errors import DoctorError, StartError
-from server.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
-from server.settings import KEY_VARIABLE, is_size, parse_size, size_literal
 
 if TYPE_CHECKING:
     from server.cli.ask import Served
@@ -178,7 +185,7 @@ def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, op
 
 def _known_urls() -> list[str]:
     """Returns where servers of this machine may be asked: those that this user runs, and the usual address."""
-    from server.claims import running
+    from server.app.memory_budget import running
     from server.doctor.report import DEFAULT_URL
 
     # One of another user, or in a container, is known by its usual address only.

@@ -41,23 +41,20 @@ from models.fast_blas import ADVICE
 from models.names import resolve
 from models.precision import Precision
 from models.short_names import size_text
-from server import claims
 from server.api.observe import check_otlp
-from server.api_keys import KeyRing
-from server.app import create_pool_app, replace_keys, start_draining
-from server.claims import Claim, OwnClaim
+from server.app import memory_budget
+from server.app.app import create_pool_app, replace_keys, start_draining
+from server.app.config import ConfigError, ServerConfig, StartError
+from server.app.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
+from server.app.keys import KeyRing, read_keys
+from server.app.log import configure_logging
+from server.app.memory_budget import Claim, OwnClaim, read_machine
+from server.app.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
 from server.cli.keys import Sigterm, interruptible
-from server.config import ConfigError, ServerConfig
-from server.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
-from server.errors import StartError
-from server.key_file import read_keys
-from server.log import configure_logging
-from server.memory_budget import read_machine
 from server.pool.catalog import InstalledCatalog
 from server.pool.memory import PoolSettings
 from server.pool.names import parse_alias, parse_keep_alive
 from server.pool.pool import ModelPool
-from server.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +300,7 @@ def _check_cache_dir(config: ServerConfig) -> None:
 def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None, list[Claim]]:
     """Returns this server's claim, given up at the end, and those of servers that run already."""
     try:
-        own, others = claims.take(runtime, Claim(os.getpid(), "", 0, ""))
+        own, others = memory_budget.take(runtime, Claim(os.getpid(), "", 0, ""))
     except OSError as error:
         logger.warning("other servers on this machine are not seen: %s", error)
         return None, []

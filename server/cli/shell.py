@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass
 from enum import StrEnum
 from typing import Any
 
-from server.settings import FILE_VARIABLE, SETTINGS, key_of, variable_of
+from server.app.config import FILE_VARIABLE, SETTINGS, key_of, variable_of
 
 PROGRAM = "mlx-serve"
 

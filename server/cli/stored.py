@@ -47,8 +47,8 @@ from models.store import library
 from models.store.library import FileFault, Making, verify
 from models.store.modelfile import WITHOUT_EFFECT, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import StoredModel, WeightsPlace
-from server.errors import StartError
-from server.memory_budget import Machine, comfortable_weights_bytes, largest_weights_bytes, read_machine
+from server.app.config import StartError
+from server.app.memory_budget import Machine, comfortable_weights_bytes, largest_weights_bytes, read_machine
 
 STANDARD_INPUT = "-"
 

@@ -26,8 +26,8 @@ from rich.live import Live
 from rich.text import Text
 
 from models.short_names import size_text
+from server.app.config import StartError
 from server.cli.ask import AskedServer
-from server.errors import StartError
 
 BAR = 20
 NARROW = 60

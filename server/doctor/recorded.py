@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from server.api.session_id import SessionIdError, resolve_session_id
+from server.app.config import DoctorError
+from server.app.prompt_hygiene import with_constant_header
 from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
-from server.errors import DoctorError
-from server.prompt_hygiene import with_constant_header
 
 TIME_FIELDS = ("timestamp", "time", "created")
 TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")

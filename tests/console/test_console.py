@@ -14,10 +14,10 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from server.api.console import console_files
-from server.app import create_app, create_pool_app
-from server.config import ServerConfig
+from server.app.app import create_app, create_pool_app
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from server.pool.pool import ModelPool
-from server.service import open_service
 from tests.console.hostile import TEXTS
 from tests.support.browser import BROWSER, browser
 from tests.support.fake_engine import FakeEngine, Script, fake_model

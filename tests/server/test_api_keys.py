@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.api_keys import KeyRing, digest_of, namespace_of_key, parse_keys
-from server.app import create_app, replace_keys
-from server.config import ConfigError, ServerConfig
-from server.key_file import read_keys
+from server.app.app import create_app, replace_keys
+from server.app.config import ConfigError, ServerConfig
+from server.app.keys import KeyRing, digest_of, namespace_of_key, parse_keys, read_keys
 from tests.support.fake_engine import FakeEngine, fake_model
 
 TWO = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from server import claims
-from server.claims import Claim
+from server.app import memory_budget
+from server.app.memory_budget import Claim
 
 HERE = Claim(os.getpid(), "here", 5, "http://127.0.0.1:1")
 OTHER = Claim(4_000_000, "org/other", 7, "")
@@ -17,23 +17,23 @@ OTHER = Claim(4_000_000, "org/other", 7, "")
 
 def test_the_second_sees_the_first_until_that_ends(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first, others = claims.take(folder, HERE)
+    first, others = memory_budget.take(folder, HERE)
     assert others == []
-    second, others = claims.take(folder, OTHER)
+    second, others = memory_budget.take(folder, OTHER)
     assert others == [HERE]
-    assert claims.running(folder) == [OTHER, HERE] or claims.running(folder) == [HERE, OTHER]
+    assert memory_budget.running(folder) == [OTHER, HERE] or memory_budget.running(folder) == [HERE, OTHER]
     first.close()
-    assert claims.running(folder) == [OTHER]
+    assert memory_budget.running(folder) == [OTHER]
     second.close()
-    assert claims.running(folder) == []
+    assert memory_budget.running(folder) == []
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
 def test_a_claim_is_told_anew_whether_longer_or_shorter(tmp_path: Path) -> None:
-    own, _ = claims.take(tmp_path / "run", HERE)
+    own, _ = memory_budget.take(tmp_path / "run", HERE)
     for claim in (Claim(HERE.pid, "a much longer name", 10**12, "http://x"), Claim(HERE.pid, "s", 1, "")):
         own.tell(claim)
-        assert claims.running(tmp_path / "run") == [claim]
+        assert memory_budget.running(tmp_path / "run") == [claim]
     own.close()
 
 
@@ -52,10 +52,10 @@ sys.stdin.read()
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert [claim.model for claim in claims.running(folder)] == ["killed"]
+        assert [claim.model for claim in memory_budget.running(folder)] == ["killed"]
         process.kill()
     assert (folder / f"{process.pid}.json").exists()
-    assert claims.running(folder) == []
+    assert memory_budget.running(folder) == []
     assert not (folder / f"{process.pid}.json").exists()
 
 
@@ -64,9 +64,9 @@ sys.stdin.read()
 )
 def test_a_claim_that_is_not_understood_counts_as_none(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    own, _ = claims.take(folder, OTHER)
+    own, _ = memory_budget.take(folder, OTHER)
     (folder / f"{OTHER.pid}.json").write_text(text)
-    assert claims.running(folder) == []
+    assert memory_budget.running(folder) == []
     own.close()
 
 
@@ -76,19 +76,19 @@ def test_a_folder_that_others_can_enter_is_not_used(mode: int, tmp_path: Path) -
     folder.mkdir()
     folder.chmod(mode)
     with pytest.raises(PermissionError, match="not this user's alone"):
-        claims.take(folder, HERE)
-    assert claims.running(folder) == []
+        memory_budget.take(folder, HERE)
+    assert memory_budget.running(folder) == []
 
 
 def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "run").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError):
-        claims.take(tmp_path / "run", HERE)
+        memory_budget.take(tmp_path / "run", HERE)
 
 
 def test_claims_can_be_read_by_others_programs_of_the_user(tmp_path: Path) -> None:
-    own, _ = claims.take(tmp_path / "run", HERE)
+    own, _ = memory_budget.take(tmp_path / "run", HERE)
     text = (tmp_path / "run" / f"{HERE.pid}.json").read_text()
     assert json.loads(text) == {"pid": HERE.pid, "model": "here", "memory_bytes": 5, "url": "http://127.0.0.1:1"}
     own.close()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.config import ConfigError, ServerConfig
+from server.app.config import ConfigError, ServerConfig
 
 
 def test_defaults_pass_the_check() -> None:

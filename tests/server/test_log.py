@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from server.log import make_handler
-from server.log_events import (
+from server.app.log import make_handler
+from server.app.log_events import (
     EntryPart,
     LogEntry,
     MissFigures,
@@ -27,12 +27,12 @@ from server.log_events import (
     RequestEnded,
     RequestRefused,
     TextsEmbedded,
+    lay_out,
     percent_text,
     printable,
     seconds_text,
     short_id,
 )
-from server.log_layout import lay_out
 
 ENDED = RequestEnded(
     request_id="chatcmpl-3f9a1c00000000000000000000000000",

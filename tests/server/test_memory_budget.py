@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from server.memory_budget import (
+from server.app.memory_budget import (
     SMALLEST_BUDGET_BYTES,
     Machine,
     MemoryPlan,
@@ -49,7 +49,7 @@ def test_metal_recommends_and_a_card_has_memory_of_its_own() -> None:
 def test_a_container_with_less_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     limit.write_text("1000000\n")
-    monkeypatch.setattr("server.memory_budget._CGROUP_LIMITS", (limit, tmp_path / "none"))
+    monkeypatch.setattr("server.app.memory_budget._CGROUP_LIMITS", (limit, tmp_path / "none"))
     assert read_machine({}).memory_bytes == 1_000_000
     limit.write_text("max\n")
     assert read_machine({}).memory_bytes > 1_000_000

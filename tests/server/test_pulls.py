@@ -10,7 +10,7 @@ import pytest
 
 from models.errors import PullFailed
 from models.hub import PlannedFile, PullChecking, PullEvent, PullProgress
-from server.pulls import Pulls
+from server.app.pulls import Pulls
 
 FILE = PlannedFile("model.safetensors", 100, "ab" * 32)
 WAIT_SECONDS = 20.0

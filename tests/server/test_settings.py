@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.config import ConfigError, ServerConfig
-from server.settings import (
+from server.app.config import (
     SETTINGS,
+    ConfigError,
+    ServerConfig,
     SettingOrigin,
     checked,
     from_environment,

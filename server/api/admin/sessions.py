@@ -17,7 +17,7 @@ from server.api.record import MissBody, miss_body, miss_of
 from server.api.served import context_of
 from server.api.sessions import Refusal, SessionRecord, TurnRecord
 from server.api.wire import JsonBody
-from server.api_keys import KeyRing
+from server.app.keys import KeyRing
 from server.engine.commands import ForgetSession
 from server.engine.request import EngineStopped
 

@@ -41,8 +41,8 @@ from server.api.params import (
     json_grammar,
 )
 from server.api.served import ApiContext, ServedModel
-from server.config import ServerConfig
-from server.prompt_hygiene import with_constant_headers
+from server.app.config import ServerConfig
+from server.app.prompt_hygiene import with_constant_headers
 
 _ERROR_PREFIX = "Error: "
 

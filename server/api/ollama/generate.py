@@ -44,10 +44,10 @@ from server.api.ollama.fields import IN_CHAT, IN_EMBED, IN_EMBEDDING, IN_GENERAT
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, costs_of
 from server.api.served import ApiContext, ServedModel
-from server.config import ServerConfig
+from server.app.config import ServerConfig
+from server.app.prompt_hygiene import with_constant_headers
 from server.engine.embeddings import Vector
 from server.engine.request import Finished, GenerationRequest
-from server.prompt_hygiene import with_constant_headers
 
 _NANOSECONDS_PER_MILLISECOND = 1_000_000
 """In a millisecond."""

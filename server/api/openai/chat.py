@@ -52,9 +52,9 @@ from server.api.params import (
     forced_calls,
 )
 from server.api.served import ApiContext, ServedModel
-from server.config import ServerConfig
+from server.app.config import ServerConfig
+from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import Finished, GenerationRequest
-from server.prompt_hygiene import with_constant_headers
 
 MAX_EXPLICIT_POINTS = 16
 

@@ -29,7 +29,7 @@ from server.api.openai.usage import (
 from server.api.record import costs_of
 from server.api.served import ServedModel
 from server.api.wire import sse_event
-from server.config import ServerConfig
+from server.app.config import ServerConfig
 from server.engine.request import Delta, Finished, GenerationRequest, Priority, Started
 
 FAILED = "error"

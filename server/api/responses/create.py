@@ -48,9 +48,9 @@ from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.types import ENCRYPTED_THOUGHTS, InputBody, ReasoningWish, ResponsesBody, read_tools
 from server.api.served import ApiContext, ServedModel
 from server.api.wire import MAX_MESSAGES, sse_event
-from server.config import ServerConfig
+from server.app.config import ServerConfig
+from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
-from server.prompt_hygiene import with_constant_headers
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from server.api.responses.items import Item
 from server.api.wire import json_text
-from server.config import ServerConfig
+from server.app.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,9 @@ from models.names import installed, resolve, shorten
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api.served import EnginePort, ServedModel
+from server.app.config import ServerConfig
+from server.app.log import configure_logging
+from server.app.service import open_service
 from server.cli.repl.conversation import (
     MAX_TOKENS,
     SAMPLING,
@@ -26,11 +29,8 @@ from server.cli.repl.conversation import (
     Turn,
     template_fields,
 )
-from server.config import ServerConfig
 from server.engine.generation import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
-from server.log import configure_logging
-from server.service import open_service
 
 MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.THOUGHT}
 """How each kind of piece is said; a kind that is not here is not shown."""

@@ -10,11 +10,11 @@ import httpx
 import openai
 import pytest
 
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
+from server.app.log_events import RequestEnded
+from server.app.service import open_service
 from server.engine.request import GenerationRequest, OutOfMemory
-from server.log_events import RequestEnded
-from server.service import open_service
 from tests.server.api.test_openai_client import SLOW, until
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, Script, fake_model

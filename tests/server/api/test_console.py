@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api.console import POLICY, TYPES, console_files
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
 ROOT = Path(__file__).parents[3]

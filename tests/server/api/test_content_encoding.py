@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 
 from server.api.errors import ApiError
 from server.api.wire import MAX_MEMBERS, expand
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
 CHAT = "/v1/chat/completions"

@@ -11,8 +11,8 @@ from models.names import DEMO
 from models.output.reasoning import ReasoningFormat
 from models.output.tool_formats import HarmonyFormat
 from server.api.conversation import Conversation
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model

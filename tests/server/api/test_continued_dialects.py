@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from models.output.tool_formats import HarmonyFormat
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model
 

@@ -42,7 +42,7 @@ from server.api.openai.usage import PromptTokensDetails, Usage
 from server.api.record import CacheBody, MissBody, TimingsBody
 from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
 from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, MAX_SESSIONS, MAX_TURNS
-from server.app import ADMIN_ROUTES, APIS
+from server.app.app import ADMIN_ROUTES, APIS
 from server.engine.diagnosis import MissReason
 from tests.support.docs import Page
 

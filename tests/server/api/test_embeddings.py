@@ -25,9 +25,9 @@ from server.api.ollama.fields import IN_EMBED, IN_EMBEDDING
 from server.api.ollama.generate import EmbedBody, EmbeddingPromptBody
 from server.api.openai.fields import IN_EMBEDDINGS, IN_RERANK
 from server.api.openai.vectors import EmbeddingsBody, RerankBody
-from server.app import create_app
-from server.config import ServerConfig
-from server.log_events import RequestRefused, TextsEmbedded
+from server.app.app import create_app
+from server.app.config import ServerConfig
+from server.app.log_events import RequestRefused, TextsEmbedded
 from tests.server.api.test_live import Live, serving, user
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, fake_model

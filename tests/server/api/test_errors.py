@@ -20,8 +20,9 @@ from server.api.admin.state import CacheCountsBody
 from server.api.errors import as_api_error
 from server.api.openapi import find_other_api
 from server.api.session_id import SessionIdError
-from server.app import ADMIN_ROUTES, APIS, create_app, start_draining
-from server.config import ServerConfig
+from server.app.app import ADMIN_ROUTES, APIS, create_app, start_draining
+from server.app.config import ServerConfig
+from server.app.log_events import RequestRefused
 from server.engine.request import (
     EngineError,
     EngineStopped,
@@ -31,7 +32,6 @@ from server.engine.request import (
     QueueFull,
     StepFailed,
 )
-from server.log_events import RequestRefused
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 JSON = {"Content-Type": "application/json"}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory, QueueFull
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -13,12 +13,12 @@ import httpx
 import openai
 import pytest
 
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from server.doctor.findings import checkup_of, findings_of
 from server.engine.diagnosis import Cause
 from server.engine.engine import Engine
-from server.service import open_service
 from tests.support import tiny_models
 from tests.support.live_server import running
 

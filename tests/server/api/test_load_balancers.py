@@ -10,8 +10,8 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from server.app import create_app, start_draining
-from server.config import ServerConfig
+from server.app.app import create_app, start_draining
+from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.live_server import running
 

@@ -9,9 +9,9 @@ import numpy as np
 import openai
 import pytest
 
-from server.app import create_app
-from server.config import ServerConfig
-from server.service import open_service
+from server.app.app import create_app
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from tests.support import tiny_models
 from tests.support.live_server import running
 

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running

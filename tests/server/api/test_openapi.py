@@ -7,8 +7,8 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from starlette.testclient import TestClient
 
-from server.app import ADMIN_ROUTES, APIS, create_app, openapi_document
-from server.config import ServerConfig
+from server.app.app import ADMIN_ROUTES, APIS, create_app, openapi_document
+from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.engine.request import FinishReason
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, Script, fake_model
 

@@ -6,8 +6,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, Origin, Refusal, Refusals
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 

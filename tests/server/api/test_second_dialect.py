@@ -34,8 +34,8 @@ from server.api.guard import namespace_of
 from server.api.params import GenerationParams, Incoming, build_request
 from server.api.served import ApiContext
 from server.api.wire import JsonBody, json_text, sse_comment, sse_event
-from server.app import APIS, create_app
-from server.config import ServerConfig
+from server.app.app import APIS, create_app
+from server.app.config import ServerConfig
 from server.engine.commands import HoldTurn
 from server.engine.request import Finished, OutOfMemory, Started
 from tests.server.api.test_live import until

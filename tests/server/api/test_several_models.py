@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from server.app import create_pool_app
-from server.config import ServerConfig
+from server.app.app import create_pool_app
+from server.app.config import ServerConfig
 from server.pool.memory import PoolSettings
 from server.pool.names import Alias
 from server.pool.pool import ModelPool

@@ -10,13 +10,13 @@ import pytest
 
 from models.store.manifest import Manifest
 from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
-from server.app import create_pool_app
-from server.config import ServerConfig
+from server.app.app import create_pool_app
+from server.app.config import ServerConfig
+from server.app.service import ServiceOpener, open_service
 from server.pool.catalog import InstalledCatalog
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
-from server.service import ServiceOpener, open_service
 from tests.support import tiny_models
 from tests.support.live_server import running
 

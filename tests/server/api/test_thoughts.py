@@ -8,8 +8,8 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from models.output.reasoning import ReasoningFormat
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.server.api.test_answers import CALL_TEXTS, TOOLS, ask
 from tests.server.api.test_live import Live, assistant, serving, until, user
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model

@@ -14,10 +14,9 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from server.api.observe import Tracing, check_otlp
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig, StartError
 from server.engine.request import StepFailed
-from server.errors import StartError
 from tests.server.api.test_live import until
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running

@@ -8,8 +8,8 @@ from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
 from server.api.guard import WebAccess
-from server.app import create_app
-from server.config import ConfigError, ServerConfig
+from server.app.app import create_app
+from server.app.config import ConfigError, ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
 CHAT = "/v1/chat/completions"

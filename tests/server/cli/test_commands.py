@@ -15,7 +15,8 @@ import pytest
 from models.errors import ModelNotFound
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
-from server.app import create_app
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.cli.ask import JoinedModels, Served
 from server.cli.chat import Chat, Opening, Screen, chat
 from server.cli.repl import local, terminal
@@ -30,7 +31,6 @@ from server.cli.repl.conversation import (
 )
 from server.cli.repl.local import LocalModel, LocalModels
 from server.cli.repl.terminal import history_file, open_history
-from server.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

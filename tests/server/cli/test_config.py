@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
+from server.app.config import SETTINGS, ConfigError, ServerConfig, from_file, key_of, variable_of
 from server.cli import main
 from server.cli.config import config_file, load_config, load_model_config
 from server.cli.main import execute
-from server.config import ConfigError, ServerConfig
-from server.settings import SETTINGS, from_file, key_of, variable_of
 
 
 @pytest.fixture

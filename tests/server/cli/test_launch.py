@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from server.app import create_app
+from server.app.app import create_app
+from server.app.config import ConfigError, ServerConfig, StartError
 from server.cli import launch as commands
 from server.cli.launch import Launch, find_running, launch, started_server
 from server.cli.main import execute
@@ -32,8 +33,6 @@ from server.cli.recipes import (
     prompt_speed,
     savings_between,
 )
-from server.config import ConfigError, ServerConfig
-from server.errors import StartError
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

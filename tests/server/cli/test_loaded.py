@@ -6,10 +6,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from server.app import create_pool_app
+from server.app.app import create_pool_app
+from server.app.config import ServerConfig, StartError
 from server.cli.ask import show_loaded, unload
-from server.config import ServerConfig
-from server.errors import StartError
 from server.pool.memory import PoolSettings
 from server.pool.pool import ModelPool
 from tests.support.fake_opener import FakeOpener, catalog

@@ -14,11 +14,10 @@ import pytest
 
 from models import names
 from models.short_names import FAMILIES, SHORT_NAMES
+from server.app.config import ConfigError, ServerConfig, parse_size, parse_size_per_day
 from server.cli.config import load_config
 from server.cli.main import execute
 from server.cli.repl.commands import HELP
-from server.config import ConfigError, ServerConfig
-from server.settings import parse_size, parse_size_per_day
 
 PORT = {"serve": ("--port", "0"), "run": ()}
 DOCS = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")

@@ -24,14 +24,11 @@ import mlx.core as mx
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from server.app import create_app
-from server.claims import Claim, running
+from server.app.app import create_app
+from server.app.config import KEY_VARIABLE, ServerConfig, StartError
+from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running
+from server.app.service import _bound_pool, model_id, open_service, read_sampling
 from server.cli.serve import _Stopper, bind, count_text, example_call, is_for_this_machine, urls
-from server.config import ServerConfig
-from server.errors import StartError
-from server.memory_budget import Machine, choose_pool_bytes
-from server.service import _bound_pool, model_id, open_service, read_sampling
-from server.settings import KEY_VARIABLE
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.server_process import COMMAND, Process
 from tests.support.tiny_models import write
@@ -368,21 +365,21 @@ def test_the_example_is_a_call_that_a_shell_understands() -> None:
 def test_weights_that_the_machine_cannot_hold_are_refused_with_a_smaller_model_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.service.weights.total_bytes", lambda path: 200 * GB)
-    monkeypatch.setattr("server.service.read_machine", lambda info: Machine(8 * GB))
-    monkeypatch.setattr("server.service.resolve", lambda name: folder)
+    monkeypatch.setattr("server.app.service.weights.total_bytes", lambda path: 200 * GB)
+    monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
+    monkeypatch.setattr("server.app.service.resolve", lambda name: folder)
     with pytest.raises(StartError, match=r"take 200.0 GB, .* memory for 6.9 GB of weights; qwen3:8b would fit"):
         open_service(ServerConfig(models=("qwen3:30b",)))
 
 
 def test_a_budget_beyond_the_machine_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.service.read_machine", lambda info: Machine(8 * GB))
+    monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
     with pytest.raises(StartError, match=r"8.0 GB of cache memory and .* than the 8.0 GB of this machine; 6.0 GB is"):
         open_service(ServerConfig(models=(str(folder),), cache_memory_bytes=8 * GB))
 
 
 def test_the_budget_leaves_what_others_have_claimed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.service.read_machine", lambda info: Machine(8 * GB))
+    monkeypatch.setattr("server.app.service.read_machine", lambda info: Machine(8 * GB))
     config = ServerConfig(models=(str(folder),))
     alone = open_service(config).memory
     beside = open_service(config, [Claim(1, "a", 2 * GB, ""), Claim(2, "b", GB, "")]).memory

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from server.app.config import StartError
 from server.cli import at_login
 from server.cli.at_login import Launchd, ServiceManager, Systemd
 from server.cli.main import execute
 from server.cli.units import ServiceSpec, launchd_plist, passed_on, systemd_unit
-from server.errors import StartError
 
 COMMAND = ["/home/a b/bin/mlx-serve", "serve", '50% of $HOME "x" \\']
 SPEC = ServiceSpec(COMMAND, {"HF_HOME": "/models 100%"}, 12.5, "/logs/mlx-serve.log")

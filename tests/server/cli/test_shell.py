@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import typer
 
+from server.app.config import SETTINGS, variable_of
 from server.cli.main import app, execute
 from server.cli.shell import EXIT_STATUSES, FILES, SCRIPTS, CommandOutline, outline
-from server.settings import SETTINGS, variable_of
 
 DOCS = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
 MODELS = ["demo", "qwen3:8b", "qwen3:0.6b", "org/name"]

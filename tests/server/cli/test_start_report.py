@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from models.precision import Precision
-from server.claims import Claim
+from server.app.config import ServerConfig
+from server.app.memory_budget import Claim, MemoryPlan
+from server.app.service import Service, open_service
 from server.cli.serve import Surroundings, facts, round_count, slowness
-from server.config import ServerConfig
-from server.memory_budget import MemoryPlan
-from server.service import Service, open_service
 from tests.support.tiny_models import write
 
 GB = 10**9

@@ -20,14 +20,13 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from server.app import create_app, create_pool_app
+from server.app.app import create_app, create_pool_app
+from server.app.config import ServerConfig, StartError
+from server.app.service import open_service
 from server.cli.main import app
 from server.cli.top import BAR, TopPage, Watched, clean, gauge, lines, max_scroll, tree_lines
-from server.config import ServerConfig
 from server.doctor import report
-from server.errors import StartError
 from server.pool.pool import ModelPool
-from server.service import open_service
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
 

@@ -16,8 +16,9 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from starlette.testclient import TestClient
 
-from server.app import create_app, create_pool_app
-from server.config import ServerConfig
+from server.app.app import create_app, create_pool_app
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from server.doctor.compare import checkups_of
 from server.doctor.findings import Checkup, Finding, checkup_of, findings_of
 from server.doctor.recorded import read_requests
@@ -26,7 +27,6 @@ from server.engine.diagnosis import UNBLAMED, Cause
 from server.engine.engine import Engine
 from server.pool.members import OpenedModel
 from server.pool.pool import ModelPool
-from server.service import open_service
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.faults import FAULTS, NEED_A_NAME, NUM_TURNS, Body, Fault, turns_of

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.app import create_app
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.cli.main import execute
-from server.config import ServerConfig
 from server.doctor.findings import NEGLIGIBLE_TOKENS
 from server.engine.diagnosis import Cause, Miss, MissReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -13,15 +13,15 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from server.app import create_pool_app
-from server.config import ServerConfig
+from server.app.app import create_pool_app
+from server.app.config import ServerConfig
+from server.app.service import ServiceOpener
 from server.pool.catalog import FixedCatalog
 from server.pool.loading import Around
 from server.pool.members import OpenedModel
 from server.pool.memory import PoolMemory, PoolSettings
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
-from server.service import ServiceOpener
 from tests.support import tiny_models
 from tests.support.live_server import running
 

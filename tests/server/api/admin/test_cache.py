@@ -12,11 +12,11 @@ from starlette.testclient import TestClient
 from cache.budget import PinLimit
 from models.prompt.chat_template import ChatRenderer
 from server.api.conversation import stable_prefix
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from server.engine import engine as engine_module
 from server.engine.commands import HoldTurn
-from server.service import open_service
 from tests.models.prompt.test_chat_template import make_tokenizer
 from tests.server.api.test_live import until
 from tests.support import tiny_models

@@ -14,10 +14,10 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from server.api.admin import state as endpoint
-from server.app import create_app, start_draining
-from server.config import ServerConfig
+from server.app.app import create_app, start_draining
+from server.app.config import ServerConfig
+from server.app.service import open_service
 from server.engine import engine as engine_module
-from server.service import open_service
 from tests.server.api.test_live import until
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -8,8 +8,8 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.diagnosis.advice import advice
 from server.engine.commands import ForgetSession
 from server.engine.diagnosis import Cause, Miss, MissReason

@@ -21,8 +21,8 @@ from server.api.anthropic.messages import (
 from server.api.anthropic.types import MessagesBody, PromptBody
 from server.api.dialect import Rule, Rules, Treatment
 from server.api.errors import STATUS
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model

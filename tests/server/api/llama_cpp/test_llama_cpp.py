@@ -12,8 +12,8 @@ from models.inference.sampling_params import SamplingParams
 from server.api.dialect import Treatment
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.api.served import ModelFacts
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.engine.command import Command
 from server.engine.commands import SlotState
 from server.engine.request import FinishReason

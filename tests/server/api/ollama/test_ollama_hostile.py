@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 
 from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
 from server.api.ollama.fields import IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, fake_model

@@ -11,8 +11,8 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 
 from models.output.reasoning import ReasoningFormat
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.engine.request import FinishReason, OutOfMemory
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running

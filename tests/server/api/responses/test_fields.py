@@ -20,8 +20,8 @@ from server.api.responses.fields import IN_COUNT, IN_INPUT, IN_RESPONSES
 from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
 from server.api.responses.store import FILE_NAME, MAX_RESPONSES
 from server.api.responses.types import LEFT_OUT, InputBody, ResponsesBody
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page
 from tests.support.fake_engine import FakeEngine, fake_model

@@ -14,8 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.output.reasoning import ReasoningFormat
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from server.engine.request import FinishReason, OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 

@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from server.api.responses.store import FILE_NAME, ResponseStore, StoredConversation, StoredResponse, store_of
-from server.app import create_app
-from server.config import ServerConfig
+from server.app.app import create_app
+from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
 

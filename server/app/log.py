@@ -15,8 +15,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from server.log_events import EntryPart, LogEntry, PrefillProgress, Tone, printable
-from server.log_layout import lay_out, one_line
+from server.app.log_events import EntryPart, LogEntry, PrefillProgress, Tone, lay_out, one_line, printable
 
 NOISY_LOGGERS = (
     "sse_starlette",

@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 
 from server.api.errors import ApiError, Code, retry_later
 from server.api.openai.dialect import error_response
-from server.errors import StartError
+from server.app.config import StartError
 
 logger = logging.getLogger(__name__)
 

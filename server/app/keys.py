@@ -1,16 +1,23 @@
 """The keys that clients may send: who each belongs to, what it may use, and the file that lists them. Pure.
 
 Of a key only its digest is kept. Whatever names a key, in logs and answers, uses the name that it has in the file.
+
+Reads the keys that a server takes: the one of its settings, and those of a file that only its owner may read.
 """
 
 import hashlib
 import hmac
+import os
+import shlex
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from server.config import ConfigError
+from models.errors import reason
+from server.app.config import ConfigError, ServerConfig
 
 MAX_NAME_CHARACTERS = 64
 LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests")
@@ -116,3 +123,30 @@ def _check_unique(keys: Iterable[ApiKey]) -> None:
             raise ConfigError(f"{digests[key.digest]!r} and {key.name!r} have the same key")
         names.add(key.name)
         digests[key.digest] = key.name
+
+
+SHARED = stat.S_IRWXG | stat.S_IRWXO
+
+
+def read_keys(config: ServerConfig) -> KeyRing:
+    """Returns all keys of the settings; raises ConfigError for a file that cannot be used."""
+    single = () if config.api_key is None else (ApiKey("", digest_of(config.api_key)),)
+    if config.api_keys_file is None:
+        return KeyRing(single)
+    listed = _read_file(Path(config.api_keys_file).expanduser())
+    return KeyRing((*single, *listed.keys))
+
+
+def _read_file(path: Path) -> KeyRing:
+    try:
+        with path.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_mode & SHARED:
+                command = f"chmod 600 {shlex.quote(str(path))}"
+                raise ConfigError(f"--api-keys {path} is open to other users of this machine; run: {command}")
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-keys {path} cannot be read: {reason(error)}") from error
+    try:
+        return parse_keys(text)
+    except ConfigError as error:
+        raise ConfigError(f"--api-keys {path} {error}") from error

@@ -30,12 +30,10 @@ from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from models.short_names import size_text
 from server.api.served import ListedModel, ModelFacts, ServedModel, architecture_facts
-from server.claims import Claim
-from server.config import ServerConfig
-from server.engine.engine import Engine, EngineConfig
-from server.errors import StartError
-from server.memory_budget import (
+from server.app.config import ServerConfig, StartError
+from server.app.memory_budget import (
     SMALLEST_BUDGET_BYTES,
+    Claim,
     Machine,
     MemoryPlan,
     choose_budget_bytes,
@@ -45,6 +43,7 @@ from server.memory_budget import (
     read_machine,
     usable_bytes,
 )
+from server.engine.engine import Engine, EngineConfig
 from server.pool.catalog import stored_source
 from server.pool.errors import ModelTooLarge
 from server.pool.loading import Around

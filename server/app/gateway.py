@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
-from server.config import ConfigError
+from server.app.config import ConfigError
 
 DEFAULT_LISTEN = "127.0.0.1:8000"
 DEFAULT_ADMIN_SOCKET = "/run/haproxy/admin.sock"

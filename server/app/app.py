@@ -64,9 +64,8 @@ from server.api.openapi import DescribedPath, Document, Operation, Operations
 from server.api.responses.api import RESPONSES
 from server.api.served import ApiContext, PoolPort, ServedModel
 from server.api.wire import JsonBody, with_and_without_v1
-from server.api_keys import KeyRing
-from server.config import ServerConfig
-from server.key_file import read_keys
+from server.app.config import ServerConfig
+from server.app.keys import KeyRing, read_keys
 from server.pool.members import OpenedModel, PooledEngine
 from server.pool.pool import ModelPool
 

@@ -1,0 +1,1 @@
+"""The process: settings, routes, connections, memory, keys, log."""
