@@ -299,9 +299,7 @@ def own_program(started: str) -> Sequence[str]:
     path = Path(started)
     if path.name == "mlx-serve" and path.is_file() and os.access(path, os.X_OK):
         return [str(path.absolute())]
-    import mlx_serve
-
-    return [sys.executable, str(Path(mlx_serve.__file__).resolve())]
+    return [sys.executable, str(Path(__file__).resolve().parents[2] / "mlx_serve.py")]
 
 
 def _unseen(environment: Mapping[str, str]) -> Sequence[str]:

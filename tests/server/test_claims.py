@@ -41,7 +41,7 @@ def test_what_a_killed_server_left_is_no_claim(tmp_path: Path) -> None:
     program = """
 import os, sys
 from pathlib import Path
-from server import claims
+from server.app import memory_budget as claims
 own, _ = claims.take(Path(sys.argv[1]), claims.Claim(os.getpid(), "killed", 9, ""))
 print("taken", flush=True)
 sys.stdin.read()

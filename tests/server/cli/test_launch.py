@@ -146,7 +146,7 @@ def test_the_speed_is_that_of_the_turns() -> None:
 STUB = """
 import http.server, os, sys
 from pathlib import Path
-from server import claims
+from server.app import memory_budget as claims
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers(); self.wfile.write(b"{}")
