@@ -10,12 +10,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+import mlx.core as mx
+
 from models.hub import PullEvent, PullProgress, TellPull
 from models.names import parse_repository
+from server.app.memory_budget import Machine, read_machine
 from server.pool.loading import on_thread
 
 MAX_TOGETHER = 2
 """More share the same line; they wait."""
+
+
+def this_machine() -> Machine:
+    """Returns how much memory there is for a model."""
+    return read_machine(mx.device_info())
 
 
 class Fetch(Protocol):

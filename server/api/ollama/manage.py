@@ -10,7 +10,6 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NotRequired, TypedDict, TypeVar
 
-import mlx.core as mx
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,8 +31,8 @@ from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE, IN_PULL
 from server.api.served import ApiContext, context_of
 from server.api.wire import JsonBody, parse_object, read_body
 from server.app.config import ServerConfig
-from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, read_machine
-from server.app.pulls import Pulls
+from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes
+from server.app.pulls import Pulls, this_machine
 from server.pool.errors import ModelNameNeeded, ModelUnknown, PoolError
 from server.pool.names import LATEST, ModelSource
 
@@ -273,7 +272,7 @@ async def pull_model(request: Request) -> Response:
 
 def pulls_of(config: ServerConfig) -> Pulls:
     """Returns the downloads of a server."""
-    return Pulls(pull, lambda: largest_weights_bytes(read_machine(mx.device_info())))
+    return Pulls(pull, lambda: largest_weights_bytes(this_machine()))
 
 
 def _wanted(name: str | None) -> str:
@@ -283,7 +282,7 @@ def _wanted(name: str | None) -> str:
     plain = name.removesuffix(":latest")
     family = find_family(name)
     if family:
-        found = largest(family, comfortable_weights_bytes(read_machine(mx.device_info()))) or family[0]
+        found = largest(family, comfortable_weights_bytes(this_machine())) or family[0]
         return found.name
     if plain not in BUILT_IN and parse_repository(plain) is None:
         reason = f"pull model manifest: {shorten(plain)[:200]!r}: {suggest(plain)}"
