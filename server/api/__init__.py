@@ -4,4 +4,4 @@ from importlib.metadata import version
 from typing import Final
 
 PRODUCT: Final = f"mlx-serve/{version('mlx-serve')}"
-"""What the server calls itself wherever a program may look for who answers."""
+"""The name and version that this server gives wherever programs look for them."""

@@ -1,17 +1,10 @@
-"""Follows one generation for its dialect: pieces of output, the turn that it is, and its end however it ends.
+"""Follows the generation of one answer, from submission to its last event, whatever ends it.
 
-Knows events, but no dialect. Used on the event loop.
+An `Answer` is one engine request and one turn of its conversation. `AnswerInParts` runs several requests one after
+the other, `ChoicesAnswer` several side by side. Only the first choice has the session, the conversation's turn and
+the log entry. A choice that fails does not end the others; if all fail, the request fails.
 
-Follows one request as a turn of its conversation: what it goes on from, and what the next one goes on from.
-
-Used on the event loop. Knows no dialect, no clock and no engine.
-
-Several requests of the engine that are one request to the client: each makes one choice of its answer.
-
-Choices run side by side, and the first of them speaks for all: it has the session, the turn of the conversation and
-the entry in the log. A choice that fails does not end the others; where all fail, the request does.
-
-Used on the event loop.
+Event loop only. Knows no dialect.
 """
 
 import asyncio
@@ -48,19 +41,21 @@ logger = logging.getLogger(__name__)
 
 
 class TurnAccount:
-    """One request and the conversation that it belongs to."""
+    """Compares a request with its conversation's last turn, and keeps it for the next one to be compared with."""
 
     def __init__(self, conversations: Conversations, exchange: Exchange) -> None:
         self._conversations = conversations
         self._exchange = exchange
         self.name: Name | None = None
-        """The conversation; None until the request holds a slot, and for an unnamed request without a turn."""
+        """The conversation; None before the request holds a slot, and for an unnamed request that never became a
+        turn.
+        """
         self.previous_id: str | None = None
-        """The request that it was compared with; None without one."""
+        """The earlier request that this one was compared with; None if there was none."""
         self._is_recorded = False
 
     async def explained(self, started: Started) -> Started:
-        """Returns the event with the reasons for what was not reused. Long texts are compared on another thread."""
+        """Returns the event with the reasons for misses. Long texts are compared on another thread."""
         request = self._exchange.request
         rendered = Rendered(self._exchange.asked, request.tokens, request.outline)
         if request.is_prime:
@@ -77,9 +72,9 @@ class TurnAccount:
         return _with_reuse(started, reuse)
 
     def record(self, num_evaluated: int, reply_ids: Sequence[int], reply: str | None) -> None:
-        """Keeps the turn, once: `num_evaluated` tokens of its prompt, then `reply_ids`.
+        """Keeps the turn, once: the first `num_evaluated` prompt tokens, then `reply_ids`.
 
-        `reply` is the text of a complete answer, None where it was broken off.
+        `reply` is the text of a complete answer, None if the answer was broken off.
         """
         request = self._exchange.request
         if self._is_recorded or self.name is None or request.is_prime or not request.cache_prompt:
@@ -98,12 +93,12 @@ class TurnAccount:
 
 
 def _with_reuse(started: Started, reuse: Reuse) -> Started:
-    """Returns the event with its reuse explained, unless the engine has said why itself."""
+    """Returns the event with `reuse`, unless the engine gave a reason itself."""
     return started if started.reuse.miss is not None else replace(started, reuse=reuse)
 
 
 class Answer:
-    """One request from the moment it was received to its last event."""
+    """One engine request, from its arrival to its last event."""
 
     def __init__(
         self,
@@ -115,8 +110,7 @@ class Answer:
     ) -> None:
         """Submits the request; raises QueueFull or EngineStopped at once.
 
-        One that does not speak is another choice of the same request: the first one tells of both, in the log and in
-        the conversation.
+        `speaks` is False for every choice but the first, which reports for all in the log and in the conversation.
         """
         self._exchange = exchange
         self._arrival = arrival
@@ -127,13 +121,13 @@ class Answer:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._reported: tuple[TurnRecord, int | None] | None = None
-        """The turn and its number in the conversation, once they were reported."""
+        """The turn and its number in the conversation, once reported."""
         self._is_closed = False
         self._generation = engine.submit(exchange.request)
         self._open = arrival.begin(exchange.request, exchange.model.id, self.figures)
 
     async def events(self) -> AsyncIterator[OutputEvent]:
-        """Yields the start, the output and the end; raises the engine's error where the request failed or stopped."""
+        """Yields start, output and end; raises the engine's error if the request failed or the engine stopped."""
         parser = self._exchange.parser
         async for event in self._generation:
             if isinstance(event, Started):
@@ -149,7 +143,7 @@ class Answer:
                     for piece in parser.feed(text):
                         yield piece
                 case Finished(FinishReason.CANCELLED):
-                    # The client is still there, so it was not the client who cancelled.
+                    # The client is still connected, so the engine cancelled the request.
                     raise EngineStopped("the server stopped before the answer was complete")
                 case Finished(reason):
                     self._exchange.take_tokens(event.rest)
@@ -162,7 +156,7 @@ class Answer:
 
     @property
     def has_started(self) -> bool:
-        """Whether the request holds a slot, or did."""
+        """Whether the request holds or held a slot."""
         return self.figures.started is not None
 
     @property
@@ -172,20 +166,19 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer was given to its end or limit, neither cancelled nor failed."""
+        """Whether the answer reached its end or limit: neither cancelled nor failed."""
         return self.figures.has_ended
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of the text so far."""
         return tuple(self._token_ids)
 
     def progress(self) -> str:
-        """Returns in a few words what the request is waiting for."""
+        """Returns a few words on what the request is waiting for."""
         return self.figures.progress
 
     def close(self) -> None:
-        """Cancels what still runs and logs the request, once; call it on every way out."""
+        """Cancels the request if it still runs, and logs it, once; call it on every way out."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -200,23 +193,23 @@ class Answer:
             self._log.end(self._session_id, turn, number)
 
     def leave_log(self) -> None:
-        """Has `close` log nothing: the request is refused, and the line that says so says why."""
+        """Makes `close` log nothing: the request is refused, and the refusal's own log line gives the reason."""
         self._speaks = False
 
     def withdraw(self) -> None:
-        """Cancels the request without a word: it is refused after all."""
+        """Cancels the request without a log entry: it is refused after all."""
         self._is_closed = True
         self._arrival.activity.withdraw(self._open)
         self._generation.cancel()
 
     @property
     def turn(self) -> TurnRecord | None:
-        """The turn that it was, once it was reported; None for a request that never held a slot."""
+        """The reported turn; None for a request that never held a slot."""
         return None if self._reported is None else self._reported[0]
 
     @property
     def _session_id(self) -> str | None:
-        """What the conversation is called, by the client or by the server."""
+        """The conversation's name, given by the client or by the server."""
         name = self._account.name
         return name.id if name is not None else self._exchange.request.session_id
 
@@ -237,10 +230,10 @@ class Answer:
                 self._report_if_last()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps what was evaluated, so that the next turn can be compared with it; only the first call counts."""
+        """Keeps the evaluated tokens for comparison with the next turn; only the first call counts."""
         figures = self.figures
         num_evaluated = (figures.started.hit_tokens if figures.started else 0) + figures.num_evaluated
-        # The last token of an answer that was cut off is not evaluated.
+        # The last token of a cut-off answer is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self._token_ids[:-1] if is_cut else self._token_ids
         self._account.record(num_evaluated, ids, "".join(self._texts) if finished is not None else None)
@@ -250,7 +243,7 @@ class Answer:
             self.report_turn()
 
     def report_turn(self) -> None:
-        """Calls `on_turn` once: at the last event of all choices, or when the client left before it."""
+        """Calls `on_turn` once: at the last event of all choices, or when the client left earlier."""
         started, request = self.figures.started, self._exchange.request
         if started is None or self._reported is not None:
             return
@@ -260,9 +253,9 @@ class Answer:
         self._reported = turn, number
 
     def _remember_reply(self, finished: Finished) -> None:
-        """Tells the renderer with which tokens the model answered.
+        """Tells the renderer the tokens of the reply.
 
-        An answer that a stop string or a limit cut off may end within a token, so it is left out.
+        A reply cut off by a stop string or a limit may end within a token, so it is left out.
         """
         is_whole = finished.reason is FinishReason.STOP and finished.stop_text is None
         if is_whole and self._exchange.conversation is not None:
@@ -271,7 +264,7 @@ class Answer:
 
 
 class AnswerInParts:
-    """An answer, and those with which it goes on by itself: each is a request of the engine and a line of the log."""
+    """An answer that may continue by itself: each part is one engine request and one line of the log."""
 
     def __init__(self, engine: EnginePort, exchange: Exchange, arrival: Arrival) -> None:
         """Submits the first request; raises QueueFull or EngineStopped at once."""
@@ -281,24 +274,24 @@ class AnswerInParts:
 
     @property
     def last(self) -> Answer:
-        """The part that runs, or ran last."""
+        """The part that runs, or the last one that ran."""
         return self.parts[-1][1]
 
     @property
     def has_started(self) -> bool:
-        """Whether its first request holds a slot, or did."""
+        """Whether the first request holds or held a slot."""
         return self.parts[0][1].has_started
 
     def progress(self) -> str:
-        """Returns in a few words what it is waiting for."""
+        """Returns a few words on what the answer is waiting for."""
         return self.last.progress()
 
     def leave_log(self) -> None:
-        """Has `close` log nothing of the part that runs."""
+        """Makes `close` log nothing for the running part."""
         self.last.leave_log()
 
     async def events(self) -> AsyncIterator[OutputEvent]:
-        """Yields the events of all parts as those of one answer."""
+        """Yields the events of all parts as the events of one answer."""
         following: Exchange | None = self.parts[0][0]
         while following is not None:
             following = None
@@ -309,7 +302,9 @@ class AnswerInParts:
                     yield event
 
     async def _next_part(self, finished: Finished) -> Exchange | None:
-        """Submits the next part and returns it; None where the answer ends, be it that the engine takes no more."""
+        """Submits the next part and returns it; None if the answer ends here, or if the engine accepts no more
+        requests.
+        """
         following = await self.parts[0][0].next_part(finished)
         if following is None:
             return None
@@ -321,33 +316,35 @@ class AnswerInParts:
         return following
 
     def close(self) -> None:
-        """Cancels what still runs and logs it, once; call it on every way out."""
+        """Cancels the part that still runs and logs it, once; call it on every way out."""
         self.last.close()
 
 
 @dataclass(frozen=True)
 class ChoiceFailed:
-    """The last event of a choice that could not be completed, while others may be."""
+    """The last event of a choice that failed while others may succeed."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class AllEnded:
-    """The last event of all: every choice has ended, at least one of them well."""
+    """The last event of all: every choice has ended, and at least one succeeded."""
 
     finished: Finished
-    """The first choice that ended well, with the tokens of all: those of a prompt count once."""
+    """The end of the first choice that succeeded, with the token counts of all choices; a shared prompt counts
+    once.
+    """
 
 
 ChoiceEvent: TypeAlias = tuple[int, OutputEvent | ChoiceFailed] | AllEnded
-"""What a choice, named by its index, has put out; or the end of all."""
+"""An event with the index of its choice, or the end of all choices."""
 
 
 class Choices(ABC):
-    """Exchanges that are one to the client, and how the answer is written. Used once, like an exchange.
+    """Exchanges that are one request to the client, and how their answer is written. Used once, like an exchange.
 
-    Invariant: all have one model and one way of writing. Exchanges of the same prompt follow each other.
+    Invariant: all have the same model and answer format. Exchanges with the same prompt are neighbours.
     """
 
     def __init__(self, exchanges: Sequence[Exchange]) -> None:
@@ -356,16 +353,15 @@ class Choices(ABC):
 
     @property
     def first(self) -> Exchange:
-        """The choice that speaks for all."""
+        """The choice that reports for all."""
         return self.exchanges[0]
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the answer is."""
         return self.first.is_streamed
 
     def repeats_prompt(self, index: int) -> bool:
-        """Whether the choice before has the same prompt."""
+        """Whether choice `index` has the same prompt as the choice before it."""
         return index > 0 and self.exchanges[index].prompt is self.exchanges[index - 1].prompt
 
     @abstractmethod
@@ -378,10 +374,10 @@ class Choices(ABC):
 
 
 class ChoicesAnswer:
-    """All choices of one request from the moment it was received to the last event."""
+    """All choices of one request, from its arrival to the last event."""
 
     def __init__(self, engine: EnginePort, choices: Choices, arrival: Arrival) -> None:
-        """Submits all requests, or none: raises QueueFull or EngineStopped at once. See `Answer`."""
+        """Submits all requests, or none: raises QueueFull or EngineStopped at once."""
         self.first = Answer(engine, choices.first, arrival)
         self._answers = [self.first]
         try:
@@ -397,7 +393,7 @@ class ChoicesAnswer:
         self._request_id = choices.first.request.request_id
 
     async def events(self) -> AsyncIterator[ChoiceEvent]:
-        """Yields what the choices put out as it comes; raises the first error where none of them ends well."""
+        """Yields each choice's events as they come; raises the first error if no choice succeeds."""
         queue: asyncio.Queue[tuple[int, OutputEvent | ChoiceFailed]] = asyncio.Queue(maxsize=1)
         followers = [asyncio.create_task(_follow(i, one, queue)) for i, one in enumerate(self._answers)]
         ends: dict[int, Finished | ChoiceFailed] = {}
@@ -416,25 +412,25 @@ class ChoicesAnswer:
 
     @property
     def has_started(self) -> bool:
-        """Whether one of the requests holds a slot, or did."""
+        """Whether one of the requests holds or held a slot."""
         return any(answer.has_started for answer in self._answers)
 
     @property
     def num_predicted(self) -> int:
-        """Tokens of all answers so far."""
+        """Number of tokens in all answers so far."""
         return sum(len(answer.token_ids) for answer in self._answers)
 
     def progress(self) -> str:
-        """Returns in a few words what the request is waiting for."""
+        """Returns a few words on what the request is waiting for."""
         return self.first.progress()
 
     def leave_log(self) -> None:
-        """Has `close` log nothing; see `Answer.leave_log`."""
+        """Makes `close` log nothing; see `Answer.leave_log`."""
         for answer in self._answers:
             answer.leave_log()
 
     def close(self) -> None:
-        """Cancels what still runs and logs the request, once; call it on every way out."""
+        """Cancels the requests that still run and logs once; call it on every way out."""
         for answer in reversed(self._answers):
             answer.close()
 
@@ -462,9 +458,9 @@ class ChoicesAnswer:
 
 
 async def _follow(index: int, answer: Answer, queue: "asyncio.Queue[tuple[int, OutputEvent | ChoiceFailed]]") -> None:
-    """Passes on what one choice puts out. The queue is short, so that a slow reader is noticed by the engine."""
+    """Queues one choice's events. The queue is short, so that the engine notices a slow reader."""
     try:
         async for event in answer.events():
             await queue.put((index, event))
-    except Exception as error:  # whatever it is, it is told of this choice, and the others go on
+    except Exception as error:  # any error is reported for this choice only; the other choices go on
         await queue.put((index, ChoiceFailed(error)))

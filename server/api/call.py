@@ -1,11 +1,10 @@
-"""What every generation endpoint does around its dialect: body, thread, model, engine, answer, a client that left.
+"""Serves a request of any generation endpoint around its dialect: body, planning, model, engine, answer,
+disconnect.
 
-Has the model of a request loaded, and holds it while the request is planned and answered. Event loop only.
-
-A request is planned on another thread, where its model is found by name. Where that is not loaded the planning ends
-with ModelNotLoaded: the model is loaded, and the request is planned anew.
-
-A streamed answer, framed by its dialect: heartbeats, errors after the start, and the end of a client.
+A request is planned on another thread, where its model is looked up by name. If the model is not loaded, planning
+ends with ModelNotLoaded; the model is loaded and the request planned again. The model is held, so it is not unloaded,
+while the request is planned and answered. A dialect frames the stream; heartbeats, errors after the start and the
+client's disconnect are handled here. Event loop only.
 """
 
 import asyncio
@@ -45,13 +44,13 @@ Planned = TypeVar("Planned")
 
 @dataclass(frozen=True, eq=False)
 class InUse(Generic[Planned]):
-    """What was planned, and the hold on its model; no hold for what needs none any more."""
+    """A planned request and its hold on a model; None as hold if the request needs no model any more."""
 
     planned: Planned
     hold: HoldPort | None = None
 
     def close(self) -> None:
-        """Ends the use of the model."""
+        """Releases the model."""
         if self.hold is not None:
             self.hold.close()
 
@@ -62,10 +61,10 @@ async def plan_held(
     model_of: Callable[[Planned], ServedModel | None],
     hold: HoldPort | None = None,
 ) -> InUse[Planned]:
-    """Returns what `plan` returns, with its model loaded and held.
+    """Returns the result of `plan`, with its model loaded and held.
 
-    `model_of` says which model it needs from then on. `hold` is one that the caller has already, and is closed here
-    unless it is returned. Raises what `plan` raises, PoolError and EngineStopped.
+    `model_of` returns the model that a result needs, if any. `hold` is a hold that the caller already has; it is
+    closed here unless it is returned. Raises what `plan` raises, PoolError and EngineStopped.
     """
     try:
         while True:
@@ -83,7 +82,7 @@ async def plan_held(
                     hold.close()
                 hold = pool.try_hold(model)
                 if hold is None:
-                    # Unloaded while the request was planned, or short of memory that it has lent: planned anew.
+                    # The model was unloaded during planning, or lacks memory that it has lent: plan again.
                     hold = await pool.load(pool.source_of(model.base_id))
                     continue
             if model is None and hold is not None:
@@ -96,10 +95,10 @@ async def plan_held(
 
 
 class LoadingUse(Generic[Planned]):
-    """A request whose model is being loaded: it may be waited for, or given up."""
+    """A request whose model is being loaded; the caller waits for it or gives it up."""
 
     def __init__(self, pool: PoolPort, error: ModelNotLoaded, work: Awaitable[InUse[Planned]]) -> None:
-        """`work` waits for the model that `error` names."""
+        """`work` waits for the model named by `error`."""
         self._pool = pool
         self._model_id = error.source.id
         self._task = asyncio.ensure_future(work)
@@ -107,22 +106,22 @@ class LoadingUse(Generic[Planned]):
 
     @property
     def progress(self) -> str:
-        """What is being done, in a few words."""
+        """A few words on how far loading is."""
         return f"loading {self._model_id}: {self._pool.loading.get(self._model_id, 'done')}"
 
     async def is_done_within(self, seconds: float | None) -> bool:
-        """Waits; returns whether it came to an end, whichever."""
+        """Waits; returns whether loading ended, successfully or not."""
         done, _ = await asyncio.wait((self._task,), timeout=seconds)
         return bool(done)
 
     async def result(self) -> InUse[Planned]:
-        """Returns what was planned, which is the caller's to close; raises what kept it from coming about."""
+        """Returns the planned request, which the caller must close; raises the error that prevented it."""
         found = await asyncio.shield(self._task)
         self._is_taken = True
         return found
 
     def close(self) -> None:
-        """Gives it up, unless its result was taken."""
+        """Gives up waiting, unless the result was taken."""
         if self._is_taken:
             return
         if not self._task.cancel() and not self._task.cancelled() and self._task.exception() is None:
@@ -130,7 +129,7 @@ class LoadingUse(Generic[Planned]):
 
 
 class AnswerStream(EventSourceResponse):
-    """Streams frames to one client. However it ends, `on_close` is called, a disconnect included."""
+    """Streams frames to one client. Calls `on_close` however the stream ends, also after a disconnect."""
 
     def __init__(
         self,
@@ -143,13 +142,13 @@ class AnswerStream(EventSourceResponse):
         heartbeat: Callable[[], bytes],
         on_close: Callable[[], None],
     ) -> None:
-        """Sends `heartbeat` every `heartbeat_seconds`."""
+        """Sends a heartbeat after `heartbeat_seconds` without a frame."""
         self._on_close = on_close
         super().__init__(
             _with_error(frames, dialect, request_id),
             media_type=dialect.stream_media_type,
             ping=heartbeat_seconds,
-            # Bytes are sent as they are, like those of the frames.
+            # Sends heartbeats as bytes, unchanged, like the frames.
             ping_message_factory=heartbeat,  # type: ignore[arg-type]
             shutdown_grace_period=drain_seconds,
         )
@@ -162,42 +161,44 @@ class AnswerStream(EventSourceResponse):
             self._on_close()
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Sends at once: there is no time-out here, and the scope for one costs more than the sending itself.
+        """Sends without a time-out: a scope for one costs more than sending.
 
-        How long a client may leave an answer unread is watched where its connection is (`server/app/connections.py`).
+        `server/app/connections.py` limits how long a client may leave an answer unread.
         """
         await send(message)
 
 
 async def _with_error(frames: AsyncIterator[bytes], dialect: Dialect, request_id: str) -> AsyncIterator[bytes]:
-    """Yields the frames, and after an error of any kind, encoding included, the frame that tells of it."""
+    """Yields the frames; after an error of any kind, also one in encoding, yields an error frame."""
     try:
         async for frame in frames:
             yield frame
-    except Exception as error:  # the border of the process: the status was sent, so the stream must tell
+    except Exception as error:  # the border of the process: the status is sent, so the stream must report the error
         yield dialect.error_frame(explain(error, request_id))
 
 
 CLIENT_LEFT = 499
-"""Status for a client that is no longer there; nobody reads it but the access log."""
+"""Status when the client has disconnected; only the access log shows it."""
 
 Result = TypeVar("Result")
 Opened: TypeAlias = Exchange | Choices | ModelReady | Payload
 OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Opened]
-"""Checks a body and renders its prompt; raises what `server.api.errors` knows. Called on another thread.
+"""Checks a body and renders its prompt; raises the errors that `server.api.errors` maps. Called on another
+thread.
 
-A request that needs no answer of the model is answered with the payload returned. It is called anew where the model
-was not loaded, and so changes nothing before it has found the model.
+Returns the payload itself if no answer of the model is needed. Called again after the model was loaded, so it must
+change nothing before it has found the model.
 """
 
 
 async def generate(
     request: Request, id_prefix: str, open_exchange: OpenExchange, *, may_stream: bool = True
 ) -> Response:
-    """Serves one request with a body. Raises what `server.api.errors` knows; a client that left is not an error.
+    """Serves one request with a body. Raises the errors that `server.api.errors` maps; a disconnect is not an
+    error.
 
-    `id_prefix` is what the dialect's names of answers begin with. `may_stream` is False for an endpoint that never
-    streams, whatever the body says.
+    `id_prefix` starts the dialect's answer ids. `may_stream` is False for an endpoint that never streams, whatever
+    the body says.
     """
     received = time.monotonic()
     context = context_of(request)
@@ -210,9 +211,9 @@ async def generate(
 
 
 async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
-    """Answers from the body and its model, which `describe` looks at on another thread; no engine is asked.
+    """Answers from the body and its model; `describe` runs on another thread and no engine is used.
 
-    Raises what `describe` and `server.api.errors` know; a client that left is not an error.
+    Raises the errors of `describe` and those that `server.api.errors` maps; a disconnect is not an error.
     """
     context = context_of(request)
     raw = await read_body(request, context.config.max_body_bytes)
@@ -227,26 +228,24 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
 
 
 class Work(Protocol):
-    """What a request has its model do with texts, besides generating."""
+    """Work on texts other than generation, such as embedding."""
 
     @property
-    def model(self) -> ServedModel:
-        """Its model."""
-        ...
+    def model(self) -> ServedModel: ...
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it takes of the key's allowance."""
+        """Number of tokens charged to the key's allowance."""
         ...
 
     @property
     def num_texts(self) -> int:
-        """How many texts these are."""
+        """Number of texts."""
         ...
 
     @property
     def keep_alive_seconds(self) -> float | None:
-        """How long the model stays loaded after its last request; None: as it was."""
+        """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
         ...
 
     async def run(self, engine: EnginePort) -> Response:
@@ -255,9 +254,9 @@ class Work(Protocol):
 
 
 async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], Work]) -> Response:
-    """Serves one request that generates nothing, within the limits of its key; a client that left ends it.
+    """Serves one request that generates nothing, within the limits of its key; a disconnect ends it.
 
-    `open_work` checks the body on another thread. Raises what `server.api.errors` knows.
+    `open_work` checks the body on another thread. Raises the errors that `server.api.errors` maps.
     """
     context = context_of(request)
     raw = await read_body(request, context.config.max_body_bytes)
@@ -307,7 +306,7 @@ async def _admitted(
     try:
         response = await _answer(context, request, raw, received, id_prefix, open_exchange, permit)
     except BaseException:
-        # However it failed, being cancelled included, it runs no longer.
+        # After any failure, also cancellation, the request no longer runs.
         permit.close(0)
         raise
     if not isinstance(response, AnswerStream):
@@ -334,7 +333,7 @@ async def _answer(
 
 
 class _Unloaded(Exception):
-    """The request's model must be loaded first; kept apart from what `plan_held` does about that."""
+    """The request's model must be loaded first; a type of its own, so `plan_held` does not handle it."""
 
     def __init__(self, error: ModelNotLoaded) -> None:
         super().__init__(str(error))
@@ -357,7 +356,7 @@ def _model_of(opened: Opened) -> ServedModel | None:
 async def _answer_now(
     context: ApiContext, request: Request, use: InUse[Opened], received: float, permit: Permit
 ) -> Response:
-    """Answers with a model that is loaded."""
+    """Answers with a loaded model."""
     opened = use.planned
     if not isinstance(opened, Exchange | Choices):
         return JsonBody(_payload(opened, use))
@@ -376,7 +375,9 @@ async def _answer_later(
     error: ModelNotLoaded,
     permit: Permit,
 ) -> Response:
-    """Answers once the model is loaded. A stream begins before, if that takes long, and is kept open meanwhile."""
+    """Answers once the model is loaded. If loading takes long, the stream begins earlier and heartbeats keep it
+    open.
+    """
     work = _plan_loaded(context, plan, error)
     loading = LoadingUse(context.pool, error, work)
     is_streamed = request.state.may_stream and request.state.wants_stream
@@ -412,7 +413,7 @@ class _LaterStream:
         self._close: Callable[[], None] = lambda: permit.close(0)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yields the stream once the model is there; raises what kept it from being loaded."""
+        """Yields the stream once the model is loaded; raises the error that prevented loading."""
         use = await self._loading.result()
         opened = use.planned
         if not isinstance(opened, Exchange | Choices):
@@ -424,7 +425,7 @@ class _LaterStream:
             yield frame
 
     def heartbeat(self) -> bytes:
-        """Returns what says how far the loading is, or the answer."""
+        """Returns a heartbeat with the progress of loading, later of the answer."""
         dialect = dialect_of(self._request)
         return (
             dialect.early_heartbeat(self._loading.progress)
@@ -433,13 +434,13 @@ class _LaterStream:
         )
 
     def close(self) -> None:
-        """Ends it on every way out."""
+        """Ends the stream; call it on every way out."""
         self._loading.close()
         self._close()
 
 
 def _payload(planned: ModelReady | Payload, use: InUse[Opened]) -> Payload:
-    """Returns the answer to a request that the engine has nothing to do with."""
+    """Returns the answer to a request that needs no engine."""
     try:
         if not isinstance(planned, ModelReady):
             return planned
@@ -456,7 +457,9 @@ def _keep_alive(hold: HoldPort | None, seconds: float | None) -> None:
 
 @dataclass(frozen=True)
 class _Begun:
-    """An answer under way, and how it is written: one of `frames` and `body` is called, `close` on every way out."""
+    """A running answer and its format: the caller uses either `frames` or `body`, and calls `close` on every way
+    out.
+    """
 
     answer: AnswerInParts | ChoicesAnswer
     frames: Callable[[], AsyncIterator[bytes]]
@@ -472,7 +475,7 @@ def _begin(
     received: float,
     permit: Permit,
 ) -> _Begun:
-    """Submits a request and returns its answer to come. Raises QueueFull and ApiError (503)."""
+    """Submits a request and returns its running answer. Raises QueueFull and ApiError (503)."""
     exchange = opened.first if isinstance(opened, Choices) else opened
     try:
         engine = context.running_engine(exchange.model)
@@ -508,7 +511,7 @@ def _arrival(context: ApiContext, request: Request, received: float) -> Arrival:
 
 
 def _note_end(context: ApiContext, arrival: Arrival, answer: Answer, exchange: Exchange) -> None:
-    """Counts a request whose answer is closed, with all of its choices."""
+    """Counts a request, with all of its choices, after its answer was closed."""
     model_id, figures, turn = exchange.model.id, answer.figures, answer.turn
     saved = context.activity.note_counted(model_id, exchange.request.namespace, figures, turn)
     context.metrics.note_ended(model_id, arrival.endpoint, arrival.received, figures, turn, saved)
@@ -554,7 +557,7 @@ def _stream(
 def _decoded(
     context: ApiContext, request: Request, raw: bytes, id_prefix: str, read: Callable[[ApiContext, Incoming], Result]
 ) -> Result:
-    """Returns what `read` makes of the decoded body."""
+    """Returns the result of `read` for the decoded body."""
     check_amount(raw)
     fields, is_finite = parse_object(raw)
     request.state.origin = _origin_of(request, fields)
@@ -563,13 +566,13 @@ def _decoded(
     name = request.state.request_id.removeprefix("req_")
     result = read(context, Incoming(request, fields, id_prefix + name))
     if not is_finite:
-        # No typed field has refused the number, so it stands inside an object whose content is not checked.
+        # No typed field refused the number, so it is inside an object with unchecked content.
         raise not_finite()
     return result
 
 
 def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
-    """Returns whose request it is, as far as its fields can be read; a refusal is recorded under that."""
+    """Returns the namespace and session for recording a refusal, as far as the fields can be read."""
     salt = fields.get("cache_salt")
     try:
         session_id = dialect_of(request).session_id(fields, request.headers)
@@ -579,7 +582,7 @@ def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
 
 
 def _client_of(request: Request) -> str:
-    """Returns what tells clients apart that take turns at planning: the address, and the key where one is sent."""
+    """Returns a client's identity for fair planning: its address and, if sent, its key."""
     host = request.client.host if request.client else ""
     return f"{host} {dialect_of(request).api_key(request.headers)}"
 
@@ -607,7 +610,7 @@ def _close(
     permit: Permit,
     use: InUse[Opened],
 ) -> None:
-    """Ends an answer on every way out."""
+    """Closes an answer; called on every way out."""
     answer.close()
     use.close()
     permit.close(sum(len(exchange.request.tokens) + len(part.token_ids) for exchange, part in answer.parts))
@@ -626,7 +629,7 @@ def _close_choices(
     permit: Permit,
     use: InUse[Opened],
 ) -> None:
-    """Ends the answers of all choices on every way out. The first is the one that most clients go on with."""
+    """Closes the answers of all choices; called on every way out. Most clients go on with the first choice."""
     answers.close()
     use.close()
     permit.close(answers.first.figures.counts.prompt + answers.num_predicted)
@@ -635,7 +638,7 @@ def _close_choices(
 
 
 def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort) -> None:
-    """Has an answered turn evaluated ahead. The state of one that asks for tools is held until they have answered."""
+    """Evaluates the answered turn ahead. If the answer calls tools, holds its state until the tools have answered."""
     request, conversation = exchange.request, exchange.conversation
     if answer.has_ended and conversation is not None and request.cache_prompt:
         context.in_background(_evaluate_ahead(exchange, conversation, engine, answer.token_ids))
@@ -647,7 +650,7 @@ def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, 
 async def _evaluate_ahead(
     exchange: Exchange, conversation: Conversation, engine: EnginePort, reply_ids: Sequence[int]
 ) -> None:
-    """Evaluates a finished turn as its next prompt may show it, with its thought and without, once idle."""
+    """Evaluates the finished turn once idle, as its next prompt may show it: with its thought and without."""
 
     def next_prefixes() -> list[RenderedPrompt]:
         variants = sent_back(exchange.reply_messages())
@@ -657,12 +660,12 @@ async def _evaluate_ahead(
         for request in next_turn_requests(exchange.request, reply_ids, await asyncio.to_thread(next_prefixes)):
             async for _ in engine.submit(request):
                 pass
-    except Exception as error:  # nobody waits for it, and the next turn evaluates what is missing
+    except Exception as error:  # no client waits for this, and the next turn evaluates missing tokens itself
         logger.debug("%s: not evaluated ahead: %s", exchange.request.request_id, error)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
-    """Returns the result of `work`, cancelling it as soon as the client is gone."""
+    """Returns the result of `work`; cancels it as soon as the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

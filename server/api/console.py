@@ -1,8 +1,8 @@
-"""The console: a page at `/` that shows what the server is doing, and the few files that it is made of.
+"""The console: a page at `/` that shows what the server is doing, and its few static files.
 
-The files hold nothing of anybody's, so they need no key; what they show comes from the same endpoints that everybody
-has. Without keys, whoever reaches the server could read along there: then the page is for the server's own machine.
-The page loads nothing from anywhere else, and runs nothing that is not in these files: its policy says so.
+The files hold no user data, so they need no key; the page reads the same endpoints as everybody. If the server has no
+keys, anybody who reaches it could read along, so the page is served to this machine only. Its content policy allows
+nothing from other servers, and no code outside these files.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class ConsoleFile:
 
 @cache
 def console_files() -> dict[str, ConsoleFile]:
-    """Returns all files by their path below `/console/`; nothing else is ever served."""
+    """Returns all files by their path below `/console/`; no other file is ever served."""
     return dict(_files(resources.files("server") / "console", ""))
 
 
@@ -72,15 +72,15 @@ def _files(folder: Traversable, prefix: str) -> list[tuple[str, ConsoleFile]]:
 
 
 class PageRoute(Route):
-    """The route of the page: for browsers, which ask for HTML; programs that ask for `/` get another answer."""
+    """The page's route: only for browsers, which ask for HTML. Programs that ask for `/` get another answer."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Matches what asks for HTML only."""
+        """Matches only requests that ask for HTML."""
         return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
 
 
 def wants_page(scope: Scope) -> bool:
-    """Whether a request is that of a browser for a page."""
+    """Whether a browser asks for a page."""
     return scope["type"] == "http" and any(
         name == b"accept" and b"text/html" in value for name, value in scope["headers"]
     )
@@ -93,7 +93,7 @@ def needs_no_key(scope: Scope) -> bool:
 
 
 async def page(request: Request) -> Response:
-    """Answers with the page; raises ApiError (403) for another machine where the server asks for no key."""
+    """Answers with the page; raises ApiError (403) for another machine if the server has no keys."""
     return _answer(request, PAGE)
 
 
@@ -116,4 +116,4 @@ def _answer(request: Request, name: str) -> Response:
 
 
 PAGE_ROUTES = (PageRoute("/", page, methods=["GET"]), Route(f"{FOLDER}{{name:path}}", file, methods=["GET"]))
-"""These stand before all others."""
+"""Must be tried before all other routes."""

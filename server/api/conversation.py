@@ -1,12 +1,9 @@
-"""A conversation of any dialect, as the model's template reads it, and the prompts that it is rendered to.
+"""A conversation of any dialect, as chat templates read it, and the prompts rendered from it.
 
-The part of a conversation's prompt that its next prompt will begin with, and evaluating it ahead of time.
-
-Many templates show a finished turn differently from the prompt that asked for it: they drop what the model thought,
-or write a tool call in another form. Clients drop thoughts too. `next_turn_requests` makes the requests that evaluate
-the differences while the engine is idle, so that the next turn evaluates its new message only.
-
-What a request wants of the model's thoughts, in no dialect's names.
+Many templates show a finished turn differently from the prompt that asked for it: they drop the thought, or write a
+tool call in another form. Clients drop thoughts too. `stable_prefix` is the part of a prompt that no later message
+changes. `next_turn_requests` evaluates the differences while the engine is idle, so the next turn evaluates only its
+new message.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +21,11 @@ from server.api.served import PromptRenderer, ServedModel
 from server.engine.request import GenerationRequest, Priority
 
 MIN_TOKENS_AHEAD = 16
-"""With fewer tokens to evaluate ahead, the next turn evaluates them itself."""
+"""With fewer tokens to evaluate, the next turn evaluates them itself."""
 
 _THOUGHT = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
-"""Roles after whose message the assistant speaks."""
+"""Roles whose messages the assistant answers."""
 _NEXT_MESSAGE: Message = {"role": "user", "content": [{"type": "text", "text": "a"}]}
 _BEFORE_USER = (RestorePointKind.USER_START, RestorePointKind.SYSTEM_END)
 
@@ -36,10 +33,10 @@ Render: TypeAlias = Callable[[Sequence[Message]], RenderedPrompt]
 
 
 def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt:
-    """Returns the part of a conversation's prompt that stays the same whatever follows its last message."""
+    """Returns the part of a conversation's prompt that no later message changes."""
     if messages[-1]["role"] in _ROLES_ANSWERED:
         return cut_at_last_point(render(messages), (RestorePointKind.PROMPT_END,))
-    # The restore point before a user's message is where prompts with different messages of the user begin to differ.
+    # Prompts with different user messages begin to differ after the restore point before that message.
     prefix = cut_at_last_point(render([*messages, _NEXT_MESSAGE]), _BEFORE_USER)
     outline = prefix.outline
     own = slice(0, len(messages))
@@ -47,7 +44,7 @@ def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt
 
 
 def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
-    """Returns a prompt up to its last restore point of these kinds; all of it if there is none."""
+    """Returns a prompt up to its last restore point of these kinds; the whole prompt if it has none."""
     stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
     return replace(
         prompt,
@@ -57,7 +54,7 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
 
 
 def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
-    """Returns a reply as clients send it back: as it was given, and without what was thought."""
+    """Returns the forms in which clients may send a reply back: unchanged, and without its thoughts."""
     without = [{name: value for name, value in message.items() if name != _THOUGHT} for message in reply]
     return [reply] if without == list(reply) else [reply, without]
 
@@ -65,7 +62,7 @@ def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
 def next_turn_requests(
     request: GenerationRequest, reply_ids: Sequence[int], prefixes: Sequence[RenderedPrompt]
 ) -> list[GenerationRequest]:
-    """Returns the requests that evaluate what `prefixes` show otherwise than `request` and its reply, each once."""
+    """Returns requests that evaluate, each part once, where `prefixes` differ from `request` and its reply."""
     made = [next_turn_request(request, reply_ids, prefix) for prefix in prefixes]
     distinct = {one.tokens.tobytes(): one for one in made if one is not None}
     return list(distinct.values())
@@ -76,7 +73,7 @@ def next_turn_request(
 ) -> GenerationRequest | None:
     """Returns the request that evaluates `prefix` after `request` was answered with `reply_ids`.
 
-    None where the next turn has nothing to evaluate again, or fewer than `MIN_TOKENS_AHEAD` tokens.
+    None if fewer than `MIN_TOKENS_AHEAD` tokens would be evaluated.
     """
     evaluated = np.concatenate([request.tokens, np.array(reply_ids, np.int32)])
     num_common = common_prefix_length(evaluated, prefix.tokens)
@@ -97,45 +94,46 @@ def next_turn_request(
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Messages, and all else that the prompt is rendered from. Used on a thread of `server.api.planning`."""
+    """Messages and everything else that the prompt is rendered from. Used on a planning thread."""
 
     renderer: PromptRenderer
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
-    """Those at the head of the prompt, as the client wrote them, so that it keeps their order and wording."""
+    """The tools at the head of the prompt, unchanged, so the prompt keeps the client's order and wording."""
     template_arguments: Mapping[str, Any]
     namespace: str
     changed_tools: Sequence[Mapping[str, Any]] | None = None
-    """The tools behind the last message, with what was loaded and without what was removed; None: as at the head."""
+    """The tools that may be called after the last message, if tools were loaded or removed since; None: as at the
+    head.
+    """
     continues: bool = False
-    """Whether the last message is the assistant's, and the answer goes on with it."""
+    """Whether the last message is the assistant's and the answer continues it."""
     forbids_calls: bool = False
-    """Whether the answer must not call tools that its prompt shows."""
+    """Whether the answer must not call the tools shown in its prompt."""
 
     @property
     def callable_tools(self) -> Sequence[Mapping[str, Any]]:
-        """The tools that the answer may call."""
         if self.forbids_calls:
             return ()
         return self.tools if self.changed_tools is None else self.changed_tools
 
     def render(self) -> RenderedPrompt:
-        """Returns the prompt that asks for an answer; raises the renderer's errors."""
+        """Returns the prompt for an answer; raises the renderer's errors."""
         shown = (self.messages, self.tools or None, self.template_arguments, self.namespace)
         return self.renderer.render(*shown, continues=True) if self.continues else self.renderer.render(*shown)
 
     @property
     def asked(self) -> Sequence[Message]:
-        """The messages that are answered: all but the one that is continued."""
+        """The messages to be answered: all but a continued one."""
         return self.messages[:-1] if self.continues else self.messages
 
     @property
     def begun(self) -> str:
-        """The text of the answer that there is already."""
+        """The text of the continued message; empty if there is none."""
         return plain_text(self.messages[-1].get("content")) if self.continues else ""
 
     def whole(self, reply: Message) -> Message:
-        """Returns the assistant's message that a reply is, or makes together with what it continues."""
+        """Returns the assistant's whole message: the reply, joined to the message it continues."""
         if not self.continues:
             return reply
         first = self.messages[-1]
@@ -145,11 +143,13 @@ class Conversation:
         return {**joined, _THOUGHT: thought} if thought else joined
 
     def stable_prefix(self) -> RenderedPrompt:
-        """Returns the part of the prompt that stays the same whatever follows; raises the renderer's errors."""
+        """Returns the part of the prompt that no later message changes; raises the renderer's errors."""
         return stable_prefix(self._render, self.messages)
 
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
-        """Returns the conversation with the assistant's whole message, and what else follows, at its end."""
+        """Returns the conversation with `messages` at its end: the assistant's whole message, and any that follow
+        it.
+        """
         return replace(self, messages=[*self.asked, *messages], continues=False)
 
     def _render(self, messages: Sequence[Message]) -> RenderedPrompt:
@@ -167,7 +167,7 @@ def open_conversation(
     continues: bool = False,
     forbids_calls: bool = False,
 ) -> Conversation:
-    """Returns the conversation of a request, with what the model's name adds where the request says nothing."""
+    """Returns a request's conversation, with the defaults of the model's name for what the request leaves out."""
     defaults = model.defaults
     arguments = {**defaults.template_arguments, **(template_arguments or {})}
     shown, forbids = defaults.conversation(messages), forbids_calls and bool(tools or changed_tools)
@@ -175,19 +175,19 @@ def open_conversation(
 
 
 def can_continue(model: ServedModel) -> bool:
-    """Whether answers of `model` can be gone on with: not those that are written in channels."""
+    """Whether answers of `model` can be continued; answers written in channels cannot."""
     return not isinstance(model.tool_syntax, HarmonyFormat)
 
 
 def check_continuable(model: ServedModel) -> None:
-    """Raises ApiError (400) where a body has an answer gone on with that cannot be."""
+    """Raises ApiError (400) if answers of `model` cannot be continued."""
     if not can_continue(model):
         message = f"messages: the answers of the model {model.id!r}, which writes in channels, cannot be continued"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, "messages")
 
 
 def check_template_arguments(arguments: Mapping[str, Any], param: str) -> None:
-    """Raises ApiError (400) where a request sets what the server itself tells the template. `param` holds them."""
+    """Raises ApiError (400) if `arguments` sets a template value that the server sets; `param` is their field."""
     for name in arguments.keys() & RESERVED_TEMPLATE_ARGUMENTS:
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"{param}.{name} cannot be set by a request", f"{param}.{name}")
 
@@ -197,15 +197,15 @@ NO_EFFORT = "none"
 
 @dataclass(frozen=True)
 class ThinkingWish:
-    """Whether, how hard and for how long the model shall think; None leaves it to the model's template."""
+    """Whether, how hard and how long the model shall think; None leaves a choice to the template."""
 
     is_enabled: bool | None = None
     effort: str | None = None
     max_tokens: int | None = None
-    """The thought is closed after so many tokens."""
+    """The thought is closed after this many tokens."""
 
     def template_arguments(self) -> Mapping[str, Any]:
-        """Returns the values by which chat templates are told."""
+        """Returns the values to pass to chat templates."""
         arguments: dict[str, Any] = {}
         if self._enables is not None:
             arguments["enable_thinking"] = self._enables

@@ -1,17 +1,12 @@
-"""The seam between the server and its dialects: what a family of clients does in its own way.
+"""The seam between the server and its dialects: everything in which families of clients differ.
 
 A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its `Dialect` says where clients put
-their key and their session, how a stream is framed, and what an error looks like. Its endpoints make an `Exchange` of
-each checked body: the engine's request, and how the answer to it is written. `server/api/call.py` does the rest,
-the same for all.
+key and session, how streams are framed, and what errors look like. Its endpoints turn each checked body into an
+`Exchange`: the engine's request, and how its answer is written. `server/api/call.py` does the rest for all.
 
-How the fields of a body are treated, and refusing those that ask for what is not done here.
-
-A field is honoured; or it has no effect, as it could not change the answer; or it is refused with a reason, except
-for the values that ask for nothing. Fields without a rule are left alone: they are listed at DEBUG. Each dialect
-has tables of rules for its own fields.
-
-Checks a decoded body against the type that a dialect gives it, and says in the client's words what is wrong.
+Bodies are checked against pydantic types, and against rules for fields. A field is honoured; has no effect, since it
+could not change the answer; or is refused with a reason, except for values that ask for nothing. Fields without a
+rule are ignored and listed at DEBUG.
 """
 
 import json
@@ -44,21 +39,21 @@ from server.engine.request import Delta, Finished, GenerationRequest, Started
 logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
-"""What an answer is written from: one `Started`, pieces in order, one `Finished`. Errors are raised instead.
+"""The events an answer is written from: one `Started`, ordered pieces, one `Finished`. Errors are raised.
 
-An answer in several parts has the `Started` of the first and the `Finished` of the last.
+An answer in several parts has the `Started` of its first part and the `Finished` of its last.
 """
 Payload: TypeAlias = Mapping[str, Any]
 
 
 class Dialect(ABC):
-    """What all endpoints of one family of clients have in common. Without state."""
+    """What all endpoints of one family of clients share. Stateless."""
 
     stream_media_type = "text/event-stream"
     takes_any_content_type = False
-    """Whether programs that are no browsers may send JSON under any content type, as `curl -d` does by itself."""
+    """Whether programs other than browsers may send JSON under any content type, as `curl -d` does by default."""
     own_header: str | None = None
-    """A header, in lower case, that only its clients send. An unknown path is its own for requests that have it."""
+    """A header, in lower case, that only this dialect's clients send; it makes unknown paths this dialect's."""
 
     @abstractmethod
     def api_key(self, headers: Mapping[str, str]) -> str:
@@ -66,18 +61,18 @@ class Dialect(ABC):
 
     @abstractmethod
     def wrong_key(self) -> ApiError:
-        """Returns the error for a request without the key, or with another."""
+        """Returns the error for a request with a missing or wrong key."""
 
     def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-        """Returns the session that a body's fields or the headers name, or None; raises SessionIdError."""
+        """Returns the session named by the body's fields or the headers, or None; raises SessionIdError."""
         return resolve_session_id(fields, headers)
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:
-        """Returns whether a body that was not checked yet asks for a stream."""
+        """Returns whether an unchecked body asks for a stream."""
         return fields.get("stream") is True
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns what the headers of every answer hold besides those that all dialects have."""
+        """Returns headers of every answer, besides those common to all dialects."""
         return {}
 
     @abstractmethod
@@ -86,32 +81,34 @@ class Dialect(ABC):
 
     @abstractmethod
     def error_frame(self, error: ApiError) -> bytes:
-        """Returns what ends a stream that has begun and cannot be completed."""
+        """Returns the last frame of a stream that cannot be completed."""
 
     @abstractmethod
     def heartbeat(self, progress: str) -> bytes:
-        """Returns what keeps a silent stream open; empty where clients skip nothing. `progress` is a few words."""
+        """Returns a frame that keeps a silent stream open; empty if clients skip no frame. `progress` is a few
+        words.
+        """
 
     def early_heartbeat(self, progress: str) -> bytes:
-        """Returns the same for a request that has not started, of whose stream clients may know no event yet."""
+        """Returns a heartbeat for a request that has not started, when clients may not yet accept events."""
         return self.heartbeat(progress)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelReady:
-    """A request that asks for no more than that a model is loaded, and what it is answered with."""
+    """A request that only asks for a loaded model, and its answer."""
 
     model: ServedModel
     payload: Payload
     keep_alive_seconds: float | None = None
-    """How long it stays loaded after its last request; None: as it was."""
+    """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
 
 
 class Exchange(ABC):
-    """One checked request, and how its answer is written. Used once: either `frames` or `body` is called."""
+    """One checked request, and how its answer is written. Used once: the caller uses either `frames` or `body`."""
 
     keep_alive_seconds: float | None = None
-    """How long the model stays loaded after its last request; None: as it was."""
+    """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
 
     def __init__(
         self,
@@ -122,14 +119,14 @@ class Exchange(ABC):
         is_streamed: bool = False,
         conversation: Conversation | None = None,
     ) -> None:
-        """`conversation` is what the prompt was rendered from, where it was."""
+        """`conversation` is the source of the prompt, if it has one."""
         self.model = model
         self.request = request
         self.prompt = prompt
         self.is_streamed = is_streamed
         self.conversation = conversation
         self.asked = _asked(model, request, prompt, conversation)
-        """What the prompt was made of, to be compared with other requests."""
+        """The prompt's parts, for comparison with other requests."""
         self.parser: OutputParser = PlainParser()
         if conversation is not None:
             is_forced = request.grammar is not None and request.grammar.forces_calls
@@ -146,11 +143,11 @@ class Exchange(ABC):
         """Returns the body of an answer that is not streamed."""
 
     async def next_part(self, finished: Finished) -> "Exchange | None":
-        """Returns the request with which the answer goes on by itself behind `finished`; None where it has ended."""
+        """Returns the request that continues the answer after `finished`; None if the answer has ended."""
         return None
 
     def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
-        """Takes the tokens of the output that come next, before the pieces of their text; the last have none."""
+        """Takes the next output tokens, before the pieces of their text. The last tokens have no text."""
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""
@@ -168,44 +165,44 @@ def _asked(
 
 @dataclass(frozen=True, eq=False)
 class Api:
-    """What the folder of a dialect hands to the application."""
+    """What a dialect's folder gives to the application."""
 
     dialect: Dialect
     routes: Sequence[Route]
     operations: Operations = field(default_factory=dict)
-    """What the endpoints take and give, for `/openapi.json`; one that is missing takes and gives any object."""
+    """Bodies and answers of the endpoints, for `/openapi.json`; a missing endpoint takes and gives any object."""
     error_body: Any = None
     """The type of an error's body."""
     own_paths: tuple[str, ...] = ()
-    """Paths of this API; errors for those that are not served, and for all below them, have its shape, too."""
+    """Paths of this API; errors for unknown paths at or below them have its shape."""
 
     def owns(self, path: str) -> bool:
-        """Whether a path that is not served belongs to this API."""
+        """Whether an unknown path belongs to this API."""
         return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
 
 
 class HeaderRoute(Route):
-    """A path that two dialects have: it is this one's for requests with a header that only its clients send."""
+    """A path shared by two dialects: this one serves requests with its own header."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], *, header: str, methods: Collection[str]) -> None:
         super().__init__(path, endpoint, methods=methods)
         self._header = header
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Returns whether the header is there and the path is this one."""
+        """Matches if the header is present and the path matches."""
         return super().matches(scope) if self._header in Headers(scope=scope) else (Match.NONE, {})
 
 
 def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
-    """Returns the routes of all dialects in the order in which they are tried: those that want a header first."""
+    """Returns the routes of all dialects in matching order: those that need a header first."""
     routes = [(api.dialect, route) for api in apis for route in api.routes]
     return sorted(routes, key=lambda pair: not isinstance(pair[1], HeaderRoute))
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """Returns the dialect that has the path, whatever the method.
+    """Returns the dialect that serves the path, whatever the method.
 
-    For any other path: the dialect that claims it as its own or whose own header was sent, else the first one.
+    For an unknown path: the dialect that owns it or whose own header was sent, else the first one.
     """
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
@@ -237,17 +234,17 @@ class Rule:
 
     treatment: Treatment
     why: str = ""
-    """Why it has no effect or is refused: a clause that errors and docs/api.md repeat."""
+    """The reason for no effect or refusal: a clause used in errors and in docs/api.md."""
     neutral: tuple[Any, ...] = ()
     """Values, besides null, with which a refused field asks for nothing."""
     is_read: bool = False
-    """Whether the type of the body holds it, so that its own type and range are checked."""
+    """Whether the body's type holds the field, so its type and range are checked."""
 
     def allows(self, value: Any) -> bool:
         """Returns whether a request may hold this value."""
         if self.treatment is not Treatment.REFUSED or value is None:
             return True
-        # True equals 1 in Python but is not the number that a client may send for it.
+        # True equals 1 in Python, but clients may not send it for a number.
         return any(value == other and (value is other or not isinstance(value, bool)) for other in self.neutral)
 
 
@@ -255,22 +252,22 @@ Rules: TypeAlias = Mapping[str, Rule]
 
 
 def honoured(names: str) -> dict[str, Rule]:
-    """Returns the rules of fields that do what they ask for; `names` are separated by white space."""
+    """Returns rules for fields that take effect; `names` are separated by white space."""
     return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
 
 
 def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:
-    """Returns the rules of fields that could not change the answer, all for one reason."""
+    """Returns rules for fields that cannot change the answer, all for one reason."""
     return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
 
 
 def refused(why: str, **neutral: tuple[Any, ...]) -> dict[str, Rule]:
-    """Returns the rules of fields that are refused for one reason; `neutral` holds the values that are taken."""
+    """Returns rules for fields refused for one reason; `neutral` holds each field's accepted values."""
     return {name: Rule(Treatment.REFUSED, why, values) for name, values in neutral.items()}
 
 
 def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
-    """Raises ApiError (400) for the first field that asks for what is refused; `place` stands before its name."""
+    """Raises ApiError (400) for the first field that asks for something refused; `place` is prefixed to its name."""
     for name, value in fields.items():
         rule = rules.get(name)
         if rule is not None and not rule.allows(value):
@@ -297,16 +294,16 @@ class BodyModel(BaseModel):
 
 
 def as_whole(value: Any) -> Any:
-    """Some languages have one type of number only and write 16 as 16.0."""
+    """Returns 16 for 16.0: some languages have only one number type."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Whole = Annotated[int, BeforeValidator(as_whole)]
-"""A whole number of either spelling."""
+"""A whole number; 16.0 is accepted."""
 
 
 def parse_body(kind: type[Body], raw: dict[str, Any], rules: Rules) -> Body:
-    """Returns the checked body; raises ApiError (400) that names the first field that is wrong."""
+    """Returns the checked body; raises ApiError (400) that names the first wrong field."""
     refuse_fields(raw, rules)
     body = validated(kind, raw)
     unknown = sorted((body.model_extra or {}).keys() - rules.keys())
@@ -316,7 +313,7 @@ def parse_body(kind: type[Body], raw: dict[str, Any], rules: Rules) -> Body:
 
 
 def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
-    """Returns what stands at a `place` of a body, checked; raises ApiError (400) that names what is wrong."""
+    """Returns the checked value at `place` of a body; raises ApiError (400) that names what is wrong."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -335,7 +332,7 @@ def _code_of(kind: str) -> Code:
 
 
 def param_name(location: tuple[int | str, ...]) -> str:
-    """Returns a place in a body as clients write it: `messages[0].content`. Bounded, as names come from them."""
+    """Returns a place in a body as clients write it: `messages[0].content`. Bounded, as clients choose the names."""
     text = ""
     for step in location:
         if step == "[key]":

@@ -1,4 +1,4 @@
-"""What the endpoints share that answer with vectors of texts: reading texts, asking the engine, writing vectors."""
+"""Shared by the endpoints that answer with vectors of texts: reading texts, asking the engine, writing vectors."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +19,12 @@ from server.engine.request import TokenArray
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000
-"""Of all texts of one request together, as OpenAI has it."""
+"""Tokens of all texts of one request, OpenAI's limit."""
 
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingWork:
-    """Texts of one request, and how their vectors become the body of its answer."""
+    """The texts of one request, and how their vectors become the answer's body."""
 
     model: ServedModel
     texts: Sequence[TokenArray]
@@ -32,16 +32,14 @@ class EmbeddingWork:
     """Returns JSON. Called on another thread; raises ApiError."""
     keep_alive_seconds: float | None = None
     reading: Reading | None = None
-    """What is made of the texts, other than the model's vectors."""
+    """What the engine computes from the texts; None for the model's own vectors."""
 
     @property
     def num_tokens(self) -> int:
-        """Of all texts."""
         return sum(len(text) for text in self.texts)
 
     @property
     def num_texts(self) -> int:
-        """How many there are."""
         return len(self.texts)
 
     async def run(self, engine: EnginePort) -> Response:
@@ -61,7 +59,7 @@ class TextReader:
     """Turns the texts of one request into tokens."""
 
     def __init__(self, model: ServedModel, *, cuts: bool = False, judges: bool = False) -> None:
-        """With `cuts` a text that is too long loses its end; otherwise it is refused.
+        """With `cuts`, a text that is too long loses its end; otherwise it is refused.
 
         Raises ApiError (400) for a model that makes no vectors, unless it `judges`.
         """
@@ -70,12 +68,12 @@ class TextReader:
             raise ApiError(Code.INVALID_VALUE, reason, "model")
         self.model = model
         self.num_tokens = 0
-        """Of all texts that were read."""
+        """Tokens of all texts read so far."""
         self._format = model.embedding
         self._cuts = cuts
 
     def read(self, text: str | Sequence[int], place: str) -> TokenArray:
-        """Returns the tokens of a text, or those given; `place` is where it stands in the body. Raises ApiError."""
+        """Returns a text's tokens, or the given ones; `place` is its field in the body. Raises ApiError."""
         if isinstance(text, str):
             tokens = self._tokens(text, place, add_special=True)
         else:
@@ -86,7 +84,7 @@ class TextReader:
         return self._taken(tokens, place)
 
     def read_pair(self, how: RerankFormat, text: str, place: str) -> TokenArray:
-        """Returns the tokens of a text to be judged, with what stands around it. Raises ApiError."""
+        """Returns the tokens of a text to be judged, within the model's format for judging. Raises ApiError."""
         tokenize = self.model.renderer.tokenize
         tokens = self._tokens(text, place, parse_special=False)
         return self._taken([*tokenize(how.prefix), *tokens, *tokenize(how.suffix)], place)
@@ -111,7 +109,7 @@ class TextReader:
 
 
 def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]:
-    """Returns the first `dimensions` of each vector, of length 1 again; raises ApiError for more than there are."""
+    """Returns the first `dimensions` of each vector, scaled to length 1; raises ApiError for too many dimensions."""
     if dimensions is None:
         return list(vectors)
     if vectors and dimensions > len(vectors[0]):
@@ -123,13 +121,13 @@ def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]
 def vector_json(vector: Vector) -> str:
     """Returns a vector as JSON, with as many digits as its numbers have.
 
-    One vector at a time: a list of thousands, encoded at once, would hold Python's lock for a second.
+    One vector at a time: encoding thousands at once would hold Python's lock for a second.
     """
     return "[" + ",".join(["%.9g" % number for number in vector.tolist()]) + "]"  # noqa: UP031 (twice as fast)
 
 
 def object_json(fields: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
-    """Returns a JSON object of `fields`, one at least, and a list under `name` whose items are JSON already."""
+    """Returns a JSON object of `fields`, at least one, and a list `name` of items that are already JSON."""
     return f'{json_text(fields)[:-1]},"{name}":[{",".join(values)}]}}'
 
 

@@ -1,6 +1,7 @@
-"""What a client is told when a request cannot be served: one table from exception to code, and from code to status.
+"""What a client is told when a request cannot be served: one table from exception to code, and from code to
+status.
 
-The shape of the answer is the dialect's. A message says what was wrong and what would be accepted; it never holds a
+The dialect gives the answer its shape. A message says what was wrong and what would be accepted; it never holds a
 stack trace, a path or a key.
 """
 
@@ -22,7 +23,7 @@ RETRY_WHEN_STOPPED_SECONDS = 10
 
 
 class Code(StrEnum):
-    """What went wrong, for programs. Each code has one status: see `STATUS`."""
+    """The error codes for programs. Each code has one status: see `STATUS`."""
 
     INVALID_HTTP = "invalid_http"
     INVALID_JSON = "invalid_json"
@@ -106,7 +107,7 @@ STATUS: Mapping[Code, int] = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A request that is answered with an error: all that the answer says, in no dialect's shape."""
+    """A request answered with an error; holds everything the answer says, in no dialect's shape."""
 
     code: Code
     message: str
@@ -115,20 +116,19 @@ class ApiError(Exception):
 
     @property
     def status(self) -> int:
-        """The HTTP status."""
         return STATUS[self.code]
 
 
 @dataclass(eq=False)
 class ContextExceeded(ApiError):
-    """A prompt that leaves no space for an answer. `num_tokens`: its length, or more; `max_tokens`: what fits."""
+    """A prompt that leaves no space for an answer. `num_tokens` is its length or a lower bound; `max_tokens` fit."""
 
     num_tokens: int = 0
     max_tokens: int = 0
 
 
 def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_exact: bool = True) -> ApiError:
-    """Returns the error for a prompt of `num_tokens`, or more if that is not exact, where `max_tokens` fit."""
+    """Returns the error for a prompt of `num_tokens`, at least that many unless `is_exact`; `max_tokens` fit."""
     length = f"{num_tokens} tokens" if is_exact else f"{num_tokens} tokens or more"
     context = f"this model's context of {max_tokens + 1} tokens holds at most {max_tokens} and an answer"
     message = f"the prompt has {length}; {context}"
@@ -136,17 +136,17 @@ def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_
 
 
 def retry_later(code: Code, message: str, seconds: int) -> ApiError:
-    """Returns the error for what may well succeed in some `seconds`."""
+    """Returns an error for a request that may succeed after `seconds`."""
     return ApiError(code, message, headers={"Retry-After": str(seconds)})
 
 
 def stopped() -> ApiError:
-    """Returns the error for a server that takes no more requests."""
+    """Returns the error of a server that accepts no more requests."""
     return retry_later(Code.SERVER_STOPPING, "the server is stopping", RETRY_WHEN_STOPPED_SECONDS)
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """Returns what a client is told about `error`, or None for a fault of the server."""
+    """Returns the client's error for `error`, or None for a fault of the server."""
     match error:
         case ApiError():
             return error
@@ -170,7 +170,7 @@ def as_api_error(error: Exception) -> ApiError | None:
         case OutOfMemory():
             return retry_later(Code.OUT_OF_MEMORY, str(error) or "not enough memory", error.retry_after_seconds)
         case EngineError():
-            # Its own message speaks of arrays and layers: that is for the log.
+            # The exception's message speaks of arrays and layers: it is for the log.
             return ApiError(Code.GENERATION_FAILED, "the model failed on this request")
     return None
 
@@ -192,7 +192,7 @@ def _of_the_pool(error: PoolError) -> ApiError:
 
 
 def explain(error: Exception, request_id: str) -> ApiError:
-    """Returns what a client is told about `error`; logs those that no client can have caused."""
+    """Returns the client's error for `error`; logs errors that no client can have caused."""
     known = as_api_error(error)
     if known is None:
         message = f"internal error; the server's log has the details under request {request_id}"

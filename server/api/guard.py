@@ -1,23 +1,22 @@
-"""Checks the key, where keys are configured, before anything else of a request is read; and derives the namespace.
+"""The outermost layers: request name, dialect, errors, web pages' access, keys and namespaces.
 
-Each key has a namespace of its own, even where the server requires none; no other key sees anything of it.
+`ErrorBoundary` names each request, finds its dialect, and answers every exception in that dialect. `KeyCheck` checks
+the key before anything else of a request is read. Each key has a namespace of its own, even where the server requires
+none; no other key sees anything of it.
 
-What web pages may do here: nothing, unless they come from this server or from an origin that `--cors` names.
+Web pages may do nothing, unless they come from this server or from an origin that `--cors` names. Every page that a
+user's browser shows can reach a server on the loopback address. `WebAccess` refuses pages by three things that a page
+cannot change:
 
-A server on the loopback address is reached by every page that its user's browser shows. Three checks keep pages out,
-each by what a page cannot change:
+* *Host*. A page can have its own name point to 127.0.0.1 (DNS rebinding), and the browser then takes this server for
+  the page's own. But the browser still sends that name. Addresses, and names that nobody can register on the
+  internet, are accepted; others only if `--allowed-host` lists them, or if a key is required.
+* *Origin*. Browsers send it with every request that may change something. A foreign origin is refused. Embedded
+  scripts and images send none; `Sec-Fetch-Site` reveals them, and only followed links are served.
+* *Content type*. A body must be JSON: without asking first (a CORS preflight), a page can send only text and forms.
+  A dialect may accept other types from programs: browsers send `Origin` or `Sec-Fetch-…` with every body.
 
-* *Host*. A page can have its own name point to 127.0.0.1 (DNS rebinding), and for the browser it is this server's own
-  page then. But the browser still sends that name. Addresses and names that nobody can register on the internet are
-  taken; others only if `--allowed-host` has them, or if a key is required, which such a page does not have.
-* *Origin*. Browsers send it with all that may change something. One that is not this server's own is refused. What a
-  page embeds, as a script or an image, has none, and is told by `Sec-Fetch-Site`; only links are followed.
-* *Content type*. A body must be JSON: without asking first (a CORS preflight), a page can send text and forms only.
-  A dialect may take other types from programs: browsers send `Origin` or `Sec-Fetch-…` with every body.
-
-Programs that are no browsers send no origin and notice nothing but the content type.
-
-The outermost ASGI layer: names each request, finds its dialect, and answers every exception in that dialect.
+Programs other than browsers send no origin and notice only the content type.
 """
 
 import logging
@@ -55,7 +54,7 @@ PREFLIGHT_SECONDS = 600
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 _PRIVATE_ENDINGS = (".localhost", ".local", ".internal")
-"""Reserved: no such name can be registered on the internet (RFC 6761, RFC 6762, and ICANN's reservation of 2024)."""
+"""Reserved names that cannot be registered on the internet (RFC 6761, RFC 6762, and ICANN's reservation of 2024)."""
 _READING = frozenset({"GET", "HEAD"})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -65,18 +64,18 @@ class WebAccess:
     """Which hosts and origins are served. Pure."""
 
     hosts: frozenset[str] | None
-    """Names by which this server is reached besides those that are always taken; None: any name."""
+    """Names accepted besides those always accepted; None accepts any name."""
     origins: frozenset[str]
-    """Origins, besides its own, whose pages may use this server; `*` stands for all."""
+    """Foreign origins whose pages may use this server; `*` stands for all."""
 
     @classmethod
     def of(cls, *, hosts: Iterable[str], origins: Iterable[str], needs_key: bool) -> "WebAccess":
-        """Returns what was configured. `hosts` may hold `*`; where a key is required, any host is taken."""
+        """Returns the configured access. `hosts` may hold `*`; if a key is required, any host is accepted."""
         names = frozenset(name.lower().rstrip(".") for name in hosts)
         return cls(None if needs_key or ANY in names else names, frozenset(origin.lower() for origin in origins))
 
     def takes_host(self, host: str | None) -> bool:
-        """Whether a request that names this host is served; one without a host comes from no browser."""
+        """Whether requests for this host are served; a request without a host comes from no browser."""
         if self.hosts is None or host is None:
             return True
         found = _HOST.fullmatch(host)
@@ -86,13 +85,13 @@ class WebAccess:
         return name in self.hosts or _is_private(name)
 
     def takes_origin(self, origin: str | None, host: str | None) -> bool:
-        """Whether a page of `origin` may use the server that its browser calls `host`."""
+        """Whether a page of `origin` may use the server, which its browser calls `host`."""
         if origin is None or ANY in self.origins or origin.lower() in self.origins:
             return True
         return host is not None and is_same_server(origin, host)
 
     def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
-        """Returns why a request is refused because of the page it comes from, or None.
+        """Returns why a request is refused because of its web page, or None.
 
         `takes_any_type` says that a program's body may have any content type.
         """
@@ -109,14 +108,14 @@ class WebAccess:
 
 
 class WebAccessCheck:
-    """ASGI layer that refuses requests of foreign web pages, before their key or body is looked at."""
+    """ASGI layer that refuses requests of foreign web pages, before their key or body is read."""
 
     def __init__(self, app: ASGIApp, access: WebAccess) -> None:
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what may pass; raises ApiError (403, 415) for the rest."""
+        """Passes on allowed requests; raises ApiError (403, 415) for the rest."""
         if scope["type"] == "http":
             takes_any_type = dialect_of(Request(scope)).takes_any_content_type
             error = self._access.refusal(scope["method"], Headers(scope=scope), takes_any_type=takes_any_type)
@@ -126,7 +125,7 @@ class WebAccessCheck:
 
 
 def cross_origin_layer(origins: Iterable[str]) -> Middleware:
-    """Returns the layer that tells browsers which pages may use this server, errors included; it stands outermost."""
+    """Returns the layer that tells browsers which pages may read answers, errors included; it must be outermost."""
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
@@ -139,14 +138,14 @@ def cross_origin_layer(origins: Iterable[str]) -> Middleware:
 
 
 def _is_private(name: str) -> bool:
-    """Whether a name is an address, or one that cannot be registered on the internet."""
+    """Whether a name is an address, or cannot be registered on the internet."""
     last = name.rpartition(".")[2]
     is_address = name.startswith("[") or last.isdecimal()
     return is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
 
 
 def is_same_server(origin: str, host: str) -> bool:
-    """Whether a page's origin is the server that it calls `host`, with or without a proxy that ends TLS."""
+    """Whether a page's origin is the server called `host`, with or without a proxy that ends TLS."""
     try:
         page, server = urlsplit(origin), urlsplit(f"//{host}")
         default = _DEFAULT_PORTS.get(page.scheme)
@@ -158,12 +157,12 @@ def is_same_server(origin: str, host: str) -> bool:
 
 
 def _is_cross_site(headers: Headers) -> bool:
-    """Whether a browser says that another page asks; some requests without an origin are told from others so."""
+    """Whether the browser reports a request from another page; needed for requests without an origin."""
     return headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
 
 
 def _follows_link(method: str, headers: Headers) -> bool:
-    """Whether a browser asks in order to show the answer as a page, where no other page can read it."""
+    """Whether a browser follows a link: it shows the answer as a page, and no other page can read it."""
     return method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
 
 
@@ -206,34 +205,34 @@ def _wrong_type(content_type: str) -> ApiError:
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 OWN_NAMES = LOOPBACK | {"localhost"}
 OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-"""Headers that proxies add: somebody else is asking."""
+"""Headers that proxies add; with one of them the request comes from another machine."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 
 
 def key_of(request: Request) -> ApiKey | None:
-    """Returns which of the server's keys a request holds, or None."""
+    """Returns the server's key that a request holds, or None."""
     return context_of(request).keys.find(dialect_of(request).api_key(request.headers))
 
 
 def known_key_of(request: Request) -> ApiKey | None:
-    """Returns the key that `KeyCheck` found, or None where none is asked for."""
+    """Returns the key found by `KeyCheck`, or None if no key is required."""
     key = request.scope["state"].get("key")
     return key if isinstance(key, ApiKey) else None
 
 
 def key_name_of(scope: Scope) -> str | None:
-    """Returns the name of the key that `KeyCheck` found, or None where it has none."""
+    """Returns the name of the key found by `KeyCheck`, or None if it has none."""
     key = scope["state"].get("key")
     return key.name or None if isinstance(key, ApiKey) else None
 
 
 def is_authorised(request: Request) -> bool:
-    """Returns whether a request holds a key of the server, or the server asks for none."""
+    """Returns whether a request holds a key of the server, or the server requires none."""
     return not context_of(request).config.needs_key or key_of(request) is not None
 
 
 def namespace_of(request: Request, cache_salt: str | None) -> str:
-    """Returns the name under which a request shares state; empty for one without a key and a salt.
+    """Returns the name under which a request shares state; empty without a key and a salt.
 
     It never holds the key itself, since names may be written out.
     """
@@ -249,10 +248,11 @@ def namespace_of_query(request: Request) -> str:
 
 
 def is_owner(request: Request, config: ServerConfig) -> bool:
-    """Returns whether a request may see what all have: by an operator's key, or by hand on the server's own machine.
+    """Returns whether a request may see everybody's data: by an operator's key, or by hand on the server's own
+    machine.
 
-    The latter counts only where the server asks for no key, and not for a request that sends one all the same: that
-    asks for its own state. Nor does it count behind a proxy, where everybody seems to be on this machine.
+    The latter counts only if the server requires no key, and only for a request without a key: one with a key asks
+    for its own state. Behind a proxy, where everybody seems to be on this machine, it does not count.
     """
     if config.needs_key:
         key = key_of(request)
@@ -265,9 +265,9 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
 def is_from_this_machine(request: Request) -> bool:
     """Whether a person on the server's own machine asks, by a program or by the console in a browser.
 
-    A page of another origin, which `--cors` may have let in, and what comes through a proxy are somebody else's. So
-    is what names the server otherwise than by the loopback address: it may come through a proxy that adds no header,
-    or from a page whose own name was made to point here.
+    False for pages of another origin, which `--cors` may allow, and for requests with a proxy's headers. Also False
+    if the host is not the loopback address: the request may come through a proxy that adds no header, or from a page
+    whose name was made to point here.
     """
     origin, host = request.headers.get("origin"), request.headers.get("host", "127.0.0.1")
     is_forwarded = any(name in request.headers for name in OF_OTHERS)
@@ -285,28 +285,28 @@ def _is_own_name(host: str) -> bool:
 
 
 def visible_namespace(request: Request, config: ServerConfig) -> str:
-    """Returns the namespace that a request without a body is about: its own, or the one that the owner names."""
+    """Returns the namespace of a request without a body: the request's own, or the one that the owner names."""
     named = request.query_params.get("namespace")
     return named if named is not None and is_owner(request, config) else namespace_of_query(request)
 
 
 def listed_namespace(request: Request, config: ServerConfig) -> str | None:
-    """Returns the namespace that a list is limited to; None, which is all, for an owner who names none."""
+    """Returns the namespace that a list is limited to; None, for all, if the owner names none."""
     if "cache_salt" in request.query_params or not is_owner(request, config):
         return namespace_of_query(request)
     return request.query_params.get("namespace")
 
 
 class KeyCheck:
-    """ASGI layer that raises the dialect's error for requests without a key; behind it `scope["state"]` has `key`."""
+    """ASGI layer that raises the dialect's error for requests without a key; then `scope["state"]` holds `key`."""
 
     def __init__(self, app: ASGIApp, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
-        """`is_open` says which requests need no key besides those for `OPEN_PATHS`."""
+        """`is_open` says which requests need no key, besides those for `OPEN_PATHS`."""
         self._app = app
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what may pass; raises ApiError for the rest."""
+        """Passes on allowed requests; raises ApiError for the rest."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_open(scope):
             request = Request(scope)
             request.state.key = key_of(request)
@@ -319,22 +319,22 @@ _OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORI
 
 
 class ErrorBoundary:
-    """Outermost ASGI layer. Behind it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`.
+    """Outermost ASGI layer. Below it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`.
 
-    The last are headers that the answer will have, an error too; an endpoint may add to them until it answers.
+    `answer_headers` are headers of the answer, also of an error; endpoints may add to them until they answer.
 
-    It is the only place where an exception of any kind is caught: whatever went wrong in one request, the
-    server goes on. Once an answer has begun, the connection is closed instead.
+    Only here are exceptions of any kind caught: whatever went wrong in one request, the server goes on. Once an
+    answer has begun, an exception closes the connection.
     """
 
     def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str) -> None:
-        """`server_name` is what every answer says it was served by."""
+        """`server_name` is sent with every answer."""
         self._app = app
         self._find_dialect = find_dialect
         self._server_name = ascii_text(server_name)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one connection's request; raises only once an answer has begun."""
+        """Serves one request; raises only after an answer has begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -345,7 +345,7 @@ class ErrorBoundary:
         tracked = _TrackedSend(send, headers)
         try:
             await self._app(scope, receive, tracked)
-        except Exception as error:  # the border of the process: nothing may pass it
+        except Exception as error:  # the border of the process: no exception may pass
             answer = explain(error, request_id)
             _log_refusal(scope, request_id, answer)
             _keep_refusal(scope, request_id, answer)
@@ -355,9 +355,9 @@ class ErrorBoundary:
 
 
 def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    """Logs what was refused: faults of the server as warnings, a client's mistakes as information."""
+    """Logs a refusal: faults of the server as warnings, mistakes of clients as information."""
     level = logging.WARNING if error.status >= 500 else logging.INFO
-    # What a template says may quote the conversation, which is the client's alone.
+    # A template's message may quote the conversation, which only the client may see.
     message = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
     reason = cut(message, MAX_REASON_LENGTH)
     refused = RequestRefused(
@@ -367,7 +367,7 @@ def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
 
 
 def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    """Keeps what was refused of those who may ask at all, for them to be told of by `mlx-serve doctor`."""
+    """Keeps the refusals of authorised clients, for `mlx-serve doctor`."""
     if scope["method"] != "POST" or error.code in _OF_STRANGERS:
         return
     request = Request(scope)
@@ -387,7 +387,7 @@ def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
 
 
 class _TrackedSend:
-    """Adds to the answer's headers and knows whether the answer has begun."""
+    """Adds headers to the answer and knows whether the answer has begun."""
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         """`headers` may grow until the answer begins."""
@@ -404,9 +404,9 @@ class _TrackedSend:
 
 
 def raise_http_error(request: Request, error: Exception) -> Response:
-    """Raises the router's own errors as ours: an unknown path, a method that a path does not take.
+    """Raises the router's errors as ApiError: an unknown path, or a method that the path does not accept.
 
-    A path of another API is unknown, even where it fits a pattern of ours, as `/responses/compact` does.
+    A path of another API is unknown, even if it fits one of our patterns, as `/responses/compact` does.
     """
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method

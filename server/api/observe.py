@@ -1,16 +1,16 @@
-"""What Prometheus is told of requests and engines. Event loop only.
+"""Metrics for Prometheus and traces for OpenTelemetry, of requests and engines.
 
-Requests are counted when their answer ends. What engines do and hold is read when it is asked for, from the figures
-that their workers have left: a scrape waits for no worker. Names are vLLM's, with `mlx_serve_` in place of `vllm:`
-(a colon is for recorded rules, as Prometheus' own lint says), where the meaning is the same.
+Requests are counted when their answer ends. Engines are read on each scrape, from figures that their workers left, so
+a scrape waits for no worker. A metric with vLLM's meaning has vLLM's name, with `mlx_serve_` for `vllm:` (a colon is
+for recorded rules, says Prometheus' lint). Labels are models, endpoints and this server's words, never a client's
+text.
 
-Labels are models, endpoints, and words of this server; none holds what a client wrote.
+Traces (`--otlp`) have a span for each request, and below it queue, restore, prefill and decode, named by the
+conventions for generative AI. No span holds text of a prompt or answer. Spans are made when an answer has ended, and
+sent by another thread; an absent collector costs only the spans. The packages of the extra `otlp` are imported only
+if spans are wanted.
 
-Traces for OpenTelemetry (`--otlp`): a span for each request, and below it queue, restore, prefill and decode.
-
-Names follow the conventions for generative AI. No span holds text of a prompt or of an answer. Spans are made when an
-answer has ended, on the event loop, and sent by a thread of their own; a collector that is away costs spans, nothing
-else. Needs the packages of the extra `otlp`, which are imported only where spans are wanted.
+Event loop only.
 """
 
 import importlib
@@ -46,7 +46,7 @@ _REQUEST = ("model", "endpoint")
 
 
 class StatsPort(Protocol):
-    """An engine, as far as it is counted."""
+    """An engine whose counters are read."""
 
     def stats(self) -> EngineStats:
         """Returns counters and gauges at once."""
@@ -57,7 +57,7 @@ class Metrics:
     """The counters of one server."""
 
     def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
-        """`engines` returns those of the loaded models by id, each with `num_slots` slots."""
+        """`engines` returns the engines of the loaded models by id, each with `num_slots` slots."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engines, num_slots))
         self._success = self._counter("request_success", "Answers that ended well, by why.", "finished_reason")
@@ -93,7 +93,7 @@ class Metrics:
     ) -> None:
         """Counts a request with all of its choices; `received` is `time.monotonic()` when it came.
 
-        `turn` is None for one that never held a slot; `saved_seconds` are what its restored tokens saved.
+        `turn` is None for a request that never held a slot; `saved_seconds` is the time that restored tokens saved.
         """
         labels = {"model": model_id, "endpoint": endpoint}
         if figures.has_ended:
@@ -146,14 +146,14 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engines of the loaded models. Counters of one that was unloaded begin anew, as Prometheus expects."""
+    """Reads the engines of the loaded models. A reloaded model's counters restart at 0, as Prometheus expects."""
 
     def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
         self._engines = engines
         self._num_slots = num_slots
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what each engine does and holds now."""
+        """Yields each engine's counters and gauges."""
         stats = {model_id: engine.stats() for model_id, engine in self._engines().items()}
         for name, text, read in _GAUGES:
             gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("model",))
@@ -213,16 +213,16 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
 
 PROVIDER = "mlx_serve"
 PATH = "/v1/traces"
-"""Where collectors take traces, if the address names no path."""
+"""The collector's path, if the address has none."""
 NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 SEND_SECONDS = 5.0
 END_SECONDS = 3.0
-"""How long the end of the server waits for what is still to be sent."""
+"""How long the server waits at its end for spans still to be sent."""
 _COMPLETIONS = frozenset({"/v1/completions", "/completions", "/completion", "/infill", "/api/generate"})
 
 
 def check_otlp(url: str) -> None:
-    """Raises StartError where spans cannot be sent to `url`."""
+    """Raises StartError if spans cannot be sent to `url`."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -239,16 +239,16 @@ def check_otlp(url: str) -> None:
 
 
 class Tracing:
-    """Sends the spans of one server. Event loop only, but for `close`."""
+    """Sends the spans of one server. Event loop only, except `close`."""
 
     def __init__(self, url: str, server_name: str) -> None:
-        """`url` is a collector's; see `check_otlp`."""
+        """`url` is the collector's; see `check_otlp`."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # The library tells of a collector that is away with every batch, and with a traceback.
+        # The library would log every batch that an absent collector loses, with a traceback.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         endpoint = url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH
         version = metadata.version("mlx-serve")
@@ -273,7 +273,7 @@ class Tracing:
         now, now_ns = time.monotonic(), time.time_ns()
 
         def at(moment: float) -> int:
-            """Returns a reading of `time.monotonic()` as nanoseconds since 1970."""
+            """Converts a reading of `time.monotonic()` to nanoseconds since 1970."""
             return now_ns - int((now - moment) * 1e9)
 
         operation = "text_completion" if arrival.endpoint in _COMPLETIONS else "chat"
@@ -290,7 +290,7 @@ class Tracing:
         span.end(at(now))
 
     def close(self) -> None:
-        """Sends what is left, as far as that takes no longer than `END_SECONDS`. For any thread."""
+        """Sends the remaining spans, within `END_SECONDS`. For any thread."""
         ending = threading.Thread(target=self._provider.shutdown, name="mlx-serve-traces", daemon=True)
         ending.start()
         ending.join(END_SECONDS)
@@ -352,7 +352,7 @@ def _phases(received: float, figures: AnswerFigures, now: float) -> Iterator[tup
 
 
 def _telling(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Returns an exporter that says once that its collector does not answer, and once that it does again."""
+    """Returns an exporter that logs once when its collector stops answering, and once when it answers again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Telling(SpanExporter):

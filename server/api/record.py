@@ -1,8 +1,6 @@
-"""What is counted and timed of one answer, from its events. Knows the clock, but no dialect and no conversation.
+"""Counts, times and logs one answer from its events, and writes its costs for every dialect.
 
-The log of one answer: how far a long prompt is, and one entry at the end. Used on the event loop.
-
-What answers of every dialect say of their costs: times, what was reused, and why not more.
+Knows the clock, but no dialect and no conversation. Event loop only.
 """
 
 import logging
@@ -32,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of a request with all of its choices; those of a prompt that several choices have count once."""
+    """Tokens of a request with all of its choices; a shared prompt counts once."""
 
     prompt: int
     cached: int
@@ -41,29 +39,29 @@ class TokenCounts:
 
 
 class AnswerFigures:
-    """One answer so far. Used on the event loop."""
+    """The figures of one answer so far. Event loop only."""
 
     def __init__(self, num_prompt: int) -> None:
-        """`num_prompt` is the number of the prompt's tokens."""
+        """`num_prompt` is the number of prompt tokens."""
         self.others: list[AnswerFigures] = []
-        """Those of the request's other choices, for the one that tells of all."""
+        """The figures of the request's other choices, if this is the first choice."""
         self.repeats_prompt = False
-        """Whether the prompt's tokens are counted with another choice."""
+        """Whether another choice already counts the prompt's tokens."""
         self._num_prompt = num_prompt
         self.started: Started | None = None
         self.started_at = 0.0
         """`time.monotonic()` when the request got a slot."""
         self.first_text_at: float | None = None
         self.num_evaluated = 0
-        """Prompt tokens evaluated, restored ones left out."""
+        """Prompt tokens evaluated, without restored ones."""
         self.num_predicted = 0
         self.timings: Timings | None = None
-        """The engine's own measurement; None until the last event."""
+        """The engine's measurement; None until the last event."""
         self.outcome: str | None = None
-        """Why the answer ended; None until it does."""
+        """Why the answer ended; None before its end."""
         self.error: Exception | None = None
         self.progress = "waiting"
-        """In a few words, what the request is waiting for."""
+        """A few words on what the request is waiting for."""
 
     @property
     def is_complete(self) -> bool:
@@ -72,12 +70,12 @@ class AnswerFigures:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer was given to its end or limit, neither cancelled nor failed."""
+        """Whether the answer reached its end or limit: neither cancelled nor failed."""
         return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     @property
     def counts(self) -> TokenCounts:
-        """The tokens so far, those of the other choices included."""
+        """The tokens so far, including the other choices."""
         every = [self, *self.others]
         prompts = [one for one in every if not one.repeats_prompt]
         return TokenCounts(
@@ -111,7 +109,7 @@ class AnswerFigures:
     def turn(
         self, request: GenerationRequest, model_id: str, started: Started, previous_id: str | None = None
     ) -> TurnRecord:
-        """Returns the turn that the request was, as far as it has come."""
+        """Returns the request's turn, as far as it has come."""
         reuse, counts = started.reuse, self.counts
         return TurnRecord(
             request_id=request.request_id,
@@ -131,7 +129,7 @@ class AnswerFigures:
         )
 
     def _prompt_ms(self) -> float:
-        """Returns the time for the prompt: as the engine measured it, or so far where the answer was cut off."""
+        """Returns the time for the prompt: the engine's measurement, or the time so far if the answer was cut off."""
         if self.timings is not None and self.has_ended:
             return self.timings.prompt_ms
         return 1000 * ((self.first_text_at or time.monotonic()) - self.started_at)
@@ -142,13 +140,13 @@ def _one(miss: Miss | None) -> tuple[Miss, ...]:
 
 
 LONG_PREFILL_SECONDS = 3.0
-"""A prompt that takes longer shows in the log how far it is."""
+"""The log shows the progress of prompts that take longer."""
 PROGRESS_SECONDS = 2.0
-"""Time between two such entries of one request."""
+"""Time between two progress entries of one request."""
 
 
 class AnswerLog:
-    """Writes the entries of one request."""
+    """Logs one request: the progress of a long prompt, and one entry at the end."""
 
     def __init__(
         self,
@@ -158,18 +156,18 @@ class AnswerLog:
         figures: AnswerFigures,
         key_name: str | None = None,
     ) -> None:
-        """`received` is `time.monotonic()` when the request came; `figures` are kept up by the caller."""
+        """`received` is `time.monotonic()` when the request came; the caller updates `figures`."""
         self._key_name = key_name
         self._request = request
         self._model_id = model_id
         self._received = received
         self._figures = figures
         self._next_note_at: float | None = None
-        """None until the first one."""
+        """None until the first entry."""
         self._num_notes = 0
 
     def note_progress(self, progress: Progress, session_id: str | None) -> None:
-        """Tells how far a long prompt is, every few seconds."""
+        """Logs the progress of a long prompt, every few seconds."""
         now = time.monotonic()
         began = self._figures.started_at
         is_due = now >= (began + LONG_PREFILL_SECONDS if self._next_note_at is None else self._next_note_at)
@@ -187,7 +185,7 @@ class AnswerLog:
         logger.info(entry)
 
     def end(self, session_id: str | None, turn: TurnRecord | None, turn_number: int | None) -> None:
-        """Tells how the request ended; `turn` is None for one that never held a slot."""
+        """Logs how the request ended; `turn` is None for a request that never held a slot."""
         if not logger.isEnabledFor(logging.INFO):
             return
         figures, counts = self._figures, self._figures.counts
@@ -226,7 +224,7 @@ def _reason_of(error: Exception) -> str:
 
 
 def _miss_of(turn: TurnRecord) -> MissFigures | None:
-    """Returns why and where, without the words that changed: they are the prompt's, which may be private."""
+    """Returns reason and place of a miss, without the prompt's changed words, which may be private."""
     miss = turn.miss
     if miss is None:
         return None
@@ -290,7 +288,7 @@ def costs_of(finished: Finished, session_id: str | None) -> Costs:
 
 
 def cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
-    """Returns what of a prompt was reused; None for a request that was cancelled before it started."""
+    """Returns how much of a prompt was reused; None for a request cancelled before it started."""
     if started is None:
         return None
     return {
@@ -306,12 +304,12 @@ def cache_of(started: Started | None, session_id: str | None) -> CacheBody | Non
 
 
 def miss_of(miss: Miss | None) -> MissBody | None:
-    """Returns a miss as answers hold it."""
+    """Returns a miss in the form of answers; None for None."""
     return None if miss is None else miss_body(miss)
 
 
 def miss_body(miss: Miss) -> MissBody:
-    """Returns a miss as answers hold it."""
+    """Returns a miss in the form of answers."""
     return {
         "reason": miss.reason.value,
         "cause": miss.cause.value,
@@ -326,7 +324,7 @@ def miss_body(miss: Miss) -> MissBody:
 
 
 def timings_of(timings: Timings) -> TimingsBody:
-    """Returns the costs of a finished request in milliseconds and tokens per second."""
+    """Returns a finished request's costs in milliseconds and tokens per second."""
     prompt_per_token, prompt_rate = _rates(timings.evaluated_tokens, timings.prompt_ms)
     predicted_per_token, predicted_rate = _rates(timings.predicted_tokens, timings.predicted_ms)
     return {

@@ -1,13 +1,12 @@
-"""`/v1/cache` and pins: lists the state held for the request's namespace, clears it, and protects it from eviction.
+"""`/v1/cache`: lists, clears, pins and primes the state of a namespace.
 
-Every path reads and changes the state of one namespace: that of the request's key and, where one is given as
-`?cache_salt=`, its salt. The owner of the server may name another with `?namespace=`, and is shown the sums of all.
-Where several models are served, `?model=` names one. Edges keep their numbers as long as they are there.
+A path reads and changes one namespace: the one of the request's key and of its `?cache_salt=`. The owner of the
+server may name another with `?namespace=`, and sees the sums of all. `?model=` names one of several models. Edges
+keep their numbers while they exist.
 
-`POST /v1/cache/prime`: evaluates a prefix that requests will begin with, and generates nothing.
-
-A conversation is rendered without a generation prompt and only as far as whatever follows cannot change its tokens:
-behind a user's or tool's message comes an answer, behind any other a user's message.
+`POST /v1/cache/prime` evaluates a prefix for later requests, and generates nothing. A conversation is rendered
+without a generation prompt, and only as far as no later message can change its tokens: an answer follows a user's or
+tool's message, a user's message follows any other.
 """
 
 import asyncio
@@ -52,7 +51,7 @@ from server.pool.names import ModelSource
 MAX_NODES = 256
 MAX_NODES_LIMIT = 10_000
 MAX_EDGE_TOKENS = 1024
-"""Tokens of a single edge that are shown as text."""
+"""Tokens of one edge shown as text, at most."""
 MAX_DIGITS = 18
 
 
@@ -110,7 +109,7 @@ class NamespaceBody(TypedDict):
 
     namespace: str
     adapter: str | None
-    """The name of the adapter; its digest where no adapter has it any more."""
+    """The adapter's name; its digest if no adapter has this digest any more."""
     num_nodes: int
     num_tokens: int
     num_disk_nodes: int
@@ -151,7 +150,7 @@ class CacheEdgeBody(TypedDict):
     uses: int
     sessions: list[str]
     seconds: float | None
-    """What evaluating its tokens again would take; None as long as no long prompt was evaluated."""
+    """Time to evaluate the edge's tokens again; None until a long prompt was evaluated."""
 
 
 class ClearedBody(TypedDict):
@@ -181,7 +180,7 @@ async def get_cache(request: Request) -> Response:
     is_of_all = is_owner(request, context_of(request).config) and "cache_salt" not in request.query_params
     every: list[NamespaceView] | None = await engine.execute(ListNamespaces()) if is_of_all else None
     names = {one.adapter.digest: one.id for one in context_of(request).pool.served if one.adapter is not None}
-    # A large tree takes a while to be written down, which the event loop must not wait for.
+    # Writing a large tree takes a while, which must not block the event loop.
     return await asyncio.to_thread(_state_response, model, namespace, view, _namespace_bodies(every, names))
 
 
@@ -230,12 +229,12 @@ async def clear_cache(request: Request) -> Response:
 
 
 def _clear_dormant(request: Request, source: ModelSource, namespace: str) -> Response:
-    """Forgets what memory keeps for a model that is not loaded; a disk is read and changed by its engine only."""
+    """Clears the memory state of a model that is not loaded; only a running engine reads and changes the disk."""
     context = context_of(request)
     if context.config.cache_disk_bytes is not None:
         raise ModelNotLoaded(source)
     if source.adapter is not None:
-        # Which states are the adapter's is known once it is read.
+        # The states of an adapter are known only once the adapter is loaded.
         raise ModelNotLoaded(source)
     num_tokens, num_bytes = context.pool.forget_dormant(source, namespace)
     context.conversations.note_cleared(namespace)
@@ -325,7 +324,7 @@ def _state_body(
 
 
 def _namespace_bodies(every: Sequence[NamespaceView] | None, names: Mapping[str, str]) -> list[NamespaceBody] | None:
-    """Returns what each namespace holds; `names` are those of adapters by their digest."""
+    """Returns what each namespace holds; `names` maps digests of adapters to their names."""
     return None if every is None else [_namespace_body(one, names) for one in every]
 
 
@@ -333,7 +332,7 @@ def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceB
     namespace, digest = client_namespace(view.namespace)
     return {
         "namespace": namespace,
-        # Of one whose files have changed since, or that is served no more, there is only the digest.
+        # An adapter that was changed or is no longer served has only its digest.
         "adapter": names.get(digest, digest) if digest is not None else None,
         "num_nodes": view.num_nodes,
         "num_tokens": view.num_tokens,
@@ -343,7 +342,7 @@ def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceB
 
 
 def _ranks(nodes: Iterable[EdgeView]) -> dict[int, int]:
-    """Returns the rank of each clock reading. The readings themselves would reveal how many requests others made."""
+    """Returns the rank of each clock reading. The readings would reveal how many requests other clients made."""
     return {time: rank for rank, time in enumerate(sorted({node.last_used for node in nodes}), 1)}
 
 
@@ -454,10 +453,10 @@ def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
 
 
 class PrimeExchange(Exchange):
-    """Says what priming cost."""
+    """Writes what priming cost."""
 
     def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """A prime is never streamed."""
+        """Never called: a prime is not streamed."""
         raise NotImplementedError
 
     async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:

@@ -1,8 +1,7 @@
-"""`/v1/sessions`: what each session's turns cost, and why; and forgetting one.
+"""`/v1/sessions`: lists, describes and forgets sessions: what each turn cost, and why.
 
-A request sees the sessions of its own namespace only: those whose requests had the same key and the same salt, which
-is given as `?cache_salt=`. A session of another namespace is answered like one that does not exist. Who owns the
-server (see `server.api.guard.is_owner`) sees all, and names another namespace with `?namespace=`.
+A request sees only the sessions of its own namespace, given by its key and `?cache_salt=`; others are answered as
+unknown. The owner of the server (see `server.api.guard.is_owner`) sees all, or those of `?namespace=`.
 """
 
 import contextlib
@@ -140,7 +139,7 @@ async def delete_session(request: Request) -> Response:
         engine = context.engines.get(model.base_id)
         if engine is None:
             continue
-        # An engine that has stopped holds nothing.
+        # A stopped engine holds no state.
         with contextlib.suppress(EngineStopped):
             await engine.execute(ForgetSession(model.state_namespace(namespace), session_id))
     context.sessions.forget(namespace, session_id)

@@ -1,20 +1,11 @@
-"""`GET /v1/stats`: what the server is doing and what it has saved, in one object, without waiting for any worker.
+"""The state of the server: health, statistics, metrics, events; and loading models.
 
-A request sees the requests and sums of its own namespace; who owns the server (see `server.api.guard.is_owner`) sees
-those of all, or of the one that `?namespace=` names. What models do is the same for everybody.
+`GET /health` (`/ping`), `/ready`, `/v1/stats` and `/metrics` answer at once, without waiting for any worker.
+`GET /version` names the release, as vLLM does. `GET /v1/events` streams what happens; a slow reader loses events and
+is told how many. `POST /v1/models/load` and `/v1/models/unload` load a model and free its memory.
 
-`GET /health` and `GET /ready`: whether requests are taken, answered at once, whatever the engine is doing.
-
-`/ping` is another name of `/health`, and `GET /version` names the release, as vLLM has them.
-
-`GET /metrics`: counters and gauges for Prometheus, in its text format or OpenMetrics.
-
-`GET /v1/events`: what happens, as server-sent events; a slow reader loses some, and is told how many.
-
-A request hears of its own namespace; who owns the server (see `server.api.guard.is_owner`) of all, or of the one that
-`?namespace=` names. Events of models are for everybody.
-
-`POST /v1/models/load` and `/v1/models/unload`: brings a model into memory, or frees what it takes.
+A request sees requests, sums and events of its own namespace; the owner of the server (see
+`server.api.guard.is_owner`) sees all, or those of `?namespace=`. Everybody sees what models do.
 """
 
 import asyncio
@@ -77,18 +68,18 @@ class HealthBody(TypedDict):
     status: str
     """"ok", "draining" (running answers finish, new requests are refused) or "stopped"."""
     models: list[str]
-    """Those that are loaded."""
+    """Ids of the loaded models."""
     loading: list[str]
-    """Those on their way."""
+    """Ids of the models being loaded."""
     engines: NotRequired[dict[str, EngineBody]]
-    """Counters and gauges by model; shown to those who may send requests."""
+    """Counters and gauges by model; shown only to those who may send requests."""
 
 
 class ReadyBody(TypedDict):
     """Whether one more request would be taken."""
 
     status: str
-    """"ok", "full" (as many wait as may), "draining" or "stopped"."""
+    """"ok", "full" (the queue is full), "draining" or "stopped"."""
 
 
 class ServerVersionBody(TypedDict):
@@ -147,7 +138,7 @@ def _engine_body(stats: EngineStats) -> EngineBody:
 
 
 def cache_counts(cache: CacheStats) -> CacheCountsBody:
-    """Returns what a cache holds, as reports have it."""
+    """Returns a cache's counts in the form of the reports."""
     return {
         "nodes": cache.num_nodes,
         "stored_bytes": cache.stored_bytes,
@@ -263,7 +254,7 @@ class StatsBody(TypedDict):
     version: str
     uptime_seconds: float
     scope: str
-    """`all`, or `namespace` where requests, totals and sessions are those of one."""
+    """`namespace` if requests, totals and sessions belong to one namespace, else `all`."""
     models: list[ModelStatsBody]
     loading: list[LoadingBody]
     requests: list[OpenRequestBody]
@@ -364,7 +355,7 @@ def _totals_body(sums: Sums) -> TotalsBody:
 async def metrics(request: Request) -> Response:
     """Answers at once, whatever the engines are doing; raises ApiError (403) for a key that is no operator's."""
     context = context_of(request)
-    # One key that all clients have says nothing of who asks.
+    # A key shared by all clients does not tell who asks.
     if context.config.api_keys_file is not None and not is_owner(request, context.config):
         raise ApiError(Code.OPERATOR_ONLY, "metrics are of all keys together; send the key of an operator")
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -373,7 +364,7 @@ async def metrics(request: Request) -> Response:
 
 MAX_LISTENERS = 64
 RETRY_MS = 2000
-"""What clients are told to wait before they come back."""
+"""Milliseconds that clients shall wait before they reconnect."""
 
 
 async def get_events(request: Request) -> Response:
@@ -397,7 +388,7 @@ async def get_events(request: Request) -> Response:
 
 
 def _seconds(request: Request) -> float | None:
-    """Returns how long the stream lasts; None for as long as its client stays."""
+    """Returns how long the stream lasts; None until its client leaves."""
     given = request.query_params.get("seconds")
     if given is None:
         return None
@@ -438,7 +429,7 @@ class ModelStateBody(TypedDict):
     object: str
     loaded: bool
     changed: bool
-    """Whether this request made it so."""
+    """Whether this request loaded or unloaded the model."""
 
 
 async def load_model(request: Request) -> Response:
@@ -456,7 +447,7 @@ async def unload_model(request: Request) -> Response:
 
 
 async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
-    """Returns the model that the body names, for the owner of the server."""
+    """Returns the model that the body names; only the owner of the server may ask."""
     context = context_of(request)
     if not is_owner(request, context.config):
         message = (

@@ -1,13 +1,8 @@
-"""What the server is doing: the requests that are open, what they and their state go through, and sums of the past.
+"""What the server is doing: open requests, events about them and their state, and sums of the past.
 
-Event loop only. What happens to state comes from the engines' workers by way of their mailboxes, and only while
-somebody listens.
-
-What all requests cost since the start, in sums: of each namespace, and of all.
-
-How long a model takes to evaluate a prompt token, by its last long prompt; hence what a restored one has saved.
-
-Where a request came from and when, and who is told of what becomes of it. Event loop only.
+`Arrival` is an HTTP request, `OpenRequest` an engine request of it. `Totals` sums the costs of ended requests by
+namespace. `Pace` estimates the time saved by restored tokens. Events about state come from the engines' workers
+through their mailboxes, and only while somebody listens. Event loop only.
 """
 
 import time
@@ -28,12 +23,12 @@ from server.engine.request import Delta, Event, GenerationRequest, Progress, Sta
 from server.pool.errors import ModelChange
 
 MAX_NAMESPACES = 1024
-"""Beyond that, the sums of the namespace that has asked least lately are forgotten."""
+"""Above this number, the sums of the namespace that asked least recently are dropped."""
 
 
 @dataclass
 class LostTokens:
-    """Times that tokens were evaluated again for one reason, and how many."""
+    """How often, and how many, tokens were evaluated again for one reason."""
 
     count: int = 0
     tokens: int = 0
@@ -41,7 +36,7 @@ class LostTokens:
 
 @dataclass
 class Sums:
-    """Sums of requests that have ended."""
+    """Sums of ended requests."""
 
     requests: int = 0
     succeeded: int = 0
@@ -53,9 +48,9 @@ class Sums:
     completion_tokens: int = 0
     saved_seconds: float = 0.0
     restored: dict[str, int] = field(default_factory=lambda: {"live": 0, "memory": 0, "disk": 0})
-    """Tokens by the tier in which their state was."""
+    """Tokens by the tier that held their state."""
     lost: dict[str, LostTokens] = field(default_factory=dict)
-    """By reason."""
+    """Keyed by reason."""
 
     def add(self, figures: AnswerFigures, misses: Iterable[Miss], saved_seconds: float) -> None:
         """Adds a request with all of its choices."""
@@ -88,7 +83,7 @@ class Totals:
         self._by_namespace: OrderedDict[str, Sums] = OrderedDict()
 
     def of(self, namespace: str | None) -> Sums:
-        """Returns the sums of one namespace; of all for None."""
+        """Returns the sums of one namespace; None for all."""
         return self.all if namespace is None else self._by_namespace.get(namespace, Sums())
 
     def add(self, namespace: str, figures: AnswerFigures, misses: Iterable[Miss], saved_seconds: float) -> None:
@@ -103,37 +98,37 @@ class Totals:
 
 
 PACE_TOKENS = 64
-"""A prompt with fewer evaluated tokens says little of the time that a token takes."""
+"""Prompts with fewer evaluated tokens are too short to measure the time per token."""
 
 
 class Pace:
-    """Seconds per prompt token by model. Event loop only."""
+    """Seconds per prompt token of each model, by its last long prompt. Event loop only."""
 
     def __init__(self) -> None:
         self._seconds_per_token = dict[str, float]()
 
     def note(self, model_id: str, timings: Timings) -> None:
-        """Learns from a request that ended well."""
+        """Learns from a successful request."""
         if timings.evaluated_tokens >= PACE_TOKENS:
             self._seconds_per_token[model_id] = timings.prompt_ms / 1000 / timings.evaluated_tokens
 
     def seconds(self, model_id: str, num_tokens: int) -> float | None:
-        """Returns how long evaluating so many tokens takes; None as long as that is not known."""
+        """Returns the time to evaluate `num_tokens`; None until the model's pace is known."""
         each = self._seconds_per_token.get(model_id)
         return None if each is None else num_tokens * each
 
 
 class WatchedEngine(Protocol):
-    """An engine, as far as what happens to its state can be listened to."""
+    """An engine that reports what happens to its state."""
 
     def watch(self, tell: Tell | None) -> None:
-        """Has `tell` called on the event loop with what happens to state; None ends that."""
+        """Calls `tell` on the event loop for each event about state; None ends that."""
         ...
 
 
 @dataclass(eq=False)
 class OpenRequest:
-    """A request of the engine that has not ended."""
+    """An engine request that has not ended."""
 
     request: GenerationRequest
     model_id: str
@@ -149,13 +144,13 @@ class OpenRequest:
 
     @property
     def phase(self) -> str:
-        """What is being done for it: `waiting`, `prefill` or `decode`."""
+        """`waiting`, `prefill` or `decode`."""
         if self.figures.started is None:
             return "waiting"
         return "prefill" if self.figures.first_text_at is None else "decode"
 
     def begin(self) -> None:
-        """Tells that it is queued."""
+        """Publishes that the request is queued."""
         self.session_id = self.request.session_id
         request = self.request
         self._tell(
@@ -171,7 +166,7 @@ class OpenRequest:
         )
 
     def observe(self, event: Event, session_id: str | None) -> None:
-        """Tells of an event that `figures` have counted; `session_id` is what its conversation is called by now."""
+        """Publishes an event that `figures` have counted; `session_id` is the conversation's present name."""
         self.session_id = session_id
         match event:
             case Started():
@@ -195,7 +190,7 @@ class OpenRequest:
         )
 
     def end(self, turn: TurnRecord | None) -> None:
-        """Tells how it ended; `turn` is None for one that never held a slot, and for further choices."""
+        """Publishes how the request ended; `turn` is None for a request without a slot, and for further choices."""
         figures = self.figures
         timings = figures.timings if figures.has_ended else None
         self._tell(
@@ -231,7 +226,7 @@ class Activity:
     """The open requests of one server, the log of events, and the sums."""
 
     def __init__(self, log: EventLog, engines: Callable[[], Mapping[str, WatchedEngine]]) -> None:
-        """`engines` returns those of the loaded models by id."""
+        """`engines` returns the engines of the loaded models by id."""
         self.log = log
         self.pace = Pace()
         self.totals = Totals()
@@ -240,12 +235,12 @@ class Activity:
         log.on_wanted = self._watch_all
 
     def begin(self, request: OpenRequest) -> None:
-        """Notes a request that was submitted."""
+        """Notes a submitted request."""
         self._open[request] = None
         request.begin()
 
     def end(self, request: OpenRequest, turn: TurnRecord | None) -> None:
-        """Notes the end of a request, whichever it was."""
+        """Notes the end of a request, however it ended."""
         if self._open.pop(request, request) is None:
             request.end(turn)
 
@@ -254,11 +249,11 @@ class Activity:
         self._open.pop(request, None)
 
     def open_requests(self, namespace: str | None) -> Sequence[OpenRequest]:
-        """Returns those of one namespace, or of all, in the order in which they came."""
+        """Returns the open requests of one namespace, or of all, oldest first."""
         return [one for one in self._open if namespace is None or one.request.namespace == namespace]
 
     def note_counted(self, model_id: str, namespace: str, figures: AnswerFigures, turn: TurnRecord | None) -> float:
-        """Adds a request with all of its choices to the sums; returns the seconds that its restored tokens saved."""
+        """Adds a request with all of its choices to the sums; returns the seconds saved by restored tokens."""
         if figures.timings is not None and figures.has_ended:
             self.pace.note(model_id, figures.timings)
         saved = 0.0 if figures.started is None else self.pace.seconds(model_id, figures.counts.cached) or 0.0
@@ -268,7 +263,7 @@ class Activity:
     # ------------------------------------------------------------------------------------------- models and state
 
     def note_model(self, change: ModelChange) -> None:
-        """Tells that a model comes or goes, and listens to the engine of one that came."""
+        """Publishes that a model comes or goes, and listens to a loaded model's engine."""
         if not self.log.is_wanted:
             return
         fields: dict[str, Any] = {"model": change.model_id}
@@ -336,7 +331,7 @@ def _ms(seconds: float) -> float:
 
 
 OnTurn: TypeAlias = Callable[[Name, TurnRecord], int]
-"""Takes the conversation and its turn; returns the number of the turn there, from 1."""
+"""Takes the conversation and its turn; returns the turn's number in the conversation, from 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,16 +343,16 @@ class Arrival:
     """Reading of `time.monotonic()`."""
     activity: Activity
     on_turn: OnTurn
-    """Called once for each request that got a slot, however it ended."""
+    """Called once for each request that held a slot, however it ended."""
     conversations: Conversations = field(default_factory=Conversations)
-    """Those that it may go on from."""
+    """The conversations that the request may continue."""
     key_name: str | None = None
-    """The name of its key, for the log."""
+    """Name of the request's key, for the log."""
     trace_parent: str | None = None
-    """The header that says which trace of the client it belongs to."""
+    """The header that names the client's trace."""
 
     def begin(self, request: GenerationRequest, model_id: str, figures: AnswerFigures) -> OpenRequest:
-        """Notes that a request of the engine was submitted for it."""
+        """Notes that an engine request was submitted for this arrival."""
         opened = OpenRequest(
             request, model_id, self.endpoint, self.key_name, self.received, figures, self.activity.log
         )

@@ -17,16 +17,16 @@ from typing import Any
 from server.api.wire import json_text
 
 CAPACITY = 1024
-"""Events that are kept for those who read slowly, or come back."""
+"""Events kept for slow and returning listeners."""
 KEEP_SECONDS = 60.0
-"""How long events go on being kept after the last listener left: it may come back."""
+"""Events are kept this long after the last listener left, since it may come back."""
 BATCH = 128
-"""Events that are sent together at most."""
+"""Events sent together, at most."""
 
 
 @dataclass(frozen=True, eq=False)
 class LiveEvent:
-    """Something that happened, of one namespace; of none if everybody may know."""
+    """An event of one namespace; of none if everybody may see it."""
 
     id: str
     number: int
@@ -49,9 +49,9 @@ class EventLog:
     """A ring of events. Event loop only."""
 
     def __init__(self, epoch: str, *, wall: Callable[[], float], clock: Callable[[], float]) -> None:
-        """`epoch` tells the events of this process from another's; `wall` reads seconds since 1970."""
+        """`epoch` tells this process's events from those of another; `wall` reads seconds since 1970."""
         self.on_wanted: Callable[[bool], None] = lambda is_wanted: None
-        """Called when events begin to be wanted, and when they are no more."""
+        """Called when the log begins to keep events, and when it stops."""
         self._epoch = epoch
         self._wall = wall
         self._clock = clock
@@ -59,13 +59,13 @@ class EventLog:
         self._next = 1
         self._listeners: list[Listener] = []
         self._left_at: float | None = None
-        """When the last listener left; None while there are some, and before the first."""
+        """When the last listener left; None while one listens, and before the first."""
         self._is_wanted = False
         self.is_closed = False
 
     @property
     def is_wanted(self) -> bool:
-        """Whether events are kept. Ends by itself a while after the last listener has left."""
+        """Whether events are kept; becomes False by itself some time after the last listener left."""
         if self._left_at is not None and self._clock() > self._left_at + KEEP_SECONDS:
             self._left_at, self._is_wanted = None, False
             self._events.clear()
@@ -74,11 +74,10 @@ class EventLog:
 
     @property
     def num_listeners(self) -> int:
-        """Those who listen now."""
         return len(self._listeners)
 
     def publish(self, name: str, namespace: str | None, /, **fields: Any) -> None:
-        """Keeps an event, and wakes those who may see it; does nothing while nobody wants to know."""
+        """Keeps an event and wakes its listeners; does nothing while no events are wanted."""
         if not self.is_wanted:
             return
         event = LiveEvent(
@@ -90,9 +89,9 @@ class EventLog:
             listener.note(event)
 
     def listen(self, namespace: str | None, last_id: str | None = None) -> "Listener":
-        """Returns a listener to what one namespace may see; None for who may see all.
+        """Returns a listener to the events of a namespace; None sees all.
 
-        It goes on behind the event `last_id`, if that is known, else with the next.
+        It begins after the event `last_id` if that is known, else with the next event.
         """
         had_been_wanted, self._left_at = self.is_wanted, None
         self._is_wanted = True
@@ -109,32 +108,32 @@ class EventLog:
             listener.wake.set()
 
     def leave(self, listener: "Listener") -> None:
-        """Ends a listener; more than once is the same as once."""
+        """Ends a listener; calling it again has no effect."""
         if listener in self._listeners:
             self._listeners.remove(listener)
             if not self._listeners:
                 self._left_at = self._clock()
 
     def since(self, number: int) -> list[LiveEvent]:
-        """Returns the events from `number` on, as far as they are kept."""
+        """Returns the kept events from `number` on."""
         if number <= self.first:
             return list(self._events)
         return [self._events[place] for place in range(number - self.first, len(self._events))]
 
     @property
     def first(self) -> int:
-        """The number of the oldest event that is kept; of the next one if none is."""
+        """The number of the oldest kept event; of the next event if none is kept."""
         return self._events[0].number if self._events else self._next
 
     def id_before(self, number: int) -> str:
-        """Names the place before an event."""
+        """Returns the id of the place before an event."""
         return self._id(number - 1)
 
     def _id(self, number: int) -> str:
         return f"{self._epoch}-{number}"
 
     def _place_behind(self, last_id: str | None) -> int | None:
-        """Returns the number of the event behind `last_id`; None where some in between are gone."""
+        """Returns the number of the event after `last_id`; None if events in between are gone."""
         if last_id is None:
             return self._next
         epoch, _, number = last_id.rpartition("-")
@@ -145,7 +144,7 @@ class EventLog:
 
 @dataclass(frozen=True)
 class Lost:
-    """Events that a listener will not get; `count` is None where nobody knows how many."""
+    """Events that a listener lost; `count` is None if the number is unknown."""
 
     count: int | None
     next_number: int
@@ -155,7 +154,7 @@ class Listener:
     """One client's place in the log. Event loop only."""
 
     def __init__(self, log: EventLog, namespace: str | None, place: int | None) -> None:
-        """`place` is the number of the next event to read; None for one who lost some, it is not known how many."""
+        """`place` is the number of the next event to read; None for a listener that lost an unknown number."""
         self._log = log
         self._namespace = namespace
         self._lost_unknown = place is None
@@ -167,20 +166,20 @@ class Listener:
 
     @property
     def place_id(self) -> str:
-        """Names the place of the last event that was taken, or of the one before the first."""
+        """The id of the last event taken, or of the one before the first."""
         return self._log.id_before(self._place)
 
     def _may_see(self, event: LiveEvent) -> bool:
         return self._namespace is None or event.namespace is None or event.namespace == self._namespace
 
     def note(self, event: LiveEvent) -> None:
-        """Counts an event that was published."""
+        """Counts a published event."""
         if self._may_see(event):
             self._num_unread += 1
             self.wake.set()
 
     def take(self) -> list[LiveEvent | Lost]:
-        """Returns what is to be read next, the oldest first; nothing if nothing has happened."""
+        """Returns the next events to read, oldest first; empty if there are none."""
         found: list[LiveEvent | Lost] = []
         events = [event for event in self._log.since(self._place) if self._may_see(event)]
         if self._lost_unknown:
@@ -196,5 +195,5 @@ class Listener:
         return [*found, *taken]
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the listener."""
         self._log.leave(self)

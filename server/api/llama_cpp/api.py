@@ -1,18 +1,8 @@
-"""The paths of llama.cpp's dialect.
+"""llama.cpp's dialect: `/completion`, `/tokenize`, `/detokenize`, `/apply-template`, `/slots` and `/props`.
 
-What llama.cpp's clients do in their own way: an error has the status as its `code`, and a type.
-
-`GET /slots` and `/props`: which slots are at work, and what holds where a request says nothing.
-
-Neither shows a prompt, or anything else of a request: whoever asks may not be who sent it.
-
-`POST /apply-template` and `/v1/chat/completions/input_tokens`: a conversation's prompt, without an answer to it.
-
-Both take the body of a chat completion.
-
-`POST /tokenize` and `/detokenize`: text to tokens and back, without asking the model.
-
-`POST /completion`: llama.cpp's own continuation of one prompt, streamed or whole.
+Errors have the HTTP status as their `code`, and a type. `/apply-template` and `/v1/chat/completions/input_tokens`
+take the body of a chat completion, and answer with its prompt or the prompt's length. `/slots` and `/props` show
+nothing of any request: whoever asks may not be its sender.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -209,7 +199,7 @@ def _slot(slot: SlotState, model: ServedModel) -> SlotBody:
 
 
 def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
-    """Returns what is sampled, how much, and up to which texts."""
+    """Returns the parameters of sampling, the limit and the stop texts."""
     return {
         "n_predict": n_predict,
         "temperature": sampling.temperature,
@@ -254,7 +244,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 def prompt_of(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns the text of the prompt; raises ApiError and the renderer's errors."""
+    """Returns the prompt's text; raises ApiError and the renderer's errors."""
     answer: TemplateText = {"prompt": rendered(context, incoming).text}
     return answer
 
@@ -266,7 +256,7 @@ def input_tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
 
 
 def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
-    """Returns the prompt that a conversation becomes; raises ApiError and the renderer's errors."""
+    """Returns a conversation's prompt; raises ApiError and the renderer's errors."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -281,11 +271,11 @@ class TokenizeBody(BodyModel):
     prompt: str | None = None
     """The text, as vLLM calls it."""
     add_special_tokens: bool | None = None
-    """vLLM's name of `add_special`; with `prompt` it is true by default."""
+    """vLLM's name for `add_special`; with `prompt` it is true by default."""
     add_special: bool | None = None
-    """Put those tokens around it that the tokenizer puts around a prompt."""
+    """Whether to add the tokens that the tokenizer puts around a prompt."""
     parse_special: bool | None = None
-    """False: names of special tokens in the text are text."""
+    """False: names of special tokens are read as text."""
     with_pieces: bool | None = None
 
 
@@ -368,7 +358,7 @@ def _piece(token: int, texts: TokenReader) -> TokenPiece:
 
 
 NEVER = -100.0
-"""The bias of a token that `false` rules out."""
+"""The bias that excludes a token, sent as `false`."""
 STOP_TYPES = {FinishReason.STOP: "eos", FinishReason.LENGTH: "limit", FinishReason.CANCELLED: "none"}
 
 IN_COMPLETION: Rules = {
@@ -394,7 +384,7 @@ def _one_prompt(value: Any) -> Any:
 
 
 def _bias_object(value: Any) -> Any:
-    """Returns pairs of a token and its bias as OpenAI's object; what is no pair is left to be refused."""
+    """Returns pairs of token and bias as OpenAI's object; other entries stay as they are and are refused later."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         return value
     return {str(token): NEVER if bias is False else bias for token, bias in value}
@@ -404,13 +394,13 @@ class LlamaCompletionBody(GenerationBody):
     """Body of `POST /completion`."""
 
     prompt: Annotated[Any, BeforeValidator(_one_prompt), Field()]
-    """A text, or a list of token ids that may have texts among them."""
+    """A text, or a list of token ids and texts."""
     n_predict: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
     """0 only evaluates the prompt."""
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None, BeforeValidator(_bias_object)
     ] = None
-    """Also as pairs of a token id and its bias; false rules the token out."""
+    """Also pairs of a token id and its bias; `false` excludes the token."""
     return_tokens: bool | None = None
 
 
@@ -458,7 +448,7 @@ def open_llama_completion(context: ApiContext, incoming: Incoming) -> Exchange:
 
 
 def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int]:
-    """Returns the tokens of a list; a text at its head begins as a prompt does."""
+    """Returns the tokens of a list; a text at its head begins like a prompt."""
     if isinstance(prompt, str):
         return prompt
     tokens: list[int] = []
@@ -469,7 +459,7 @@ def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int
             renderer = model.renderer
             tokens.extend(renderer.tokenize(part) if index else renderer.encode(part).tokens.tolist())
         if len(tokens) >= model.context_tokens:
-            break  # it is refused already
+            break  # other values are already refused
     return tokens
 
 
@@ -482,17 +472,17 @@ class LlamaCompletionExchange(Exchange):
         super().__init__(model, request, prompt, is_streamed=body.stream is True)
         self._tells_tokens = self.is_streamed or body.return_tokens is True
         self._tokens: list[int] = []
-        """Those that the client has not been told."""
+        """Tokens not yet sent to the client."""
         self._num_predicted = 0
         self._slot = 0
 
     def take_tokens(self, delta: Delta) -> None:
-        """Keeps them for the next event, or for the answer."""
+        """Keeps the tokens for the next event, or for the answer."""
         self._tokens.extend(delta.token_ids)
         self._num_predicted += len(delta.token_ids)
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields text as it comes, and at the end why it ended and what it cost."""
+        """Yields text as it comes, then the reason of the end and the costs."""
         async for event in events:
             match event:
                 case Started():

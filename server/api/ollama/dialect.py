@@ -1,13 +1,10 @@
-"""What Ollama's clients do in their own way: a bearer key, lines of JSON, and errors that are one text.
+"""What all of Ollama's endpoints share: key, lines of JSON, errors as one text, common fields, and `context`.
 
-Fields that Ollama's generation endpoints share, and what they ask for in the engine's terms.
+All fields except the model are optional, and null means absent.
 
-All are optional but the model, and null means the same as absent.
-
-Goes on from tokens: what `/api/generate` returned as `context`, with the next message behind it.
-
-The tokens end with the model's reply, without what the template puts behind one. So the next message is rendered
-behind a sample of a conversation, and the text behind the sample's reply is taken.
+`follow_up` continues the tokens that `/api/generate` returned as `context`. They end with the model's reply, without
+the template's text after a reply. So the next message is rendered after a sample conversation, and the text that
+follows the sample's reply is used.
 """
 
 import logging
@@ -47,7 +44,7 @@ class OllamaDialect(Dialect):
     """Ollama's endpoints."""
 
     stream_media_type = "application/x-ndjson"
-    takes_any_content_type = True  # Ollama's own examples are `curl -d` without a type.
+    takes_any_content_type = True  # Ollama's own examples use `curl -d` without a type.
 
     def api_key(self, headers: Mapping[str, str]) -> str:
         """Returns the bearer token."""
@@ -58,7 +55,7 @@ class OllamaDialect(Dialect):
         return wrong_bearer_key()
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:
-        """Returns whether a body does not ask for a whole answer."""
+        """Returns True unless a body sets `stream` to false."""
         return fields.get("stream") is not False
 
     def error_response(self, error: ApiError) -> Response:
@@ -86,7 +83,7 @@ def _error_text(error: ApiError) -> ErrorText:
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_NAMED_OPTIONS = 500
-"""Characters of unknown options that the log names."""
+"""Characters of unknown options shown in the log."""
 SAMPLING_OPTIONS = (
     "temperature",
     "top_k",
@@ -130,14 +127,14 @@ def _keep_alive(value: Any) -> Any:
 
 
 KeepAlive = Annotated[str | float | None, BeforeValidator(_keep_alive)]
-"""How long a model stays loaded, in any of the ways in which clients write it."""
+"""How long a model stays loaded, in any form that clients write."""
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
 def keep_alive_seconds(keep_alive: str | float | None) -> float | None:
-    """Returns a checked `keep_alive` in seconds, infinite for ever; None where nothing is said."""
+    """Returns a checked `keep_alive` in seconds, infinite for "for ever"; None if absent."""
     return None if keep_alive is None else parse_keep_alive(keep_alive)
 
 
@@ -145,31 +142,29 @@ class Options(BodyModel):
     """`options`: how the answer is sampled and where it ends."""
 
     num_predict: Whole | None = None
-    """0 and below are no limit."""
+    """0 and below mean no limit."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_k: Whole | None = None
     """0 and below keep all tokens."""
     top_p: _Share | None = None
     min_p: _Share | None = None
     typical_p: _Share | None = None
-    """0 is the same as 1, which keeps all tokens."""
+    """0 and 1 keep all tokens."""
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    """Below 0 is none."""
+    """Below 0 means no seed."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repeat_last_n: Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)] | None = None
-    """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
+    """How many of the last tokens the penalties look at; -1 is all, 0 none."""
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of the answer, or None."""
         return self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer."""
         return tuple(text for text in self.stop or () if text)
 
 
@@ -178,9 +173,9 @@ class OllamaBody(BodyModel):
 
     model: str | None = None
     stream: bool | None = None
-    """An answer is streamed unless this is false."""
+    """Streamed unless false."""
     format: Annotated[dict[str, Any] | None, BeforeValidator(_format)] = None
-    """The JSON schema that the answer is bound to; "json" for any object."""
+    """The JSON schema of the answer; "json" allows any object."""
     think: Annotated[bool | str | None, BeforeValidator(_think)] = None
     options: Options | None = None
     keep_alive: KeepAlive = None
@@ -188,16 +183,15 @@ class OllamaBody(BodyModel):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the answer comes in pieces."""
         return self.stream is not False
 
     @property
     def keep_alive_seconds(self) -> float | None:
-        """How long the model stays loaded after its last request, infinite for ever; None where nothing is said."""
+        """Seconds that the model stays loaded after its last request; None if the request does not say."""
         return keep_alive_seconds(self.keep_alive)
 
     def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns what the answer is bound to."""
+        """Returns the grammar of the answer, if the request has one."""
         return None if self.format is None else AnswerGrammar("format", json_grammar(self.format))
 
 
@@ -213,7 +207,7 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
 
 
 def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> ModelReady | Payload:
-    """Returns the answer to a request without a prompt: it is given once the model is loaded, or is to go.
+    """Returns the answer to a request without a prompt, which is sent after the model is loaded or unloaded.
 
     Raises as `find_model` does. A model that is not loaded is not loaded in order to be unloaded.
     """
@@ -226,12 +220,12 @@ def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> Mo
 
 
 def thinks(model: ServedModel) -> bool:
-    """Whether the model's thoughts are told apart from its answers."""
+    """Whether thoughts are separated from the model's answers."""
     return model.reasoning_format is not None or isinstance(model.tool_syntax, HarmonyFormat)
 
 
 def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any]:
-    """Returns what the template is told of thinking; raises ApiError (400) for a model that has no thoughts."""
+    """Returns the template's arguments for thinking; raises ApiError (400) for a model without thoughts."""
     if body.think and not thinks(model):
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"think: {model.id!r} does not support thinking", "think")
     if not isinstance(body.think, str):
@@ -242,7 +236,7 @@ def template_arguments(body: OllamaBody, model: ServedModel) -> Mapping[str, Any
 
 
 def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
-    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter."""
+    """Returns the generation parameters of a checked body; raises ApiError or InvalidParameter."""
     options = body.options or Options()
     sampling = options_sampling(options, model)
     check(sampling, model.vocab_size)
@@ -250,7 +244,7 @@ def read_params(body: OllamaBody, model: ServedModel) -> GenerationParams:
 
 
 def options_sampling(options: Options, model: ServedModel) -> SamplingParams:
-    """Returns the model's sampling defaults with what the options say about them; logs those without meaning."""
+    """Returns the model's sampling defaults, changed by the options; logs unknown options."""
     unknown = sorted((options.model_extra or {}).keys() - IN_OPTIONS.keys())
     if unknown:
         logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
@@ -264,7 +258,7 @@ def options_sampling(options: Options, model: ServedModel) -> SamplingParams:
     if "top_k" in given and not 0 < given["top_k"] < model.vocab_size:
         given["top_k"] = 0
     if given.get("top_p") == 0:
-        # No mass at all is the likeliest token alone.
+        # A mass of 0 leaves only the likeliest token.
         given |= {"top_p": 1.0, "top_k": 1}
     if given.get("typical_p") == 0:
         given["typical_p"] = 1.0
@@ -272,7 +266,7 @@ def options_sampling(options: Options, model: ServedModel) -> SamplingParams:
 
 
 def offered_tools(tools: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Sequence[Mapping[str, Any]]:
-    """Returns the tools as the client wrote them; raises ApiError (400) for a model whose template takes none."""
+    """Returns the tools as the client wrote them; raises ApiError (400) if the model's template takes none."""
     if tools and not model.renderer.reads_tools:
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: {model.id!r} does not support tools", "tools")
     return list(tools or ())
@@ -286,7 +280,7 @@ _SAMPLE: Final[Sequence[Message]] = (
 
 
 def follow_up(model: ServedModel, context: Sequence[int], asked: Conversation) -> RenderedPrompt:
-    """Returns the prompt of the messages `asked` behind the tokens of `context`.
+    """Returns the prompt of the messages `asked` after the tokens of `context`.
 
     Raises ApiError (400) for a number that is no token, and for a template that shows no earlier reply.
     """

@@ -1,7 +1,7 @@
-"""What becomes of every field of Ollama's generation endpoints, of its options, and of a message.
+"""How every field of Ollama's endpoints, options and messages is treated.
 
-The tables are checked against the types of the bodies and against docs/ollama.md by the tests. A field that Ollama
-does not know is ignored, as Ollama ignores it; for an unknown option it warns in its log, and so does this server.
+Tests compare the tables with the types of the bodies and with docs/ollama.md. Ollama ignores unknown fields, and logs
+a warning for unknown options; so does this server.
 """
 
 from server.api.dialect import Rules, honoured, no_effect, refused

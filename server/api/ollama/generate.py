@@ -1,10 +1,7 @@
-"""`POST /api/generate`: Ollama's answer to one prompt, streamed unless the request says otherwise.
+"""Ollama's generation endpoints: `/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`.
 
-What Ollama's answers have in common: their head, and in the last object counts and times in nanoseconds.
-
-`POST /api/chat`: Ollama's chat, streamed unless the request says otherwise.
-
-`POST /api/embed` and its forerunner `/api/embeddings`: vectors of texts as Ollama gives them.
+Answers to prompts and chats are streamed unless the request says otherwise. The last object of an answer has counts,
+and times in nanoseconds.
 """
 
 import json
@@ -50,14 +47,13 @@ from server.engine.embeddings import Vector
 from server.engine.request import Finished, GenerationRequest
 
 _NANOSECONDS_PER_MILLISECOND = 1_000_000
-"""In a millisecond."""
 
 
 class OllamaHead(TypedDict):
     """How every object of an answer begins."""
 
     model: str
-    """The name that the request gave."""
+    """The name as the request gave it."""
     created_at: str
 
 
@@ -74,11 +70,11 @@ class OllamaEnd(TypedDict):
     eval_count: NotRequired[int]
     eval_duration: NotRequired[int]
     cache: NotRequired[CacheBody | None]
-    """This server's own: what of the prompt was reused, and why not more."""
+    """This server's addition: how much of the prompt was reused, and why not more."""
 
 
 def head_of(name: str) -> OllamaHead:
-    """Returns the head of an object that is made now."""
+    """Returns the head of an object made now."""
     return {"model": name, "created_at": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")}
 
 
@@ -99,7 +95,7 @@ def end_of(finished: Finished, began: float, session_id: str | None) -> OllamaEn
 
 
 def loaded(keep_alive_seconds: float | None) -> OllamaEnd:
-    """Returns the end of the answer to a request without a prompt: clients load and unload a model by it."""
+    """Returns the end of the answer to a request without a prompt, which clients use to load and unload a model."""
     return {"done": True, "done_reason": "unload" if keep_alive_seconds == 0 else "load"}
 
 
@@ -114,9 +110,9 @@ class OllamaGenerateBody(OllamaBody):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    """Take the prompt as it is, without the model's template."""
+    """Use the prompt without the model's template."""
     context: list[int] | None = None
-    """What an earlier answer returned as its `context`."""
+    """The `context` of an earlier answer."""
 
 
 class OllamaGenerateAnswer(OllamaHead, OllamaEnd):
@@ -158,7 +154,7 @@ def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelRe
         model=model,
         config=context.config,
     )
-    # What goes on from tokens is no conversation whose next prompt could be foreseen.
+    # A prompt that continues tokens is no conversation, so its next prompt cannot be foreseen.
     known = None if body.context else conversation
     return OllamaGenerateExchange(body, model, request, prompt, known, began)
 
@@ -167,7 +163,7 @@ def _conversation(body: OllamaGenerateBody, model: ServedModel, namespace: str) 
     said = (("system", body.system), ("user", body.prompt))
     messages: list[Message] = [{"role": role, "content": [{"text": text}]} for role, text in said if text]
     made_of = (messages, (), template_arguments(body, model), namespace)
-    # What goes on from tokens has the model's system prompt among them.
+    # Tokens to be continued already hold the model's system prompt.
     return Conversation(model.renderer, *made_of) if body.context else open_conversation(model, *made_of)
 
 
@@ -203,7 +199,7 @@ class OllamaGenerateExchange(Exchange):
         self._thought = ""
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields text and thoughts, and at the end why and what it cost."""
+        """Yields text and thoughts, then the reason of the end and the costs."""
         async for event in events:
             match event:
                 case Text(text):
@@ -256,7 +252,7 @@ class OllamaMessage(BodyModel):
     """One message of the conversation."""
 
     role: Annotated[str, Field(min_length=1)]
-    """`system`, `user`, `assistant`, `tool`, or what else the model's template knows."""
+    """`system`, `user`, `assistant`, `tool`, or another role of the model's template."""
     content: str | None = None
     thinking: str | None = None
     tool_calls: list[CallEntry] | None = None
@@ -361,13 +357,13 @@ def _grammar(wanted: AnswerGrammar | None, conversation: Conversation, model: Se
 
 
 def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
-    """Whether the answer goes on with the last message, as Ollama has it; one that cannot be is answered."""
+    """Whether the answer continues the last message, as in Ollama; a message that cannot be continued is answered."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model)
 
 
 def _messages(messages: Sequence[OllamaMessage], config: ServerConfig) -> list[Message]:
-    """Returns the messages as the template takes them; raises ApiError for what no message may ask for."""
+    """Returns the messages in the template's form; raises ApiError for content that no message may hold."""
     for index, message in enumerate(messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     shown = [_template_message(message) for message in messages]
@@ -415,7 +411,7 @@ class OllamaChatExchange(Exchange):
         self._arguments = ""
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields what the model says, calls when they are complete, and at the end why and what it cost."""
+        """Yields text as it comes, complete calls, then the reason of the end and the costs."""
         async for event in events:
             if isinstance(event, Finished):
                 yield line(_chat_answer(self._name, {"role": "assistant", "content": ""}, self._end(event)))
@@ -433,13 +429,13 @@ class OllamaChatExchange(Exchange):
         raise AssertionError("the events of a request end with Finished")
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back: without the ids of its calls, which they have no field for."""
+        """Returns the answer as clients send it back: without the ids of calls, for which they have no field."""
         calls = [{"function": call["function"]} for call in self._calls]
         said = _template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     def _keep(self, event: OutputEvent) -> SaidMessage | None:
-        """Takes a piece of the answer; returns what the client is told of it now."""
+        """Takes a piece of the answer; returns what is sent to the client now."""
         match event:
             case Text(text) | ToolCallFailed(text):
                 self._said += text

@@ -1,8 +1,8 @@
-"""`POST /api/create`, `POST /api/copy` and `DELETE /api/delete`: names of our own, for who runs the server.
+"""Makes, copies, deletes and pulls models by name, for the owner of the server.
 
-No name of a request is taken for a path, nor is anything downloaded for one; no weights are ever deleted.
-
-`POST /api/pull`: downloads a model, and says in lines how far it is.
+`POST /api/create` and `/api/copy` add names, `DELETE /api/delete` removes one, and `POST /api/pull` downloads a model
+and reports progress in lines. A name is never taken for a path, creating and copying download nothing, and weights
+are never deleted.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from server.pool.names import LATEST, ModelSource
 Result = TypeVar("Result")
 
 STEPS = ("reading model metadata", "creating system layer", "writing manifest", "success")
-"""What is said of a model that is made: clients show it."""
+"""The steps reported while a model is made; clients show them."""
 
 
 class CopyBody(BodyModel):
@@ -54,7 +54,7 @@ class DeleteBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Its older name."""
+    """Older name of `model`."""
 
 
 class FirstMessage(BodyModel):
@@ -69,17 +69,17 @@ class CreateBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Its older name."""
+    """Older name of `model`."""
     from_: str | None = Field(default=None, alias="from")
-    """The model that it is made from."""
+    """The base model."""
     modelfile: str | None = None
-    """The older way to say all that follows, and `from`."""
+    """An older form of all following fields and of `from`."""
     system: str | None = None
     parameters: dict[str, Any] | None = None
     messages: list[FirstMessage] | None = None
     license: str | list[str] | None = None
     stream: bool | None = None
-    """The steps come as lines unless this is false."""
+    """Steps are sent as lines unless this is false."""
 
 
 class CreateStatus(TypedDict):
@@ -119,7 +119,7 @@ async def delete_model(request: Request) -> Response:
 
 
 async def _read(request: Request, kind: type[Body], rules: Rules) -> tuple[ApiContext, Body]:
-    """Returns the checked body of the owner of the server."""
+    """Returns the checked body; only the owner of the server may send it."""
     context = context_of(request)
     if not is_owner(request, context.config):
         message = "only who runs the server names models: on its own machine, or by an operator's key"
@@ -136,7 +136,7 @@ def _create(context: ApiContext, body: CreateBody) -> None:
 
 
 def _asked(body: CreateBody) -> tuple[str, Making]:
-    """Returns the model to begin from, and what the new one says of itself; raises ApiError."""
+    """Returns the base model and the new model's settings; raises ApiError."""
     if body.modelfile:
         try:
             told = parse_modelfile(body.modelfile)
@@ -172,14 +172,14 @@ def _free(context: ApiContext, name: str, param: str) -> str:
         raise ApiError(Code.INVALID_VALUE, f"{param}: {error}", param) from error
     short = free.removesuffix(LATEST)
     if any(model.adapter_name == short for model in context.pool.served):
-        # Requests for it would go on meaning the adapter.
+        # Requests for this name would still mean the adapter.
         message = f"{param}: {short} is an adapter that this server was started with; choose another name"
         raise ApiError(Code.INVALID_VALUE, message, param)
     return free
 
 
 def _source(context: ApiContext, name: str, param: str) -> ModelSource:
-    """Returns the model that a request names, which is one that it may ask for; raises ApiError (404)."""
+    """Returns the model that a request names and may use; raises ApiError (404)."""
     try:
         source = context.pool.source_of(name or None)
     except (ModelUnknown, ModelNameNeeded) as error:
@@ -194,7 +194,7 @@ def _source(context: ApiContext, name: str, param: str) -> ModelSource:
 
 
 def _place(source: ModelSource) -> WeightsPlace:
-    """Returns where a served model's weights lie: by its name where that leads to its folder, else the folder."""
+    """Returns the place of a served model's weights: its name if the name leads to its folder, else the folder."""
     place = installed_place(source.name) or installed_place(source.id)
     folder = os.path.realpath(source.path)
     if place is not None and os.path.realpath(folder_of(place)) == folder:
@@ -203,7 +203,7 @@ def _place(source: ModelSource) -> WeightsPlace:
 
 
 def _done(work: Callable[[], Result], param: str) -> Result:
-    """Returns what work with the manifest returns; raises ApiError (400, 503)."""
+    """Returns the result of work with the manifest; raises ApiError (400, 503)."""
     try:
         return work()
     except ModelfileError as error:
@@ -213,7 +213,7 @@ def _done(work: Callable[[], Result], param: str) -> Result:
 
 
 def shown_name(name: str) -> StoredModel | None:
-    """Returns what the manifest holds of a name; None where there is nothing, or it cannot be read."""
+    """Returns the manifest's entry for a name; None if there is none or it cannot be read."""
     try:
         return find_stored(name)
     except StoreError:
@@ -221,7 +221,7 @@ def shown_name(name: str) -> StoredModel | None:
 
 
 def messages_of(stored: StoredModel) -> list[Mapping[str, str]]:
-    """Returns the messages that a model begins with, as clients write them."""
+    """Returns the first messages of a model, as clients write them."""
     return [{"role": one.role, "content": one.content} for one in stored.defaults.messages]
 
 
@@ -230,9 +230,9 @@ class PullBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Its older name."""
+    """Older name of `model`."""
     stream: bool | None = None
-    """An answer is streamed unless this is false."""
+    """Streamed unless false."""
 
 
 class PullStatus(TypedDict):
@@ -240,11 +240,11 @@ class PullStatus(TypedDict):
 
     status: str
     digest: NotRequired[str]
-    """`sha256:` and the digest of the file that is fetched."""
+    """`sha256:` and the digest of the file being downloaded."""
     total: NotRequired[int]
-    """Bytes of that file."""
+    """Bytes of the file."""
     completed: NotRequired[int]
-    """Those that are here."""
+    """Bytes already downloaded."""
 
 
 async def pull_model(request: Request) -> Response:
@@ -271,12 +271,12 @@ async def pull_model(request: Request) -> Response:
 
 
 def pulls_of(config: ServerConfig) -> Pulls:
-    """Returns the downloads of a server."""
+    """Returns the server's downloads."""
     return Pulls(pull, lambda: largest_weights_bytes(this_machine()))
 
 
 def _wanted(name: str | None) -> str:
-    """Returns the name of what is to be downloaded, of a family the largest that fits; raises ApiError (400, 404)."""
+    """Returns the name to download, for a family the largest model that fits; raises ApiError (400, 404)."""
     if not name:
         raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
     plain = name.removesuffix(":latest")
@@ -303,7 +303,7 @@ async def _lines(steps: AsyncIterator[PullEvent]) -> AsyncIterator[bytes]:
 
 
 async def _last(steps: AsyncIterator[PullEvent]) -> PullStatus:
-    """Returns what is said at the end; raises ApiError."""
+    """Returns the last status; raises ApiError."""
     try:
         async for _ in steps:
             pass
@@ -325,7 +325,7 @@ def _told(event: PullEvent) -> list[PullStatus]:
 
 
 def _as_api_error(error: ModelError) -> ApiError:
-    """Returns what a client is told: its name is wrong, or this machine or the hub cannot do it."""
+    """Returns the client's error: a wrong name, or a failure of this machine or the hub."""
     if isinstance(error, ModelNotFound | RepositoryNotFound):
         return ApiError(Code.MODEL_NOT_FOUND, f"pull model manifest: {error}", "model")
     return ApiError(Code.MODEL_UNUSABLE, str(error), "model")

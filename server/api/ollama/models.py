@@ -26,11 +26,11 @@ from server.pool.errors import ModelNotLoaded
 from server.pool.names import LATEST
 
 OLLAMA_VERSION: Final = "0.12.6"
-"""The release of Ollama whose API this is; some clients refuse to speak to an old one."""
+"""The release of Ollama that this API follows; some clients refuse older ones."""
 RUNNING: Final = "Ollama is running"
-"""What `/` answers; some clients compare it."""
+"""The answer of `/`; some clients compare it."""
 STAYS_LOADED: Final = timedelta(days=36_500)
-"""Of a model that is never unloaded: clients want a date when it will be."""
+"""The expiry reported for a model that is never unloaded, since clients need a date."""
 
 
 class DetailsBody(TypedDict):
@@ -106,7 +106,7 @@ class ShowBody(BodyModel):
 
     model: str | None = None
     name: str | None = None
-    """Its older name."""
+    """Older name of `model`."""
 
 
 async def root(request: Request) -> Response:
@@ -118,7 +118,7 @@ async def root(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     """Names the release of Ollama whose API this is, and as its build who answers."""
-    # Behind `-0+`: some clients cut at a dash, and others read the rest as the version of a package or as SemVer.
+    # After `-0+`: some clients cut at a dash, others read the rest as a package version or as SemVer.
     body: VersionBody = {"version": f"{OLLAMA_VERSION}-0+{PRODUCT.replace('/', '.')}"}
     return JsonBody(body)
 
@@ -142,7 +142,7 @@ async def show(request: Request) -> Response:
 
 
 def describe(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns what one model is; raises ApiError."""
+    """Returns one model's description; raises ApiError."""
     body = parse_body(ShowBody, dict(incoming.fields), {})
     try:
         model = find_model(context, body.model or body.name)
@@ -153,7 +153,7 @@ def describe(context: ApiContext, incoming: Incoming) -> Payload:
 
 
 def _with_name(shown: ShownBody, name: str, base: str | None) -> ShownBody:
-    """Returns a description with what a name of our own adds."""
+    """Returns a description, extended by the settings of a name made here."""
     stored = shown_name(name)
     if stored is None or base in (None, name):
         return shown
@@ -213,7 +213,7 @@ def _shown(model: ServedModel) -> ShownBody:
 
 
 def _shown_unloaded(model: ListedModel) -> ShownBody:
-    """Returns what the files of a model tell; its template and its parameters are read when it is loaded."""
+    """Returns what a model's files tell; template and parameters are read only when it is loaded."""
     return {
         "license": "",
         "modelfile": f"FROM {model.id}",
@@ -251,13 +251,13 @@ def _model_info(model: ServedModel | ListedModel) -> Mapping[str, Any]:
 
 
 def _capabilities(model: ServedModel) -> list[str]:
-    """Returns what clients may ask of the model; calls that would come as text are none."""
+    """Returns the model's capabilities for clients; without "tools" if its calls would come as text."""
     found = {"completion": True, "tools": model.tool_calls == "parsed", "thinking": thinks(model)}
     return [name for name, is_there in found.items() if is_there]
 
 
 def _parameters(model: ServedModel) -> Iterator[tuple[str, str]]:
-    """Yields the options that hold where a request says nothing."""
+    """Yields the default options."""
     sampling = model.sampling
     yield "num_ctx", str(model.context_tokens)
     for name, value in (
@@ -277,7 +277,7 @@ def _parameter_lines(parameters: Sequence[tuple[str, str]]) -> str:
 
 
 def _tagged(model_id: str) -> str:
-    """Returns a name as Ollama's clients know it: every one has a tag."""
+    """Returns a name with a tag, as Ollama's clients expect."""
     return model_id if ":" in model_id else model_id + LATEST
 
 
