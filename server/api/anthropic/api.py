@@ -1,12 +1,9 @@
-"""The paths of Anthropic's dialect, with and without the `/v1` that its clients add by themselves.
+"""The paths, models, errors and conventions of Anthropic's dialect.
 
-`GET /v1/models` and `GET /v1/models/{id}` as Anthropic lists them, for requests with `anthropic-version`.
-
-Errors in Anthropic's shape: `{"type": "error", "error": {"type", "message", "details"}}`.
-
-What Anthropic's clients do in their own way: `x-api-key`, named events, `request-id`, and the shape of errors.
-
-`POST /v1/messages/count_tokens`: how long a prompt would be, exactly. Nothing is evaluated.
+Paths are served with and without the `/v1` that its clients add. Its clients use `x-api-key`, named events and
+`request-id`; errors are `{"type": "error", "error": {"type", "message", "details"}}`. `GET /v1/models` lists models
+in Anthropic's form for requests with `anthropic-version`. `POST /v1/messages/count_tokens` counts a prompt's tokens
+exactly; it evaluates nothing.
 """
 
 import asyncio
@@ -40,7 +37,7 @@ class ModelInfoBody(TypedDict):
     id: str
     display_name: str
     created_at: str
-    """RFC 3339."""
+    """In RFC 3339."""
     lifecycle: Literal["active"]
     max_input_tokens: int
     max_tokens: int
@@ -95,7 +92,7 @@ _TYPES: Final[Mapping[int, str]] = {
 
 
 _NO_THREADS: Final = "thread_unsupported_request"
-"""At this code Anthropic's packages go on without a thread and send the whole conversation."""
+"""With this code Anthropic's packages send the whole conversation instead of a thread."""
 
 
 class ErrorDetails(TypedDict):
@@ -120,24 +117,24 @@ class MessagesErrorBody(TypedDict):
 
 
 def error_body(error: ApiError) -> MessagesErrorBody:
-    """Returns the JSON body that tells a client of an error."""
+    """Returns an error's JSON body."""
     code = _NO_THREADS if error.param == "thread" else error.code.value
     kind, details = error_type(error.status), ErrorDetails(error_code=code)
     return {"type": "error", "error": {"type": kind, "message": _message(error), "details": details}}
 
 
 def error_response(error: ApiError) -> Response:
-    """Returns the HTTP answer that tells a client of an error."""
+    """Returns an error's HTTP answer."""
     return JsonBody(error_body(error), status_code=error.status, headers=dict(error.headers))
 
 
 def error_type(status: int) -> str:
-    """Returns Anthropic's word for what went wrong."""
+    """Returns Anthropic's type for a status."""
     return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
 
 
 def _message(error: ApiError) -> str:
-    # Agents look for these words and numbers, and shorten the conversation by themselves then.
+    # Agents look for these words and numbers, and then shorten the conversation by themselves.
     match error:
         case ContextExceeded():
             return f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
@@ -155,7 +152,7 @@ class AnthropicDialect(Dialect):
     own_header = VERSION_HEADER
 
     def api_key(self, headers: Mapping[str, str]) -> str:
-        """Returns `x-api-key`, or without one the bearer token."""
+        """Returns `x-api-key`, else the bearer token."""
         return header_text(headers.get("x-api-key", "")) or bearer_key(headers)
 
     def wrong_key(self) -> ApiError:
@@ -163,7 +160,7 @@ class AnthropicDialect(Dialect):
         return ApiError(Code.INVALID_API_KEY, "the key is missing or wrong; send it as x-api-key or as bearer token")
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns the request's name where its clients look for it."""
+        """Returns the request's id in the header that Anthropic's clients read."""
         return {"request-id": request_id}
 
     def error_response(self, error: ApiError) -> Response:

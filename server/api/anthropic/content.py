@@ -1,14 +1,11 @@
-"""The blocks of an answer as they grow from pieces of output, and the stream's events that tell of them. Pure.
-
-Signatures of thoughts: what clients keep beside a thought, and send back with it.
-
-A signature proves nothing here: a thought counts as it comes back, whoever wrote it. For a thought that is not shown,
-the signature holds the text, so that the client sends the thought back with it. Pure.
-
-The searches for tools that the Messages API runs on the server: by a regular expression, and by words (BM25).
-
-A search looks at the names and descriptions of deferred tools and of their arguments, and names those that fit best.
+"""The blocks of an answer as they grow from pieces, the stream's events, thoughts' signatures, and tool searches.
 Pure.
+
+Clients keep a signature beside a thought and send both back. A signature proves nothing: a returned thought is
+accepted, whoever wrote it. The signature of a hidden thought holds its text, so that clients send the thought back.
+
+The Messages API runs two searches for tools on the server: by a regular expression, and by words (BM25). They look at
+names and descriptions of deferred tools and their arguments, and return the best matches.
 """
 
 import base64
@@ -40,17 +37,17 @@ _TEXT: Final = "mlx-serve-text-1:"
 
 
 def sign(thought: str) -> str:
-    """Returns the signature of a thought that is shown."""
+    """Returns the signature of a visible thought."""
     return _DIGEST + base64.b64encode(hashlib.sha256(_encoded(thought)).digest()).decode()
 
 
 def enclose(thought: str) -> str:
-    """Returns the signature of a thought that is not shown, which holds it."""
+    """Returns the signature of a hidden thought, which holds its text."""
     return _TEXT + base64.b64encode(_encoded(thought)).decode()
 
 
 def thought_of(shown: str, signature: str) -> str:
-    """Returns the thought of a block that came back: what is shown, or what its signature encloses."""
+    """Returns the thought of a returned block: the visible text, or the text in its signature."""
     if shown or not signature.startswith(_TEXT):
         return shown
     try:
@@ -137,7 +134,7 @@ class _OpenCall:
     name: str
     is_search: bool = False
     parts: list[str] = field(default_factory=list)
-    """Of the JSON text of its input."""
+    """Pieces of the JSON text of the input."""
 
     def body(self) -> ToolUseBlockBody | ServerToolUseBody:
         given = read_object("".join(self.parts)) or {}
@@ -150,27 +147,27 @@ class AnswerContent:
     """The content of one answer."""
 
     def __init__(self, *, shows_thoughts: bool = True, searches: Container[str] = ()) -> None:
-        """`shows_thoughts`: else the blocks of thoughts are empty, and their signatures hold them.
+        """If `shows_thoughts` is False, thoughts are empty blocks whose signatures hold their text.
 
-        `searches` are the names of the searches for tools that the server runs.
+        `searches` are the names of tool searches that the server runs.
         """
         self._shows_thoughts = shows_thoughts
         self._searches = searches
         self._ended: list[BlockBody] = []
         self._open: _OpenText | _OpenThought | _OpenCall | None = None
         self._num_streamed = 0
-        """Blocks that the stream has begun, calls that failed included."""
+        """Blocks begun in the stream, failed calls included."""
 
     @property
     def blocks(self) -> list[BlockBody]:
-        """What was said so far. Texts that a failed call stands between are one."""
+        """All blocks so far. Texts around a failed call are joined."""
         blocks = list(self._ended)
         if self._open is not None:
             _append(blocks, self._open.body())
         return blocks
 
     def add(self, piece: Piece) -> list[BlockEvent]:
-        """Takes a piece; returns the events that tell of it."""
+        """Takes a piece; returns its events."""
         match piece:
             case Text(text):
                 events = [] if isinstance(self._open, _OpenText) else self._begin(_OpenText())
@@ -193,7 +190,7 @@ class AnswerContent:
                 return [self._stop(), *self.add(Text(text))]
 
     def close(self) -> list[BlockEvent]:
-        """Ends the open block, if there is one; returns the events that tell of it."""
+        """Ends the open block, if any; returns its events."""
         if self._open is None:
             return []
         body, self._open = self._open.body(), None
@@ -203,7 +200,7 @@ class AnswerContent:
         return [self._delta({"type": "signature_delta", "signature": body["signature"]}), self._stop()]
 
     def add_results(self, results: Sequence[ToolSearchResultBody]) -> list[BlockEvent]:
-        """Adds what searches have found, behind all that was said; returns the events that tell of it."""
+        """Adds search results after all blocks; returns their events."""
         events = self.close()
         for result in results:
             self._ended.append(result)
@@ -216,7 +213,7 @@ class AnswerContent:
         events = self.close()
         self._open = block
         self._num_streamed += 1
-        # The block as it is now, empty.
+        # The block as it is now, without content.
         start = {"type": "content_block_start", "index": self._index, "content_block": block.body()}
         return [*events, start]
 
@@ -245,7 +242,7 @@ def _append(blocks: list[BlockBody], block: BlockBody) -> None:
 
 
 def _own_id(call_id: str, prefix: str) -> str:
-    """Returns the id of a call as Anthropic's clients know them; one that the model wrote itself stays."""
+    """Returns a call's id in Anthropic's form; an id that the model wrote stays."""
     return f"{prefix}{call_id.removeprefix('call_')}" if call_id.startswith("call_") else call_id
 
 
@@ -254,7 +251,7 @@ MAX_FOUND: Final = 5
 REGEX: Final = "tool_search_tool_regex"
 BM25: Final = "tool_search_tool_bm25"
 VERSION: Final = "_20251119"
-"""May stand behind the name in a tool's type."""
+"""May follow the name in a tool's type."""
 
 _SECONDS_PER_TOOL: Final = 0.05
 _MAX_COPIES: Final = 1000
@@ -280,7 +277,7 @@ SEARCH_TOOLS: Final[Mapping[str, Mapping[str, Any]]] = {
     REGEX: _shown_as("by a regular expression", "a regular expression of Python, upper and lower case alike"),
     BM25: _shown_as("by words", "what the tool shall do, in words"),
 }
-"""What the model is shown of each search, by its name."""
+"""What the model sees of each search, by name."""
 
 
 class SearchFailed(Exception):
@@ -288,7 +285,7 @@ class SearchFailed(Exception):
 
 
 def find_tools(search: str, arguments: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names of the functions that `search` finds among `tools`, the best first; raises SearchFailed."""
+    """Returns the names of the functions that `search` finds among `tools`, best first; raises SearchFailed."""
     query = arguments.get("query", arguments.get("pattern"))
     if not isinstance(query, str) or not query or len(query) > MAX_QUERY_CHARACTERS:
         raise SearchFailed("invalid_tool_input")
@@ -308,9 +305,9 @@ def _texts(function: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _matches(pattern: str, functions: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns 2 for each function whose name holds the pattern, 1 where another text does, else 0."""
-    # Compiled, a part holds as many copies of what it repeats as it repeats at least, nested ones multiplied: a short
-    # pattern could fill the memory.
+    """Returns 2 for each function whose name matches, 1 if only another text matches, else 0."""
+    # A compiled pattern holds a copy of a repeated part for each required repetition, multiplied when nested, so a
+    # short pattern could fill the memory.
     least = re.findall(r"\{[^}\d]*(\d+)", re.sub(r"\s", "", pattern))
     if math.prod([2 ** pattern.count("+"), *(int(number) + 1 for number in least)]) > _MAX_COPIES:
         raise SearchFailed("invalid_tool_input")
@@ -331,7 +328,7 @@ def _match(pattern: Any, texts: Sequence[str]) -> float:
 
 
 def _relevance(query: str, functions: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns the relevance of each function to the words of a query, by BM25."""
+    """Returns each function's relevance to the words of a query, by BM25."""
     documents = [Counter(_words(" ".join(_texts(function)))) for function in functions]
     mean = sum(document.total() for document in documents) / max(len(documents), 1)
     num_with = Counter(word for document in documents for word in document)
@@ -346,5 +343,5 @@ def _relevance(query: str, functions: Sequence[Mapping[str, Any]]) -> list[float
 
 
 def _words(text: str) -> list[str]:
-    """Returns the words of a text in small letters; `readFile` and `read_file` are two words."""
+    """Returns a text's words in lower case; `readFile` and `read_file` are two words."""
     return [word.lower() for word in _WORD.findall(text)]

@@ -1,7 +1,4 @@
-"""A body's system prompt, messages and tools as chat templates read them.
-
-What a body of the Messages API asks for besides its prompt, in the engine's terms.
-"""
+"""Turns a body of the Messages API into a conversation for chat templates and into the engine's parameters."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,13 +44,13 @@ from server.app.prompt_hygiene import with_constant_headers
 _ERROR_PREFIX = "Error: "
 
 Define: TypeAlias = Callable[[Sequence[str], Mapping[str, Tool], str], str]
-"""(names, tools by name, place in the conversation) to the definitions of these tools."""
+"""Takes names, tools by name and the place in the conversation; returns the tools' definitions."""
 
 
 def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig, namespace: str) -> Conversation:
-    """Returns what the prompt is rendered from; raises ApiError for what no conversation may hold."""
+    """Returns the prompt's source; raises ApiError for content that no conversation may hold."""
     last = body.messages[-1]
-    # Behind what a search of its own has found, the answer goes on as behind any result.
+    # The answer continues after the results of its own search, as after any result.
     continues = last.role == "assistant" and not (
         last.content and isinstance(last.content[-1], ToolSearchResultBlock)
     )
@@ -63,7 +60,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     if num_points > MAX_CACHE_POINTS:
         found = f"at most {MAX_CACHE_POINTS} blocks may hold cache_control, and {num_points} do"
         raise ApiError(Code.INVALID_VALUE, f"messages: {found}", "messages")
-    # An empty text, as forms of clients send it, is no system prompt.
+    # Forms of clients send an empty text for no system prompt.
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
     if body.tools and not body.forbids_calls and not model.renderer.reads_tools:
@@ -84,7 +81,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
 
 
 def _check_begun(body: PromptBody, model: ServedModel) -> None:
-    """Raises ApiError where the answer cannot go on with the last message, which is the assistant's."""
+    """Raises ApiError if the last message is the assistant's and cannot be continued."""
     check_continuable(model)
     blocks = body.messages[-1].content
     if any(isinstance(block, ToolUseBlock) for block in blocks):
@@ -104,7 +101,7 @@ def _cannot_begin(why: str) -> ApiError:
 
 
 class _Reader:
-    """Reads messages as templates do, each result as one of its own; follows which tools may be called."""
+    """Converts messages for templates, each result to a message of its own, and tracks which tools may be called."""
 
     def __init__(self, tools: Sequence[ToolDefinition], define: Define) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -112,7 +109,7 @@ class _Reader:
         self._callable = {name for name, tool in self._tools.items() if not tool.defer_loading}
 
     def callable_tools(self) -> list[Tool]:
-        """Returns the tools that may be called behind the messages that were read."""
+        """Returns the tools that may be called after the messages read so far."""
         return [as_function(tool) for name, tool in self._tools.items() if name in self._callable]
 
     def read(self, messages: Sequence[InputMessage]) -> list[Message]:
@@ -135,7 +132,7 @@ class _Reader:
             yield _message(message.role, said)
 
     def _changed(self, block: ToolAdditionBlock | ToolRemovalBlock, place: str) -> TextBlock:
-        """Adds or removes a tool; returns what the model is told of it."""
+        """Adds or removes a tool; returns the text that tells the model."""
         name = block.tool.tool_name
         if isinstance(block, ToolRemovalBlock):
             self._callable.discard(name)
@@ -168,7 +165,7 @@ class _Reader:
         )
 
     def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
-        """Returns texts as they are, and neighbouring references as one block of definitions."""
+        """Returns texts unchanged, and neighbouring references as one block of definitions."""
         parts: list[dict[str, Any]] = []
         for kind, group in groupby(block.content or (), type):
             found: list[Any] = list(group)
@@ -182,7 +179,7 @@ class _Reader:
 
 
 def template_messages(messages: Sequence[InputMessage]) -> list[Message]:
-    """Returns messages without changes of tools as chat templates read them."""
+    """Returns messages in the form of chat templates, without changes of tools."""
     return _Reader((), lambda names, tools, place: "").read(messages)
 
 
@@ -191,11 +188,11 @@ def _message(role: str, blocks: Sequence[Any]) -> Message:
 
 
 def _assistant_message(blocks: Sequence[Any]) -> Message:
-    """Returns an answer that was given: what it thought, all of its text, then its calls."""
+    """Returns an earlier answer: its thought, all its text, then its calls."""
     thoughts = [thought_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
     calls = [_call(one) for one in blocks if isinstance(one, ToolUseBlock | ServerToolUseBlock)]
-    # A text may have been split into blocks anywhere, so its parts are joined as they are.
+    # Text may be split into blocks anywhere, so its parts are joined unchanged.
     message: dict[str, Any] = {"role": "assistant", "content": [{"text": "".join(texts)}] if texts else []}
     if any(thoughts):
         message["reasoning_content"] = "".join(thoughts)
@@ -210,7 +207,7 @@ def _call(block: ToolUseBlock | ServerToolUseBlock) -> dict[str, Any]:
 
 
 def _as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a result that says that it is an error: templates have no field for it."""
+    """Returns a result marked as an error in its text: templates have no field for errors."""
     first, *others = parts or [{"text": ""}]
     says_so = first["text"].lstrip().lower().startswith("error")
     return [first if says_so else {**first, "text": _ERROR_PREFIX + first["text"]}, *others]
@@ -221,7 +218,7 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
 
 
 def as_function(tool: ToolDefinition) -> dict[str, Any]:
-    """Returns a tool in the form that templates are written for."""
+    """Returns a tool in the form of chat templates."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -232,7 +229,7 @@ def as_function(tool: ToolDefinition) -> dict[str, Any]:
 
 
 def _definer(body: PromptBody, model: ServedModel, namespace: str) -> Define:
-    """Returns what writes definitions; a conversation is told apart by its namespace and its first message."""
+    """Returns the writer of definitions; namespace and first message identify the conversation."""
 
     def define(names: Sequence[str], tools: Mapping[str, Tool], place: str) -> str:
         first = hashlib.sha256(repr(_texts_of(body.messages[0])).encode()).digest()
@@ -246,14 +243,14 @@ def _texts_of(message: InputMessage) -> list[str]:
 
 
 _OWN_NAMES = "claude-"
-"""What the names of Anthropic's own models begin with."""
+"""Prefix of Anthropic's model names."""
 
 
 def find_model(context: ApiContext, name: str | None) -> ServedModel:
     """Returns the model that a body names; raises ApiError (404, 400).
 
-    Clients name Anthropic's models without being told to, so these names stand for the model of requests that name
-    none, unless one is called so or an alias says otherwise.
+    Clients send names of Anthropic's models by default, so these mean the model of requests without a name, unless a
+    model or an alias has that name.
     """
     try:
         return context.find_model(name)
@@ -264,7 +261,7 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
 
 
 def read_params(body: MessagesBody, conversation: Conversation, model: ServedModel) -> GenerationParams:
-    """Returns what a checked body, whose prompt is `conversation`, asks for of `model`.
+    """Returns the generation parameters of a checked body with this `conversation`.
 
     Raises ApiError or InvalidParameter.
     """
@@ -283,19 +280,19 @@ def read_params(body: MessagesBody, conversation: Conversation, model: ServedMod
 
 
 def _sampling(body: MessagesBody, model: ServedModel) -> SamplingParams:
-    """Returns the model's sampling defaults with what the request says about them."""
+    """Returns the model's sampling defaults, changed by the request."""
     names = ("temperature", "top_p", "top_k")
     given: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if given.get("top_k", 0) >= model.vocab_size:
         given["top_k"] = 0
     if given.get("top_p") == 0:
-        # No mass at all is the likeliest token alone.
+        # A mass of 0 leaves only the likeliest token.
         given |= {"top_p": 1.0, "top_k": 1}
     return replace(model.sampling, **given)
 
 
 def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
-    """Returns what binds the answer: the calls that are forced, or the schema of its text."""
+    """Returns the grammar of the answer: of forced calls, or of the text's schema."""
     choice, tools = body.tool_choice, conversation.callable_tools
     if choice is not None and choice.type in ("any", "tool"):
         name = choice.name if choice.type == "tool" else None

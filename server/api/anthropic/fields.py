@@ -1,7 +1,6 @@
-"""What becomes of every field of a body of the Messages API, and of those that other APIs have in its place.
+"""How every field of the Messages API's bodies is treated, and fields of other APIs with the same purpose.
 
-The tables are checked against the types of the bodies, against the `anthropic` package and against docs/api.md by the
-tests.
+Tests compare the tables with the types of the bodies, the `anthropic` package and docs/api.md.
 """
 
 from server.api.dialect import Rules, honoured, no_effect, refused

@@ -1,7 +1,4 @@
-"""`POST /v1/messages`: the answer to a conversation, streamed or whole.
-
-What answers of the Messages API say of their tokens, of reuse, and of their end.
-"""
+"""`POST /v1/messages`: the answer to a conversation, streamed or whole, with its usage, reuse and stop reason."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -56,7 +53,7 @@ _MISS_TYPES: Final = {
     MissReason.NOTE_MOVED: "messages_changed",
     MissReason.SIDE_REQUEST: "messages_changed",
 }
-"""Anthropic's words for reasons; for those that it has none for it says `unavailable`."""
+"""Anthropic's words for reasons; reasons without one become `unavailable`."""
 
 
 class OutputTokensDetails(TypedDict):
@@ -73,7 +70,7 @@ class MessagesUsage(TypedDict):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: NotRequired[OutputTokensDetails]
-    """Only where the model's thoughts are told apart."""
+    """Only if the model's thoughts are told apart."""
 
 
 class CacheMissReason(TypedDict):
@@ -89,14 +86,14 @@ class DiagnosticsBody(TypedDict):
     cache_miss_reason: CacheMissReason | None
     cache: CacheBody | None
     timings: NotRequired[TimingsBody]
-    """Only once the answer is complete."""
+    """Only in a complete answer."""
 
 
 def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: bool) -> MessagesUsage:
-    """Returns the counts of a request that has just begun. `caches_all`: the whole prompt is a block to be cached."""
+    """Returns the token counts at the start. `caches_all`: the whole prompt counts as a block to be cached."""
     num_prompt, num_read = started.prompt_tokens, started.hit_tokens
     explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
-    # Blocks up to the last one that is marked are written to the cache; of the rest, Anthropic counts plain input.
+    # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
     marked = num_prompt if caches_all else max(explicit, default=0)
     num_created = max(0, min(marked, num_prompt) - num_read)
     return {
@@ -108,7 +105,7 @@ def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: 
 
 
 def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
-    """Returns the counts of a finished answer: the prompt of its first part, and what all parts have put out."""
+    """Returns the counts of a finished answer: its first part's prompt, and the output of all parts."""
     usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
     thought = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
     if thought:
@@ -117,7 +114,7 @@ def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> Messages
 
 
 def diagnostics_of(started: Started, session_id: str | None, finished: Finished | None = None) -> DiagnosticsBody:
-    """Returns what was reused and why not more, and of a finished request the times."""
+    """Returns how much was reused and why not more; for a finished request also the times."""
     body: DiagnosticsBody = {
         "cache_miss_reason": _miss_reason(started.reuse.miss),
         "cache": cache_of(started, session_id),
@@ -137,7 +134,7 @@ def _miss_reason(miss: Miss | None) -> CacheMissReason | None:
 
 
 def stop_reason(finished: Finished, *, made_calls: bool, max_tokens: int) -> str:
-    """Returns Anthropic's word for why the answer ended; `max_tokens` is what the request allowed."""
+    """Returns Anthropic's stop reason; `max_tokens` is the request's limit."""
     if finished.reason is FinishReason.LENGTH:
         is_cut_by_context = finished.timings.predicted_tokens < max_tokens
         return "model_context_window_exceeded" if is_cut_by_context else "max_tokens"
@@ -147,7 +144,7 @@ def stop_reason(finished: Finished, *, made_calls: bool, max_tokens: int) -> str
 
 
 MAX_PARTS = 8
-"""So many times an answer goes on by itself; then the client is to have it go on."""
+"""An answer continues by itself up to this many parts; then the client must continue it."""
 
 
 class ContextManagementBody(TypedDict):
@@ -169,7 +166,7 @@ class MessageAnswer(TypedDict):
     usage: MessagesUsage
     diagnostics: DiagnosticsBody
     context_management: NotRequired[ContextManagementBody]
-    """Only where the request holds `context_management`."""
+    """Only if the request holds `context_management`."""
 
 
 async def create_message(request: Request) -> Response:
@@ -216,8 +213,8 @@ class MessageExchange(Exchange):
         conversation: Conversation,
         go_on: Callable[[MessagesBody, int], "MessageExchange"],
     ) -> None:
-        """`go_on` returns the exchange of a longer body, as the part of the answer with that number."""
-        # A prompt that is only evaluated has no answer that a next turn could hold.
+        """`go_on` returns the exchange of a longer body, for the part with the given number."""
+        # A prompt that is only evaluated has no answer for the next turn.
         held = None if request.is_prime else conversation
         super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=held)
         self._body = body
@@ -225,13 +222,13 @@ class MessageExchange(Exchange):
         self._content = AnswerContent(shows_thoughts=body.shows_thoughts, searches=searches)
         self._go_on = go_on
         self._untold: list[dict[str, Any]] = []
-        """Events of what searches have found, which go out before the next one."""
+        """Events of search results, to be sent before the next event."""
         self._finished: list[Finished] = []
         """The end of each part."""
         self._following: MessageExchange | None = None
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields the start, each block's start, growth and end, why the answer ended, and its proper end."""
+        """Yields the message's start, each block's events, the stop reason and the proper end."""
         started: Started | None = None
         async for event in events:
             for payload in self._told(event, started):
@@ -258,12 +255,12 @@ class MessageExchange(Exchange):
         reply = InputMessage.model_validate({"role": "assistant", "content": self._content.blocks})
         said, *found = template_messages([reply])
         if found:
-            # How definitions are worded is known where the next request is read.
+            # Only reading the next request tells how definitions are worded.
             return []
         return [said if self.conversation is None else self.conversation.whole(said)]
 
     async def next_part(self, finished: Finished) -> Exchange | None:
-        """Runs the searches that the model has called for; the answer goes on with what they found."""
+        """Runs the searches that the model called; the answer continues with their results."""
         self._finished.append(finished)
         part = self._following or self
         calls = [block for block in part._content.blocks if block["type"] in ("tool_use", "server_tool_use")]
@@ -275,13 +272,13 @@ class MessageExchange(Exchange):
             return None
         try:
             self._following = await asyncio.to_thread(self._go_on, self._longer(), len(self._finished) + 1)
-        except (ApiError, ModelError):  # no space is left: the client may go on by itself
+        except (ApiError, ModelError):  # no space is left: the client may continue the answer
             return None
         return self._following
 
     @property
     def _num_left(self) -> int:
-        """How many tokens the parts to come may have."""
+        """Number of tokens left for later parts."""
         return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
 
     def _run(self, search: ServerToolUseBody) -> ToolSearchResultBody:
@@ -296,7 +293,7 @@ class MessageExchange(Exchange):
         return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
 
     def _longer(self) -> MessagesBody:
-        """Returns the body with what was answered so far; no call is forced any more."""
+        """Returns the body with the answer so far; calls are no longer forced."""
         messages, said = self._body.messages, self._content.blocks
         if self.conversation is not None and self.conversation.continues:
             messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
@@ -308,14 +305,14 @@ class MessageExchange(Exchange):
         return self._body.model_copy(update=longer)
 
     def _add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Takes a piece of any part; returns the events that tell of it, and of what was found before."""
+        """Takes a piece of any part; returns its events, after those of pending search results."""
         if self._following is not None:
             self._following._content.add(piece)
         untold, self._untold = self._untold, []
         return [*untold, *self._content.add(piece)]
 
     def _told(self, event: OutputEvent, started: Started | None) -> list[dict[str, Any]]:
-        """Returns the events of the stream that tell of one of the engine's."""
+        """Returns the stream's events for one event of the engine."""
         match event:
             case Started():
                 return [{"type": "message_start", "message": self._message(event)}, {"type": "ping"}]

@@ -26,7 +26,7 @@ class CacheControl(BodyModel):
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    """Taken, without effect: state stays as long as it is worth its memory."""
+    """Without effect: state stays while it is worth its memory."""
 
 
 class TextBlock(BodyModel):
@@ -38,7 +38,7 @@ class TextBlock(BodyModel):
 
 
 def _as_blocks(value: Any) -> Any:
-    """Takes a text as one block."""
+    """Returns a text as a list of one block."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -47,11 +47,11 @@ _READ: Final = (
     *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
     *("tool_reference", "tool_addition", "tool_removal", "server_tool_use", "tool_search_tool_result"),
 )
-"""Types of blocks that are read as what they are."""
+"""Types of blocks with a type of their own."""
 
 
 def _known(value: Any) -> Any:
-    """Takes a block of an unknown type as the text that it holds; refuses what a model of text cannot be shown."""
+    """Returns an unknown block as its text; refuses content that a text model cannot read."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or (kind in _READ and not _runs_elsewhere(value)):
         return value
@@ -71,7 +71,7 @@ def _runs_elsewhere(block: dict[str, Any]) -> bool:
 
 
 def _text_of(block: dict[str, Any]) -> str | None:
-    """Returns the text of a block of an unknown type; None where it holds anything else."""
+    """Returns the text of an unknown block; None if it holds anything else."""
     held = block.get("text", block.get("content"))
     if isinstance(held, str):
         return held
@@ -144,16 +144,16 @@ class ToolDefinition(BodyModel):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """Whether a forced call is refused where its schema holds a keyword that is not known."""
+    """Whether a forced call with unknown keywords in its schema is refused."""
     defer_loading: bool | None = None
     """Whether the tool is left out of the prompt until the conversation refers to it."""
     cache_control: CacheControl | None = None
-    """Counted, and otherwise without effect: the end of the tools is always a restore point."""
+    """Only counted: the end of the tools is always a restore point."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_function(cls, value: Any) -> Any:
-        """Takes a search for tools as the function that the model is shown."""
+        """Returns a tool search as the function shown to the model."""
         kind = value.get("type") if isinstance(value, dict) else None
         name = kind.removesuffix(SEARCH_VERSION) if isinstance(kind, str) else ""
         if name not in SEARCH_TOOLS:
@@ -162,7 +162,6 @@ class ToolDefinition(BodyModel):
 
     @property
     def is_search(self) -> bool:
-        """Whether it is a search for tools, which the server runs."""
         return self.type in SEARCH_TOOLS
 
 
@@ -202,7 +201,6 @@ class ChangedTool(BodyModel):
 
     @property
     def tool_name(self) -> str:
-        """What the tool is called."""
         return self.definition.name if self.definition is not None else self.name or ""
 
     @model_validator(mode="after")
@@ -278,7 +276,6 @@ class ToolChoiceOption(BodyModel):
 
     @property
     def is_single(self) -> bool:
-        """Whether the answer may hold one call only."""
         return self.type == "tool" or self.disable_parallel_tool_use is True
 
     @field_validator("name")
@@ -315,7 +312,7 @@ class RequestMetadata(BodyModel):
     """Who asks."""
 
     user_id: str | None = None
-    """Agents put the session into it."""
+    """Agents put the session here."""
 
 
 class PromptBody(BodyModel):
@@ -331,32 +328,30 @@ class PromptBody(BodyModel):
     output_format: JsonFormat | None = None
     """Another name of `output_config.format`."""
     cache_control: CacheControl | None = None
-    """The same as on the last block of the prompt."""
+    """Same as on the last block of the prompt."""
 
     @property
     def effort(self) -> str | None:
-        """How hard the model shall think, as chat templates are told."""
         effort = self.output_config.effort if self.output_config is not None else None
         return _EFFORTS.get(effort, effort) if effort is not None else None
 
     @property
     def forbids_calls(self) -> bool:
-        """Whether the body forbids that tools are called."""
         return self.tool_choice is not None and self.tool_choice.type == "none"
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns what the body wants of thoughts; what it leaves open, the template decides."""
+        """Returns the body's wishes for thoughts; the template decides the rest."""
         option = self.thinking
         is_enabled = {"enabled": True, "disabled": False}.get(option.type) if option is not None else None
         budget = option.budget_tokens if option is not None and option.type == "enabled" else None
         return ThinkingWish(is_enabled, self.effort, budget)
 
     def num_cache_points(self) -> int:
-        """Returns how many restore points the client asks for."""
+        """Returns the number of restore points requested."""
         return sum(marked.cache_control is not None for marked in [self, *(self.tools or ()), *self._blocks()])
 
     def _blocks(self) -> Iterator[Any]:
-        """Yields every block that may ask for a restore point."""
+        """Yields every block that may request a restore point."""
         yield from self.system or ()
         for message in self.messages:
             for block in message.content:
@@ -386,9 +381,8 @@ class MessagesBody(PromptBody):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     """State is shared only between requests with the same salt."""
     context_management: dict[str, Any] | None = None
-    """Taken, without effect: nothing is removed from a conversation, and the answer says so."""
+    """Without effect: nothing is removed from a conversation, and the answer says so."""
 
     @property
     def shows_thoughts(self) -> bool:
-        """Whether the answer holds the text of thoughts."""
         return self.thinking is None or self.thinking.display != "omitted"

@@ -1,6 +1,6 @@
-"""The paths of OpenAI's dialect, with and without the `/v1` that many clients' base URLs lack.
+"""The paths of OpenAI's dialect, with and without the `/v1` that many base URLs lack, and its lists of models.
 
-`GET /v1/models`, `/v1/models/{id}` and, in LM Studio's words, `/api/v1/models`: which models requests may name.
+`GET /v1/models` and `/v1/models/{id}` are OpenAI's, `/api/v1/models` is LM Studio's.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ class ModelBody(TypedDict):
     created: int
     owned_by: str
     root: str
-    """The model whose weights it has: itself, unless it is one with an adapter."""
+    """The model with the same weights: itself, unless this one has an adapter."""
     parent: str | None
-    """That model, for one with an adapter."""
+    """The base model of one with an adapter."""
     loaded: bool
-    """Whether it is in memory; if not, the first request that names it has it loaded."""
+    """Whether the model is in memory; otherwise the first request that names it loads it."""
     context_length: int | None
     tool_calls: str | None
-    """None while it is not loaded."""
+    """None until the model is loaded."""
     max_model_len: int | None
-    """The same number under the name that other servers have for it."""
+    """The same number under other servers' name."""
 
 
 class ModelList(TypedDict):
@@ -55,14 +55,14 @@ class LmStudioModel(TypedDict):
     type: str
     publisher: str
     key: str
-    """What requests name it."""
+    """The name in requests."""
     display_name: str
     architecture: str
     quantization: dict[str, Any] | None
     size_bytes: int
     params_string: str | None
     loaded_instances: list[dict[str, Any]]
-    """One of the same name where the model is loaded."""
+    """One instance of the same name if the model is loaded."""
     max_context_length: int | None
     format: str
     capabilities: dict[str, bool]

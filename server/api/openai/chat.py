@@ -97,7 +97,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | Sever
 def read_conversation(
     body: ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig, namespace: str
 ) -> Conversation:
-    """Returns what the prompt is rendered from; raises ApiError for what no conversation may hold."""
+    """Returns the prompt's source; raises ApiError for content that no conversation may hold."""
     continues = body.continues()
     if continues:
         check_continuable(model)
@@ -113,7 +113,7 @@ def read_conversation(
 
 
 def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> list[Mapping[str, Any]]:
-    """Returns the tools as the client wrote them, so that the prompt keeps its order and wording."""
+    """Returns the tools unchanged, so the prompt keeps the client's order and wording."""
     if not body.tools or (body.forbids_calls and not can_forbid_calls(model)):
         return []
     if not model.renderer.reads_tools:
@@ -124,20 +124,20 @@ def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> li
 def _grammar(
     body: ChatBody, wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel
 ) -> AnswerGrammar | None:
-    """Returns what binds the answer: the calls that are forced, or what is `wanted` of a text."""
+    """Returns the grammar of the answer: of forced calls, or the `wanted` one for its text."""
     choice, tools = body.tool_choice, conversation.callable_tools
     if choice is not None and choice.mode == "required":
         refuse_going_on(body, "an answer ends with the calls that are forced")
         is_single = choice.is_named or body.parallel_tool_calls is False
         return forced_calls(model, tools, ForcedCalls(choice.names, is_single))
     if wanted is None:
-        # What only measures goes on behind the end of turn, where no grammar does.
+        # A request that only measures continues after the end of turn, where no grammar applies.
         return None if body.ignore_eos else calls_in_text(model, conversation)
     return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 
 def _messages(body: ChatBody, config: ServerConfig) -> list[Message]:
-    """Returns the messages as the template takes them; raises ApiError for what no message may ask for."""
+    """Returns the messages in the template's form; raises ApiError for content that no message may hold."""
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     messages = template_messages(body.messages)
@@ -170,14 +170,14 @@ class ChatExchange(ChoiceExchange):
         self._thought = ""
         self._calls: list[ToolCallBody] = []
         self._num_streamed = 0
-        """Calls that the stream has begun, those that failed included."""
+        """Calls begun in the stream, failed ones included."""
 
     def opening(self) -> list[ChatChunk]:
-        """Returns the role."""
+        """Returns the chunk with the role."""
         return [{**self._chunk({"role": "assistant", "content": "", "refusal": None}), **self.prompt_ids()}]
 
     def take(self, piece: Piece) -> list[ChatChunk]:
-        """Keeps a piece of the message, and returns the chunk that tells of it, if one does."""
+        """Keeps a piece of the message, and returns its chunk, if it has one."""
         self._keep(piece)
         delta = self._delta(piece)
         return [] if delta is None else [self._chunk(delta)]
@@ -226,7 +226,7 @@ class ChatExchange(ChoiceExchange):
                 pass
 
     def _delta(self, piece: Piece) -> DeltaBody | None:
-        """Returns what the client is told: text and arguments as they come."""
+        """Returns the change sent to the client: text and arguments as they come."""
         match piece:
             case Text(text) | ToolCallFailed(text):
                 return {"content": text}
@@ -259,7 +259,7 @@ class ChatExchange(ChoiceExchange):
         return chunk
 
     def _logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        """Returns what is told of some tokens; None where nothing is."""
+        """Returns the log-probabilities of some tokens; None if not requested."""
         return chat_logprobs(told, self.names) if told else None
 
     @property

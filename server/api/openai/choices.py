@@ -1,4 +1,4 @@
-"""One choice or several in the answer of a generation endpoint: what they have in common, streamed or whole."""
+"""Writes one choice or several in the answer of OpenAI's generation endpoints, streamed or whole."""
 
 import time
 from abc import abstractmethod
@@ -33,12 +33,12 @@ from server.app.config import ServerConfig
 from server.engine.request import Delta, Finished, GenerationRequest, Priority, Started
 
 FAILED = "error"
-"""Why a choice ended that could not be completed, where others were."""
+"""Finish reason of a choice that failed while others succeeded."""
 MAX_SEED = 2**63
 
 
 class ChoiceExchange(Exchange):
-    """Writes one choice, and the answer around it where there is no other."""
+    """Writes one choice, and the whole answer if it is the only choice."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class ChoiceExchange(Exchange):
         super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=conversation)
         self.index = index
         self.answer_id = request.request_id
-        """As the answer is named; the same for all of its choices."""
+        """The answer's id, the same for all choices."""
         self.names = TokenNames(model.token_texts, body.return_tokens_as_token_ids is True)
         self.told: list[TokenLogprob] = []
-        """Of all tokens of the output, where the request asks for them."""
+        """Log-probabilities of all output tokens, if the request asks for them."""
         self._num_streamed_logprobs = 0
         self._token_ids: list[int] = []
-        """Of the output so far."""
+        """All output tokens so far."""
         self._num_streamed_ids = 0
         self._tells_ids = body.return_token_ids is True
         self.wants_usage = body.wants_usage()
@@ -69,43 +69,43 @@ class ChoiceExchange(Exchange):
         self._started: Started | None = None
 
     def take_tokens(self, delta: Delta) -> None:
-        """Keeps them for the next chunk, or for the answer.
+        """Keeps the tokens for the next chunk, or for the answer.
 
-        Of tokens without text logprobs are told beside their ids only, as there are as many then.
+        Tokens without text send log-probabilities only beside token ids, since then both lists have the same length.
         """
         self._token_ids.extend(delta.token_ids)
         if delta.text or self._tells_ids:
             self.told.extend(delta.logprobs)
 
     def untold(self) -> Sequence[TokenLogprob]:
-        """Returns those that were taken since it was last called."""
+        """Returns the log-probabilities added since the last call."""
         since, self._num_streamed_logprobs = self._num_streamed_logprobs, len(self.told)
         return self.told[since:]
 
     def whole_ids(self) -> TokenIds:
-        """Returns the tokens of the choice, where they are told."""
+        """Returns the choice's tokens, if requested."""
         return {"token_ids": self._token_ids} if self._tells_ids else {}
 
     def untold_ids(self) -> TokenIds:
-        """Returns those that were taken since it was last called, where they are told."""
+        """Returns the tokens added since the last call, if requested."""
         since, self._num_streamed_ids = self._num_streamed_ids, len(self._token_ids)
         return {"token_ids": self._token_ids[since:]} if self._tells_ids else {}
 
     def prompt_ids(self) -> PromptIds:
-        """Returns the tokens of the prompt, where they are told."""
+        """Returns the prompt's tokens, if requested."""
         return {"prompt_token_ids": self.request.tokens.tolist()} if self._tells_ids else {}
 
     @abstractmethod
     def opening(self) -> Sequence[Payload]:
-        """Returns the chunks with which a stream of the choice begins."""
+        """Returns the first chunks of the choice's stream."""
 
     @abstractmethod
     def take(self, piece: Piece) -> Sequence[Payload]:
-        """Keeps a piece of the output, and returns the chunks that tell of it."""
+        """Keeps a piece of the output, and returns its chunks."""
 
     @abstractmethod
     def reason(self, finished: Finished) -> str:
-        """Returns OpenAI's word for why the choice ended."""
+        """Returns OpenAI's finish reason of the choice."""
 
     @abstractmethod
     def end_chunk(self, reason: str) -> Any:
@@ -117,14 +117,14 @@ class ChoiceExchange(Exchange):
 
     @abstractmethod
     def choice(self, reason: str) -> Any:
-        """Returns the choice of an answer that is not streamed."""
+        """Returns the choice of a whole answer."""
 
     @abstractmethod
     def answer(self, choices: Any) -> Payload:
-        """Returns an answer that is not streamed, without its costs."""
+        """Returns a whole answer, without its costs."""
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields what the model says, why it ended, and the usage where asked for."""
+        """Yields the text, the finish reason, and the usage if requested."""
         for chunk in self.opening():
             yield sse_event(chunk)
         async for event in events:
@@ -148,27 +148,27 @@ class ChoiceExchange(Exchange):
         raise AssertionError("the events of a request end with Finished")
 
     def ended_chunk(self, finished: Finished) -> Any:
-        """Returns the last chunk of a choice that ended well."""
+        """Returns the last chunk of a successful choice."""
         chunk = self.end_chunk(self.reason(finished))
         chunk["choices"][0].update(stop_found(finished, self.request))
         return chunk
 
     def ended_choice(self, finished: Finished) -> Any:
-        """Returns a choice that ended well, of an answer that is not streamed."""
+        """Returns a successful choice of a whole answer."""
         return {**self.choice(self.reason(finished)), **stop_found(finished, self.request)}
 
     def note_start(self, started: Started) -> None:
-        """Keeps what was reused, for the usage so far."""
+        """Keeps the reuse at the start, for the usage so far."""
         self._started = started
 
     def usage_so_far(self) -> Usage | None:
-        """Returns what each chunk says of the choice's tokens; None where only the end of the stream counts them."""
+        """Returns the usage for each chunk; None if only the stream's end counts tokens."""
         if not self._wants_usage_always:
             return None
         return usage_so_far(len(self.request.tokens), self._started, len(self._token_ids))
 
     def head(self, kind: str) -> AnswerHead:
-        """Returns how the answer, or a chunk of it, begins; `kind` is its `object`."""
+        """Returns the head of an answer or chunk; `kind` is its `object`."""
         head: AnswerHead = {
             "id": self.answer_id,
             "object": kind,
@@ -181,7 +181,7 @@ class ChoiceExchange(Exchange):
         return head
 
     def last_chunks(self, end: Any, finished: Finished) -> list[Payload]:
-        """Returns what ends a stream: the end of its last choice, and what all of it cost."""
+        """Returns the end of a stream: the end of its last choice, and the costs of all."""
         last = end
         if self.wants_usage:
             last = self.empty_chunk()
@@ -190,7 +190,7 @@ class ChoiceExchange(Exchange):
         return [end] if last is end else [end, last]
 
     def whole(self, choices: Sequence[Any], finished: Finished) -> Payload:
-        """Returns an answer that is not streamed, with what all of it cost."""
+        """Returns a whole answer with the costs of all choices."""
         return {
             **self.answer(choices),
             "usage": usage_of(finished),
@@ -213,7 +213,7 @@ class SeveralChoices(Choices):
         return self.exchanges[0]
 
     async def frames(self, events: AsyncIterator[ChoiceEvent]) -> AsyncIterator[bytes]:
-        """Yields what each choice says as it comes, why it ended, and at last the usage of all where asked for."""
+        """Yields each choice's text as it comes, its finish reason, and at last the usage of all, if requested."""
         for exchange in self.exchanges:
             for chunk in exchange.opening():
                 yield sse_event(chunk)
@@ -261,7 +261,9 @@ class SeveralChoices(Choices):
 
 
 def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
-    """Returns how many answers there are to each prompt; raises ApiError where all are more than may run or wait."""
+    """Returns the number of answers to each prompt; raises ApiError if all together exceed the slots and the
+    queue.
+    """
     count, limit = body.n or 1, config.slots + config.max_waiting
     if count * num_prompts > limit:
         asked = f"{count} answers" if num_prompts == 1 else f"{num_prompts} prompts with {count} answers each"
@@ -274,8 +276,8 @@ def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) ->
 def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
     """Returns the request for choice `index` of all, which is answer `number` to its prompt, both from 0.
 
-    Seeds differ, so that answers to one prompt do: the first answer is the one that would be given alone. Only the
-    first choice of all belongs to the session.
+    Seeds differ, so that answers to one prompt differ; the first answer is the one that a single request would get.
+    Only the first choice of all belongs to the session.
     """
     if index == 0:
         return request

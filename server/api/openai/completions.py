@@ -40,7 +40,7 @@ from server.engine.request import Finished, GenerationRequest
 
 
 def _prompts(value: Any) -> Any:
-    """Takes a text, a list of token ids, or a list of either; returns a list of prompts."""
+    """Returns a text, a list of token ids, or a list of either, as a list of prompts."""
     if _is_prompt(value):
         return [value]
     if isinstance(value, list) and all(_is_prompt(entry) for entry in value):
@@ -56,20 +56,20 @@ class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
-    """A text, a list of token ids, or a list of several of either; once checked, a list."""
+    """A text, a list of token ids, or a list of several of either; a list after the check."""
     echo: bool | None = None
     """Begin the answer with the prompt."""
     max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
-    """0 only where the log-probabilities of the prompt are asked for."""
+    """0 only if the prompt's log-probabilities are requested."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """How many of the likeliest tokens are told with each token of the answer."""
+    """How many of the likeliest tokens are sent with each token of the answer."""
 
     def num_top_logprobs(self) -> int | None:
-        """Returns that number; None where nothing is to be told."""
+        """Returns how many likeliest tokens to send; None for no log-probabilities."""
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        """Returns that number for tokens of the prompt; raises ApiError for what does not go with it."""
+        """Returns the same number for prompt tokens; raises ApiError for fields that exclude it."""
         is_scored = self.echo is True and self.logprobs is not None
         if self.max_tokens == 0 and not is_scored:
             raise ApiError(Code.INVALID_VALUE, "max_tokens: 0 is taken with echo and logprobs only", "max_tokens")
@@ -91,9 +91,9 @@ class TextChoice(TokenIds, PromptIds):
     finish_reason: str | None
     stop_reason: NotRequired[str | int | None]
     matched_stop: NotRequired[str | int | None]
-    """What ended the choice, where it has ended well: see `StopFound`."""
+    """What ended a successful choice: see `StopFound`."""
     error: NotRequired[ErrorObject]
-    """What went wrong with this choice, where others were completed."""
+    """The error of a failed choice, if others succeeded."""
 
 
 class TextCompletion(AnswerHead):
@@ -142,16 +142,16 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
 
 
 def _places(prompts: Sequence[str | list[int]]) -> list[tuple[str, str | list[int]]]:
-    """Returns each prompt with the name of its place in the body."""
+    """Returns each prompt with its place in the body."""
     if len(prompts) == 1:
         return [("prompt", prompts[0])]
     return [(f"prompt[{index}]", prompt) for index, prompt in enumerate(prompts)]
 
 
 def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "prompt") -> RenderedPrompt:
-    """Returns the tokens of a plain prompt; raises ApiError for a number that is no token.
+    """Returns a plain prompt's tokens; raises ApiError for a number that is no token.
 
-    `place` is where the prompt stands in the body, for errors.
+    `place` is the prompt's field in the body, for errors.
     """
     if isinstance(prompt, str):
         return model.renderer.encode(prompt)
@@ -183,32 +183,32 @@ class CompletionExchange(ChoiceExchange):
         index: int = 0,
         repeated: str = "",
     ) -> None:
-        """`repeated` is what the answer begins with, before what the model says."""
+        """`repeated` is the text before the model's own, if the prompt is echoed."""
         super().__init__(body, model, request, prompt, index=index)
         self._texts = [repeated]
         self._told_prompt = False
-        """Whether a chunk has told the tokens of the prompt."""
+        """Whether a chunk has sent the prompt's tokens."""
         self._scored: Sequence[TokenLogprob] | None = None
-        """Of the prompt and the answer, where those of the prompt are told."""
+        """Log-probabilities of prompt and answer, if the prompt's are requested."""
         count = body.num_top_logprobs()
         self._logprobs = TextLogprobsWriter(self.names, count) if count is not None else None
 
     def opening(self) -> list[TextCompletion]:
-        """Returns the prompt where it is repeated; else nothing: a completion begins with its text."""
+        """Returns a chunk with the prompt if it is echoed, else nothing."""
         return [self._body(text, None) for text in self._texts if text]
 
     def take(self, piece: Piece) -> list[TextCompletion]:
-        """Keeps more of the text, and returns the chunk that tells of it."""
+        """Keeps more of the text, and returns its chunk."""
         assert isinstance(piece, Text), "a plain completion is text"
         self._texts.append(piece.text)
         return [self._body(piece.text, None)]
 
     def reason(self, finished: Finished) -> str:
-        """Returns OpenAI's word for why the choice ended."""
+        """Returns OpenAI's finish reason of the choice."""
         return finish_reason(finished)
 
     def ended_choice(self, finished: Finished) -> Any:
-        """Returns a choice that ended well; with its prompt's log-probabilities where they were asked for."""
+        """Returns a successful choice, with its prompt's log-probabilities if requested."""
         self._scored = finished.scored if self.request.prompt_logprobs is not None else None
         return super().ended_choice(finished)
 
@@ -236,7 +236,7 @@ class CompletionExchange(ChoiceExchange):
         return {**self._body("", None), "choices": choices}
 
     def _untold(self) -> TextLogprobs | None:
-        """Returns what is told of the tokens since the last chunk; None where nothing is."""
+        """Returns the log-probabilities since the last chunk; None if there are none to send."""
         told = self.untold()
         return self._logprobs.write(told) if self._logprobs is not None and told else None
 

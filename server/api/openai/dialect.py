@@ -1,6 +1,6 @@
-"""What OpenAI's clients do in their own way: a bearer key, unnamed events, `[DONE]`, and the shape of errors.
+"""The conventions of OpenAI's clients: a bearer key, unnamed events, `[DONE]`, and errors.
 
-Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+An error is `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,13 @@ class ErrorBody(TypedDict):
 
 
 def error_body(error: ApiError) -> ErrorBody:
-    """Returns the JSON body that tells a client of an error."""
+    """Returns an error's JSON body."""
     kind = _type_of(error.status)
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code.value}}
 
 
 def error_response(error: ApiError) -> Response:
-    """Returns the HTTP answer that tells a client of an error."""
+    """Returns an error's HTTP answer."""
     return JsonBody(error_body(error), status_code=error.status, headers=dict(error.headers))
 
 
@@ -46,7 +46,7 @@ def _type_of(status: int) -> str:
 
 
 DONE = sse_text("[DONE]")
-"""The end of a stream that was completed."""
+"""The end of a complete stream."""
 
 
 class OpenAiDialect(Dialect):

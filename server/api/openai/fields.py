@@ -1,7 +1,6 @@
-"""What becomes of every field of a body of OpenAI's endpoints that this server or another one like it knows.
+"""How every field of OpenAI's endpoints is treated, including fields that only similar servers know.
 
-The tables are checked against the types of the bodies, against the request schemas of other servers and against
-docs/api.md by the tests.
+Tests compare the tables with the types of the bodies, the schemas of other servers and docs/api.md.
 """
 
 from server.api.dialect import Rules, honoured, no_effect, refused

@@ -1,4 +1,4 @@
-"""What a body of OpenAI's generation endpoints asks for besides its prompt, in the engine's terms."""
+"""Turns the body of OpenAI's generation endpoints, without its prompt, into the engine's parameters."""
 
 import re
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from server.engine.request import Priority
 
 BACKGROUND_TIER = "flex"
 DEFAULT_TIER = "default"
-"""What answers call the tier of all other requests."""
+"""The tier that answers report for all other requests."""
 IN_MEMORY = ("in_memory", "in-memory")
-"""What `prompt_cache_retention` says for state that must not reach a disk."""
+"""Values of `prompt_cache_retention` that keep state off the disk."""
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -42,12 +42,12 @@ _WINDOWS = {
     "presence_context_size": ("presence_penalty", 0.0),
     "frequency_context_size": ("frequency_penalty", 0.0),
 }
-"""What mlx-lm calls the window of each penalty, and the penalty's value where it is not in force."""
+"""mlx-lm's names for each penalty's window, and the value that switches the penalty off."""
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
 
 def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
-    """Returns what a checked body asks for of `model`; raises ApiError or InvalidParameter."""
+    """Returns the generation parameters of a checked body; raises ApiError or InvalidParameter."""
     sampling = _with_one_window(_sampling(body, model), body)
     check(sampling, model.vocab_size)
     return GenerationParams(
@@ -65,7 +65,7 @@ def read_params(body: GenerationBody, model: ServedModel) -> GenerationParams:
 
 
 def refuse_lone_stream_options(body: GenerationBody) -> None:
-    """Raises ApiError (400) for options of a stream where none is asked for."""
+    """Raises ApiError (400) for stream options without a stream."""
     if body.stream_options is not None and body.stream_options.model_fields_set and body.stream is not True:
         message = "stream_options: they are for streams only, and stream is not true"
         raise ApiError(Code.INVALID_VALUE, message, "stream_options")
@@ -79,7 +79,7 @@ def _grammar(body: GenerationBody) -> AnswerGrammar | None:
 
 
 def refuse_going_on(body: GenerationBody, why: str) -> None:
-    """Raises ApiError (400) for a body that wants an answer to go on which ends by itself."""
+    """Raises ApiError (400) for fields that would keep an answer going which must end by itself."""
     wishes = {"ignore_eos": body.ignore_eos, "min_tokens": body.min_tokens, "min_new_tokens": body.min_new_tokens}
     for name, wish in wishes.items():
         if wish:
@@ -92,7 +92,7 @@ def _stop_token_ids(body: GenerationBody, model: ServedModel) -> frozenset[int]:
 
 
 def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
-    """Returns the model's sampling defaults with what the request says about them."""
+    """Returns the model's sampling defaults, changed by the request."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
     if body.repeat_penalty is not None:
         given["repetition_penalty"] = _one_repetition_penalty(body.repeat_penalty, body.repetition_penalty)
@@ -103,7 +103,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
     if "top_n_sigma" in given:
         given["top_n_sigma"] = max(given["top_n_sigma"], 0.0)
     if given.get("top_p") == 0:
-        # No mass at all is the likeliest token alone.
+        # A mass of 0 leaves only the likeliest token.
         given |= {"top_p": 1.0, "top_k": 1}
     given["min_tokens"] = body.least()
     given["top_logprobs"] = body.num_top_logprobs()
@@ -120,7 +120,7 @@ def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
 
 
 def _with_one_window(sampling: SamplingParams, body: GenerationBody) -> SamplingParams:
-    """Returns the sampling with the window that mlx-lm's fields name; raises ApiError where they name several."""
+    """Returns the sampling with the window of mlx-lm's fields; raises ApiError if they differ."""
     in_force = [name for name, (penalty, off) in _WINDOWS.items() if getattr(sampling, penalty) != off]
     named = {name: getattr(body, name) for name in ("repeat_last_n", *in_force) if getattr(body, name) is not None}
     for name, value in named.items():

@@ -1,10 +1,7 @@
-"""Types of OpenAI's chat endpoint: what a body may hold and what an answer holds.
+"""Types of the bodies and answers of OpenAI's generation endpoints, and of fields that similar servers add.
 
-Texts that steer the sampling, as tokens of one model: DRY's sequence breakers and bad words.
-
-What OpenAI's endpoints, and those of other servers in its manner, bind an answer to, under whichever name.
-
-Fields that all of OpenAI's generation endpoints share. All are optional, and null means the same as absent.
+All fields that the endpoints share are optional, and null means absent. A body binds its answer by at most one field,
+whichever server's name it has. DRY's sequence breakers and bad words are turned into tokens here.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,13 +26,13 @@ from server.api.record import CacheBody, TimingsBody
 from server.api.served import ServedModel
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-"""Texts that no repetition reaches across: those of llama.cpp and koboldcpp."""
+"""Texts that end a repetition, the defaults of llama.cpp and koboldcpp."""
 
 
 def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int, ...]:
-    """Returns the tokens that hold one of `texts`, or of the usual ones for None, in ascending order.
+    """Returns the tokens that hold one of `texts`, or of the defaults for None, in ascending order.
 
-    For a text that no single token holds it is the last token of that text.
+    A text that no single token holds is represented by its last token.
     """
     wanted = DEFAULT_BREAKERS if texts is None else texts
     return tuple(sorted({token for text in wanted if text for token in _tokens_of(text, model)}))
@@ -47,14 +44,14 @@ def _tokens_of(text: str, model: ServedModel) -> Sequence[int]:
 
 
 def bad_word_tokens(texts: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Returns the tokens of each text, at the beginning of a line and behind a blank."""
+    """Returns each text's tokens, both at the start of a line and after a blank."""
     forms = {form: None for text in texts for form in (text.lstrip(), " " + text.lstrip()) if text.strip()}
     found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
     return tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
 
 
 def _schema(value: Any) -> Any:
-    """Some clients send a schema as its JSON text, an empty one for none."""
+    """Some clients send a schema as JSON text, an empty text for none."""
     if value in (None, ""):
         return None
     schema = read_object(value) if isinstance(value, str) else value
@@ -64,7 +61,7 @@ def _schema(value: Any) -> Any:
 
 
 def _grammar_text(value: Any) -> Any:
-    """An empty text, as forms of clients send it, stands for none."""
+    """Returns None for an empty text, which forms of clients send."""
     return None if value == "" else value
 
 
@@ -92,7 +89,7 @@ class SchemaFormat(BodyModel):
     description: str | None = None
     schema_: Annotated[dict[str, Any], BeforeValidator(_required_schema), Field(alias="schema")]
     strict: bool | None = None
-    """True: a keyword of the schema that is not known is an error; else it binds nothing."""
+    """True: an unknown keyword in the schema is an error; else it binds nothing."""
 
 
 class ResponseFormat(BodyModel):
@@ -103,7 +100,7 @@ class ResponseFormat(BodyModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
     schema_: Annotated[Schema, Field(alias="schema")] = None
-    """With `json_object`: what the object looks like, as llama.cpp has it."""
+    """With `json_object`: the object's schema, as in llama.cpp."""
 
 
 class StructuredOutputs(BodyModel):
@@ -134,7 +131,7 @@ class BoundBody(BodyModel):
     ebnf: GrammarText = None
 
     def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns what the answer is bound to; raises ApiError where several fields say it."""
+        """Returns the grammar of the answer; raises ApiError if several fields bind it."""
         wanted = [*self._of_response_format(), *self._of_structured_outputs(), *self._of_plain_fields()]
         if len(wanted) > 1:
             first, second = wanted[0].param, wanted[1].param
@@ -177,7 +174,7 @@ def _read(
     choice: list[str] | None = None,
     grammar: str | None = None,
 ) -> Iterator[AnswerGrammar]:
-    """Yields a grammar for each way of binding that is given."""
+    """Yields a grammar for each given field."""
     if schema is not None:
         yield AnswerGrammar(param, json_grammar(schema))
     if regex is not None:
@@ -196,26 +193,26 @@ MAX_BAD_WORD_CHARACTERS = 128
 MAX_BREAKERS = 64
 MAX_BREAKER_CHARACTERS = 64
 RANDOM_SEED = -1
-"""What clients send for "no seed"."""
+"""Clients send this for "no seed"."""
 
 NO_LIMIT = -1
-"""What clients send for "until the context is full"."""
+"""Clients send this for "until the context is full"."""
 
 
 def as_limit(value: Any) -> Any:
-    """Returns a number of tokens that may be written as 16.0, or None for "no limit"."""
+    """Returns a token limit, which may be written as 16.0; None for "no limit"."""
     whole = as_whole(value)
     return None if whole == NO_LIMIT else whole
 
 
 def _stop_strings(value: Any) -> Any:
-    """Takes one text or many; an empty one, as forms of clients send it, stands for none."""
+    """Returns one text or many as a tuple; an empty text, which forms of clients send, means none."""
     texts = [value] if isinstance(value, str) else value
     return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
 
 def _priority(value: Any) -> Any:
-    """Other servers number their priorities, and 0 is what a request has without one."""
+    """Returns a priority; other servers number them, and 0 is the default."""
     return None if value == 0 and not isinstance(value, bool) else value
 
 
@@ -238,7 +235,7 @@ class StreamOptions(BodyModel):
     include_usage: bool | None = None
     """Send a chunk with the token counts before the end."""
     include_obfuscation: bool | None = None
-    """Taken and without effect: nothing is obfuscated here."""
+    """Without effect: nothing is obfuscated here."""
     continuous_usage_stats: bool | None = None
     """Where usage is included, send the counts so far in every chunk."""
 
@@ -251,13 +248,13 @@ class GenerationBody(BoundBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: _Limit = None
-    """-1 is the same as none."""
+    """-1 means no limit."""
     max_completion_tokens: _Limit = None
     max_new_tokens: _Limit = None
     n_predict: _Limit = None
-    """Other names of `max_tokens`; where several are given, the smallest counts."""
+    """Other names of `max_tokens`; the smallest counts."""
     n: Annotated[Whole, Field(ge=1)] | None = None
-    """How many answers are given to each prompt."""
+    """Number of answers to each prompt."""
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: _Share | None = None
     top_k: Annotated[Whole, Field(ge=-1)] | None = None
@@ -269,67 +266,67 @@ class GenerationBody(BoundBody):
     xtc_probability: _Share | None = None
     xtc_threshold: _Share | None = None
     seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
-    """-1 is the same as none."""
+    """-1 means no seed."""
     repetition_penalty: _RepetitionPenalty | None = None
     repeat_penalty: _RepetitionPenalty | None = None
-    """Another name of `repetition_penalty`; the two may not contradict each other."""
+    """Another name of `repetition_penalty`; the two must not differ."""
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repeat_last_n: _Window | None = None
-    """How many of the last tokens the penalties look at; -1 is all of them, 0 none."""
+    """How many of the last tokens the penalties look at; -1 is all, 0 none."""
     repetition_context_size: _Window | None = None
     presence_context_size: _Window | None = None
     frequency_context_size: _Window | None = None
-    """mlx-lm's names of it, one for each penalty; those of penalties in force may not differ."""
+    """mlx-lm's windows, one for each penalty; the windows of active penalties must not differ."""
     dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    """0 penalises no repetition by its length."""
+    """0 switches DRY off."""
     dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
     dry_allowed_length: Annotated[Whole, Field(ge=1, le=MAX_REPEATED)] | None = None
     dry_penalty_last_n: _Window | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS)] | None = None
-    """Texts that no repetition reaches across."""
+    """Texts that end a repetition."""
     logit_bias: dict[str, _Bias] | None = None
-    """Token id, as a text, to bias."""
+    """Maps token ids, as texts, to biases."""
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
-    """Nothing but these tokens is sampled."""
+    """Only these tokens are sampled."""
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    """Texts that are not in the answer, as far as it spells them with the tokens that the tokenizer would take."""
+    """Texts excluded from the answer, as far as it spells them with the tokenizer's usual tokens."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (
         None
     )
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKENS)] | None = None
     return_token_ids: bool | None = None
-    """Tell the tokens of prompt and answer."""
+    """Send the tokens of prompt and answer."""
     return_tokens_as_token_ids: bool | None = None
-    """Call the tokens in `logprobs` by their ids: `token_id:42`."""
+    """Name tokens in `logprobs` by their ids: `token_id:42`."""
     include_stop_str_in_output: bool | None = None
     no_stop_trim: bool | None = None
     """Another name of it."""
     min_tokens: _MinTokens = None
-    """Neither the model nor a stop text or token ends the answer before."""
+    """Neither the model nor a stop text or token ends the answer earlier."""
     min_new_tokens: _MinTokens = None
-    """Another name of it; the larger counts."""
+    """Another name of `min_tokens`; the larger counts."""
     ignore_eos: bool | None = None
-    """Generate until `max_tokens` whatever is sampled."""
+    """Generate until `max_tokens`, whatever is sampled."""
     session_id: str | None = None
     cache_prompt: bool | None = None
-    """False: neither reuse nor keep the state of this prompt."""
+    """False: neither reuse nor keep this prompt's state."""
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    """State is shared only between requests with the same salt."""
+    """Only requests with the same salt share state."""
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     priority: Annotated[Literal["interactive", "background"] | None, BeforeValidator(_priority)] = None
     service_tier: str | None = None
-    """"flex" is the same as `priority: background`."""
+    """"flex" means `priority: background`."""
     metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
     options: Options | None = None
-    """Ollama's fields, from clients that take every local server for Ollama; fields of the body itself come first."""
+    """Ollama's fields, from clients that expect Ollama; fields of the body itself take precedence."""
 
     def num_top_logprobs(self) -> int | None:
-        """Returns how many of the likeliest tokens are told with each token; None where nothing is to be told."""
+        """Returns how many likeliest tokens to send with each token; None for no log-probabilities."""
         return None
 
     def wants_usage(self) -> bool:
@@ -337,7 +334,7 @@ class GenerationBody(BoundBody):
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     def wants_usage_always(self) -> bool:
-        """Whether each chunk of a stream shall hold the token counts so far."""
+        """Whether each chunk shall hold the token counts so far."""
         options = self.stream_options
         return options is not None and self.wants_usage() and options.continuous_usage_stats is True
 
@@ -346,7 +343,7 @@ class GenerationBody(BoundBody):
         return self.include_stop_str_in_output is True or self.no_stop_trim is True
 
     def least(self) -> int:
-        """Returns the fewest tokens to generate; raises ApiError where they are more than the most."""
+        """Returns the fewest tokens to generate; raises ApiError if above the limit."""
         least, limit = max(self.min_tokens or 0, self.min_new_tokens or 0), self.limit()
         if limit is not None and least > limit:
             param = "min_tokens" if self.min_tokens == least else "min_new_tokens"
@@ -355,7 +352,7 @@ class GenerationBody(BoundBody):
         return least
 
     def limit(self) -> int | None:
-        """Returns the most tokens to generate, or None where the request does not say."""
+        """Returns the most tokens to generate; None if the request does not say."""
         given = (self.max_tokens, self.max_completion_tokens, self.max_new_tokens, self.n_predict)
         return min(
             (limit for limit in given if limit is not None),
@@ -364,7 +361,7 @@ class GenerationBody(BoundBody):
 
 
 def _as_parts(value: Any, info: ValidationInfo) -> Any:
-    """Takes a text as one part, and what the assistant refused to do as what it said."""
+    """Returns a text as one part, and a refusal of the assistant as its text."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if isinstance(value, list) and info.data.get("role") == "assistant":
@@ -405,13 +402,13 @@ class ToolChoice(BodyModel):
 
     mode: Literal["auto", "required", "none"] = "auto"
     names: tuple[str, ...] | None = None
-    """The tools that may be called; None for all of them."""
+    """The tools that may be called; None for all."""
     is_named: bool = False
-    """Whether one function is named, of which there is one call then."""
+    """Whether exactly one call of a named function is wanted."""
 
 
 def _tool_choice(value: Any) -> Any:
-    """Takes a mode, `{"type": "function"}` and `{"type": "allowed_tools"}`."""
+    """Returns the choice from a mode, `{"type": "function"}` or `{"type": "allowed_tools"}`."""
     if value is None:
         return None
     if isinstance(value, str) and value in ("auto", "required", "none"):
@@ -436,8 +433,9 @@ def _named(tool: Any) -> str:
 
 
 def _arguments(value: Any) -> Any:
-    """Templates write arguments out as an object; clients send its JSON text, some the object itself, and none or an
-    empty text for a call without arguments. What is no object stays text.
+    """Returns arguments as an object, which templates write out.
+
+    Clients send JSON text, an object, null or an empty text; other text stays text.
     """
     if value is None or isinstance(value, dict):
         return value or {}
@@ -455,7 +453,7 @@ class ContentPart(BodyModel):
     type: Annotated[Literal["text"], BeforeValidator(_no_image)]
     text: str
     cache_control: dict[str, Any] | None = None
-    """Any object: the prompt shall be restorable at the end of this part."""
+    """Any object makes the prompt restorable at the end of this part."""
 
 
 class FunctionCall(BodyModel):
@@ -481,18 +479,18 @@ class ChatMessage(BodyModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[ContentPart], _TakesText] | None = Field(default=None, validate_default=True)
-    """A text or a list of text parts; null only from the assistant, and from a tool that returned nothing."""
+    """A text or a list of text parts; null only from the assistant, and from a tool without a result."""
     name: str | None = None
     tool_calls: list[ToolCallEntry] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another name of `reasoning_content`, which counts where both are given."""
+    """Another name of `reasoning_content`, which takes precedence."""
     refusal: str | None = None
     prefix: bool | None = None
-    """The last message only: the answer goes on with it."""
+    """On the last message only: the answer continues it."""
     cache_control: dict[str, Any] | None = None
-    """Any object: the prompt shall be restorable at the end of this message."""
+    """Any object makes the prompt restorable at the end of this message."""
     audio: None = None
     function_call: None = None
 
@@ -513,7 +511,7 @@ class FunctionSpec(BodyModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Whether calls are bound to the schema though none is forced; a keyword that is not known is refused then."""
+    """Whether calls follow the schema even if not forced; unknown keywords are then refused."""
 
 
 class ToolSpec(BodyModel):
@@ -522,7 +520,7 @@ class ToolSpec(BodyModel):
     type: Literal["function"]
     function: FunctionSpec
     cache_control: dict[str, Any] | None = None
-    """Taken and without effect: the end of the tools is always a restore point."""
+    """Without effect: the end of the tools is always a restore point."""
 
 
 class ReasoningOptions(BodyModel):
@@ -534,7 +532,7 @@ class ReasoningOptions(BodyModel):
     exclude: Literal[False] | None = None
     """Thoughts are always returned."""
     summary: str | None = None
-    """Taken, without effect: thoughts come whole, not summarised."""
+    """Without effect: thoughts are returned whole."""
 
 
 class ThinkingOptions(BodyModel):
@@ -550,12 +548,12 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: list[ToolSpec] | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool_choice)] = None
-    """"auto", "required", "none", a function, or "allowed_tools" of which one is to be called."""
+    """"auto", "required", "none", a function, or "allowed_tools"."""
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
-    """The answer goes on with the last message, which is the assistant's."""
+    """The answer continues the last message, which is the assistant's."""
     add_generation_prompt: bool | None = None
-    """The opposite; null leaves it to the other."""
+    """The opposite of `continue_final_message`; null leaves it to that."""
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningOptions | None = None
@@ -568,29 +566,28 @@ class ChatBody(GenerationBody):
     thinking_token_budget: _Budget = None
     reasoning_budget: _Budget = None
     reasoning_budget_tokens: _Budget = None
-    """Other names of `max_thinking_tokens`; of several limits the smallest counts."""
+    """Other names of `max_thinking_tokens`; the smallest limit counts."""
     verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Handed to the model's chat template."""
+    """Passed to the model's chat template."""
     prediction: dict[str, Any] | None = None
     logprobs: bool | None = None
-    """Tell how likely the model held each token of the answer."""
+    """Send the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """And so many of the likeliest tokens in its place."""
+    """Also send this many of the likeliest tokens."""
 
     @property
     def forbids_calls(self) -> bool:
-        """Whether the body forbids that tools are called."""
         return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def num_top_logprobs(self) -> int | None:
-        """Returns how many of the likeliest tokens are told with each token; raises ApiError for some with none."""
+        """Returns how many likeliest tokens to send with each token; raises ApiError without `logprobs`."""
         if not self.logprobs and self.top_logprobs:
             raise ApiError(Code.INVALID_VALUE, "top_logprobs: it needs logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns what the body wants of thoughts, under whichever names; the plainest counts."""
+        """Returns the body's wishes for thoughts, under all names; the plainest name takes precedence."""
         options, limits = self.reasoning or ReasoningOptions(), self.thinking or ThinkingOptions()
         by_type = {"enabled": True, "disabled": False}.get(limits.type or "")
         by_think = self.think if isinstance(self.think, bool) else None
@@ -604,7 +601,7 @@ class ChatBody(GenerationBody):
         )
 
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message; raises ApiError where the body contradicts itself."""
+        """Whether the answer continues the last message; raises ApiError for contradicting fields."""
         last = self.messages[-1]
         for index, message in enumerate(self.messages):
             if message.prefix and (message is not last or message.role != "assistant"):
@@ -624,7 +621,7 @@ class ChatBody(GenerationBody):
         return True
 
     def num_explicit_points(self) -> int:
-        """Returns how many restore points the client asks for."""
+        """Returns the number of restore points requested."""
         marked = sum(message.cache_control is not None for message in self.messages)
         return marked + sum(
             part.cache_control is not None for message in self.messages for part in message.content or ()
@@ -636,12 +633,12 @@ def _wrong(param: str, why: str) -> ApiError:
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Returns the messages as chat templates read them."""
+    """Returns the messages in the form of chat templates."""
     return [_template_message(message) for message in messages]
 
 
 def _template_message(message: ChatMessage) -> Message:
-    # Templates know no developer; it is what a system message became under another name.
+    # Templates know no developer role; it is the new name of system.
     role = "system" if message.role == "developer" else message.role
     fields = message.model_dump(
         include={"name", "tool_calls", "tool_call_id", "reasoning_content", "cache_control"}, exclude_none=True
@@ -692,7 +689,7 @@ class DeltaBody(TypedDict, total=False):
     content: str
     reasoning_content: str
     reasoning: str
-    """The same text under the other name that clients look for."""
+    """Same as `reasoning_content`, for clients that look for this name."""
     refusal: str | None
     tool_calls: list[ToolCallDelta]
 
@@ -705,7 +702,7 @@ class MessageBody(TypedDict):
     refusal: str | None
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
-    """The same text under the other name that clients look for."""
+    """Same as `reasoning_content`, for clients that look for this name."""
     tool_calls: NotRequired[list[ToolCallBody]]
 
 
@@ -718,9 +715,9 @@ class ChunkChoice(TokenIds):
     finish_reason: str | None
     stop_reason: NotRequired[str | int | None]
     matched_stop: NotRequired[str | int | None]
-    """What ended the choice, where it has ended well: see `StopFound`."""
+    """What ended a successful choice: see `StopFound`."""
     error: NotRequired[ErrorObject]
-    """What went wrong with this choice, where others were completed."""
+    """The error of a failed choice, if others succeeded."""
 
 
 class ChatChoice(TokenIds):
@@ -732,9 +729,9 @@ class ChatChoice(TokenIds):
     finish_reason: str
     stop_reason: NotRequired[str | int | None]
     matched_stop: NotRequired[str | int | None]
-    """What ended the choice, where it has ended well: see `StopFound`."""
+    """What ended a successful choice: see `StopFound`."""
     error: NotRequired[ErrorObject]
-    """What went wrong with this choice, where others were completed."""
+    """The error of a failed choice, if others succeeded."""
 
 
 class ChatChunk(AnswerHead, PromptIds):

@@ -1,7 +1,4 @@
-"""What all of OpenAI's answers hold: their head, token counts, and the reason of their end.
-
-How likely the model held each token of an answer, as OpenAI's endpoints tell it.
-"""
+"""What all of OpenAI's answers hold: head, token counts, finish reason and log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ class AnswerHead(TypedDict):
     model: str
     system_fingerprint: str
     service_tier: NotRequired[str]
-    """Only where the request says one: that which it was served with."""
+    """The tier that served the request; only if the request names one."""
 
 
 class PromptTokensDetails(TypedDict):
@@ -44,11 +41,11 @@ class Usage(TypedDict):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
-    """Only where the model's thoughts are told apart."""
+    """Only if the model's thoughts are told apart."""
 
 
 def usage_of(finished: Finished) -> Usage:
-    """Returns the token counts of a finished request."""
+    """Returns a finished request's token counts."""
     predicted = finished.timings.predicted_tokens
     usage: Usage = {
         "prompt_tokens": finished.prompt_tokens,
@@ -62,7 +59,7 @@ def usage_of(finished: Finished) -> Usage:
 
 
 def usage_so_far(num_prompt: int, started: Started | None, num_predicted: int) -> Usage:
-    """Returns the token counts of a request that goes on, or has not `started` yet."""
+    """Returns the token counts of an unfinished request, `started` or waiting."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_predicted,
@@ -89,7 +86,7 @@ class StopFound(TypedDict):
     stop_reason: str | int | None
     """The stop string, or the token of `stop_token_ids`; None for an end of turn or a limit."""
     matched_stop: str | int | None
-    """The same, but the token of an end of turn too."""
+    """The same, or the token of an end of turn."""
 
 
 def stop_found(finished: Finished, request: GenerationRequest) -> StopFound:
@@ -104,14 +101,14 @@ def stop_found(finished: Finished, request: GenerationRequest) -> StopFound:
 
 
 def finish_reason(finished: Finished, *, made_calls: bool = False) -> str:
-    """Returns OpenAI's word for why the answer ended."""
+    """Returns OpenAI's finish reason."""
     if made_calls and finished.reason is FinishReason.STOP:
         return "tool_calls"
     return finished.reason.value
 
 
 LEAST = -9999.0
-"""What stands for tokens that are as good as impossible: JSON has no infinity."""
+"""Stands for minus infinity, which JSON lacks."""
 
 
 class LikelyToken(TypedDict):
@@ -146,23 +143,23 @@ class TextLogprobs(TypedDict):
 
 @dataclass(frozen=True)
 class TokenNames:
-    """What the tokens of one answer are called."""
+    """Names the tokens of one answer."""
 
     texts: TokenReader
     are_ids: bool = False
-    """`token_id:42`, else each by its text."""
+    """Whether names are ids (`token_id:42`) instead of texts."""
 
     def name(self, token: int) -> str:
-        """Returns its name; a part of a character is named by its bytes, so that no two are called the same."""
+        """Returns a token's name; a part of a character is named by its bytes, so names stay distinct."""
         return f"token_id:{token}" if self.are_ids else _name(self.texts.piece(token))
 
     def likely(self, token: int, logprob: float) -> LikelyToken:
-        """Returns what is told of a token in chat."""
+        """Returns a token's entry in chat."""
         return {"token": self.name(token), "logprob": _finite(logprob), "bytes": list(self.texts.piece(token))}
 
 
 def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogprobs:
-    """Returns what is told of some tokens."""
+    """Returns the log-probabilities of some tokens, for chat."""
     content: list[TokenLogprobs] = []
     for one in told:
         top = [names.likely(token, logprob) for token, logprob in one.top]
@@ -171,20 +168,20 @@ def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogpro
 
 
 class TextLogprobsWriter:
-    """Writes what is told of the tokens of one completion, in order."""
+    """Writes the log-probabilities of one completion's tokens, in order."""
 
     def __init__(self, names: TokenNames, num_top: int) -> None:
         self._names = names
         self._num_top = num_top
         self._before = b""
-        """The answer's text so far, of which every token's place is counted in characters."""
+        """The answer's text so far; token offsets count its characters."""
 
     def again(self) -> "TextLogprobsWriter":
-        """Returns one that begins at the first token."""
+        """Returns a writer that starts at the first token."""
         return TextLogprobsWriter(self._names, self._num_top)
 
     def write(self, told: Sequence[TokenLogprob]) -> TextLogprobs:
-        """Returns what is told of the next tokens."""
+        """Returns the log-probabilities of the next tokens."""
         top: list[dict[str, float] | None]
         top = [{self._names.name(token): _finite(logprob) for token, logprob in one.top} for one in told]
         return {
@@ -195,10 +192,9 @@ class TextLogprobsWriter:
         }
 
     def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
-        """Returns what is told of a prompt, whose text as it is repeated has `num_characters`, and of its answer.
+        """Returns the log-probabilities of an echoed prompt of `num_characters`, and of its answer.
 
-        Nothing comes before the first token, so that it has no probability. What the tokenizer puts in front of a
-        text is not repeated.
+        The first token has no probability, since nothing precedes it. The tokenizer's prefix is not echoed.
         """
         told = self.write([TokenLogprob(prompt[0], 0.0), *scored])
         told["token_logprobs"][0] = None
@@ -209,7 +205,7 @@ class TextLogprobsWriter:
         return told
 
     def _pass(self, token: int) -> int:
-        """Returns where a token begins, and goes behind it."""
+        """Returns a token's offset, and moves past it."""
         offset = len(self._before.decode(errors="ignore"))
         self._before += self._names.texts.piece(token)
         return offset

@@ -1,11 +1,8 @@
-"""`POST /v1/embeddings`: vectors of texts, as numbers or in base64.
+"""`POST /v1/embeddings`: vectors of texts, as numbers or base64; `POST /v1/rerank`: documents by relevance to a
+query.
 
-`POST /v1/rerank`: documents in the order in which they match a query.
-
-A model that was made for it judges each document together with the query; any other tells by the angle between
-their vectors.
-
-The shape is Cohere's and Jina's, as other servers have it beside OpenAI's endpoints.
+A model made for reranking judges each document together with the query; any other compares their vectors by the
+cosine. Reranking has the shape of Cohere and Jina, as on similar servers.
 """
 
 import base64
@@ -30,7 +27,7 @@ from server.engine.embeddings import Vector
 
 
 def _as_list(value: Any) -> Any:
-    """A text by itself, or the tokens of one, is a list of one."""
+    """Returns one text, or one text's tokens, as a list of one."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     return [value] if is_one else value
 
@@ -46,7 +43,7 @@ class EmbeddingsBody(BodyModel):
     ]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[Whole, Field(ge=1)] | None = None
-    """Give so many numbers of each vector, the first ones."""
+    """Shorten each vector to its first numbers."""
 
 
 class EmbeddingBody(TypedDict):
@@ -121,20 +118,20 @@ class RerankBody(BodyModel):
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[list[_Document], Field(min_length=1, max_length=MAX_TEXTS - 1)]
     top_n: Annotated[Whole, Field(ge=1)] | None = None
-    """Tell so many only."""
+    """Return only the best."""
     return_documents: bool | None = None
-    """Tell the texts too; they are left out otherwise."""
+    """Also return the texts."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """What a match is, for models that judge; by default a passage that answers a web search."""
+    """The meaning of a match, for models that judge; by default a passage that answers a web search."""
 
 
 class RankedDocument(TypedDict):
     """A document, and how well it matches."""
 
     index: int
-    """Its place in the request."""
+    """The document's place in the request."""
     relevance_score: float
-    """The probability that it matches; without a model that judges, the cosine between its vector and the query's."""
+    """The probability of a match; without a model that judges, the cosine of the two vectors."""
     document: NotRequired[RankedText]
 
 
@@ -192,7 +189,7 @@ def _comparing(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork
 
 
 def _written_ranking(body: RerankBody, name: str, model_id: str, num_tokens: int, scores: Sequence[float]) -> str:
-    # Of documents that match alike the first stays first.
+    # Documents with equal scores keep their order.
     order = sorted(range(len(scores)), key=lambda place: -scores[place])[: body.top_n]
     answer: RankedList = {
         "id": name,
