@@ -1,11 +1,8 @@
-"""The OpenAPI document of a server, made of its routes and of the types that check bodies and write answers. Pure.
+"""The OpenAPI document of a server, made of its routes and the types of bodies and answers. Pure.
 
-Bodies are described by pydantic, answers by the TypedDicts that they are built as. Where a field is taken in more
-shapes than its type has, and does not say in which (`json_schema_input_type`), the document leaves its shape open.
-
-Names the API that a path belongs to which is not served here, so that people learn why their client fails.
-
-One table: a path that comes to be served loses its place in it. Pure.
+pydantic describes bodies, TypedDicts describe answers. If a field accepts more shapes than its type and does not
+declare them (`json_schema_input_type`), the document leaves its shape open. `OTHER_APIS` names the API of paths that
+are not served, so users learn why their client fails; a path that becomes served leaves that table.
 """
 
 import inspect
@@ -34,24 +31,26 @@ _PLAIN: Mapping[Any, Schema] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What an endpoint takes and gives. None: it takes no body; an answer without a type is any object."""
+    """Body and answer of an endpoint. Without a body type it takes no body; without an answer type it gives any
+    object.
+    """
 
     body: type[BaseModel] | Sequence[type[BaseModel]] | None = None
     answer: Any = None
     stream: Any = None
-    """What each event or line of a stream holds; None where there are no streams."""
+    """The type of a stream's events or lines; None if the endpoint never streams."""
     stream_type: str = "text/event-stream"
     answer_type: str = "application/json"
     query: tuple[str, ...] = ()
 
 
 Operations: TypeAlias = Mapping[Callable[..., Any], Operation]
-"""By the function that serves a path."""
+"""Keyed by the endpoint's function."""
 
 
 @dataclass(frozen=True)
 class DescribedPath:
-    """A path with its methods, what serves it, and the shape of its errors."""
+    """A path with its methods, its endpoint, and the shape of its errors."""
 
     path: str
     methods: Collection[str]
@@ -61,10 +60,10 @@ class DescribedPath:
 
 
 class _BodySchema(GenerateJsonSchema):
-    """Describes what a body may hold before it is made into what the server reads."""
+    """Describes the values that a body may hold before validation converts them."""
 
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
-        """Returns the type that a field says it takes; anything, where it only says what it becomes."""
+        """Returns the schema that a field declares for its input; without one, any value."""
         taken = schema.get("json_schema_input_schema")
         return {} if taken is None else self.generate_inner(taken)
 
@@ -77,7 +76,7 @@ class Document:
         self._schemas: dict[str, Schema] = {}
 
     def describe(self, entries: Iterable[DescribedPath]) -> Schema:
-        """Returns the document. Of two entries for one path and method the answers of both are possible."""
+        """Returns the document. Two entries for one path and method give either answer."""
         paths: dict[str, Schema] = {}
         for entry in entries:
             path = paths.setdefault(re.sub(r":[a-z]+}", "}", entry.path), {})
@@ -97,7 +96,7 @@ class Document:
         content = {operation.answer_type: {"schema": self.schema_of(operation.answer)}}
         if operation.stream is not None:
             content[operation.stream_type] = {
-                # Readers of the document differ in what the schema of a stream is about: its text, or each event.
+                # Readers of the document differ on whether a stream's schema describes its text or each event.
                 "schema": {"description": "Events, or lines, one after the other; each holds what x-event says."},
                 "x-event": self.schema_of(operation.stream),
             }
@@ -187,7 +186,7 @@ def _query_parameter(name: str) -> Schema:
 
 @dataclass(frozen=True)
 class OtherApi:
-    """An API, and the first segments of its paths, without `/v1`."""
+    """An API and the first segments of its paths, without `/v1`."""
 
     name: str
     paths: tuple[str, ...]
@@ -243,11 +242,11 @@ OTHER_APIS = (
     OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
     OtherApi("a scoring API", ("reranking", "score")),
 )
-"""The first match counts, so narrower paths stand before wider ones."""
+"""The first match counts, so narrower paths must precede wider ones."""
 
 
 def find_other_api(path: str) -> OtherApi | None:
-    """Returns the API that has `path`, with or without `/v1`; None for a path that is no API's."""
+    """Returns the API that has `path`, with or without `/v1`; None if no API has it."""
     asked = path.strip("/").removeprefix("v1/")
     for api in OTHER_APIS:
         if any(asked == known or asked.startswith(f"{known}/") for known in api.paths):
@@ -256,7 +255,7 @@ def find_other_api(path: str) -> OtherApi | None:
 
 
 def explain_unknown_path(method: str, path: str) -> str:
-    """Returns one sentence for a path that is not served: which API it is of, or how the address is to be mended."""
+    """Returns a sentence for an unknown path: the API that it belongs to, or how to correct the address."""
     said = f"there is no {method} {path[:200]} here"
     api = find_other_api(path)
     if api is not None:

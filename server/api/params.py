@@ -1,8 +1,7 @@
-"""From what a body asks for, in no dialect's names, to the engine's request. Runs off the event loop.
+"""Turns a body's wishes, in no dialect's names, into the engine's request and the grammar that binds its answer.
 
-Makes what a request binds its answer to into a grammar, in no dialect's names. Runs off the event loop.
-
-Grammars of answers that are or hold tool calls, in the model's own format. For formats whose calls are JSON.
+Grammars that force, forbid or restrict tool calls follow the model's own format, as far as its calls are JSON. Runs
+off the event loop.
 """
 
 import json
@@ -39,29 +38,29 @@ ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
 @dataclass(frozen=True)
 class AnswerGrammar:
-    """What a request binds its answer to, and the field that says so."""
+    """The grammar that binds an answer, and the body's field that requests it."""
 
     param: str
     grammar: Grammar
     begun: str = ""
-    """The beginning of the answer, where the prompt holds it already."""
+    """The beginning of the answer, if the prompt already holds it."""
     forces_calls: bool = False
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -> Grammar:
-    """Returns the grammar of JSON of a schema. If it is not strict, keywords that are not known bind nothing."""
+    """Returns the grammar of a JSON schema. Unless it is strict, unknown keywords bind nothing."""
     kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
-    # `true` allows every value, and the empty schema says the same.
+    # `true` allows every value, as the empty schema does.
     return Grammar(kind, json.dumps({} if schema is True else close_objects(schema)))
 
 
 def choice_grammar(texts: Sequence[str]) -> Grammar:
-    """Returns the grammar of one of some texts."""
+    """Returns a grammar that allows one of `texts`."""
     return Grammar(GrammarKind.CHOICE, json.dumps(texts))
 
 
 def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> OutputGrammar:
-    """Returns the compiled grammar of an answer to a prompt; raises ApiError (400)."""
+    """Returns the compiled grammar of the answer to a prompt; raises ApiError (400)."""
     if model.grammars is None or isinstance(model.tool_syntax, HarmonyFormat):
         message = f"{wanted.param}: the answers of the model {model.id!r} cannot be bound to a grammar"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
@@ -85,7 +84,7 @@ def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
 
 
 def _thought_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
-    """Returns the token with which the model may begin a thought; none behind a prompt without messages."""
+    """Returns the token that begins a thought, if the model may begin one; None after a prompt without messages."""
     markers = model.reasoning_format
     if markers is None or not prompt.text or prompt.begun or model.opens_thoughts:
         return None
@@ -96,14 +95,14 @@ def _thought_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Incoming:
-    """A request whose body has been decoded but not checked."""
+    """A request with a decoded, unchecked body."""
 
     http: Request
-    """Its headers and its dialect; the body has been read."""
+    """Gives headers and dialect; its body has been read."""
     fields: Mapping[str, Any]
     """The body's JSON object."""
     request_id: str
-    """As the answer will name the request."""
+    """The answer's name of the request."""
 
 
 @dataclass(frozen=True)
@@ -116,21 +115,20 @@ class GenerationParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     keeps_stop: bool = False
-    """Whether the stop string or stop token that ends the answer is part of it."""
+    """Whether the answer includes the stop string or token that ends it."""
     cache_prompt: bool = True
     is_volatile: bool = False
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
-    """The thought is closed after so many tokens; None: when the model closes it."""
+    """The thought is closed after this many tokens; None leaves closing to the model."""
     is_single_call: bool = False
-    """Whether the answer ends with its first tool call, where the model's calls stand between markers."""
+    """Whether the answer ends with its first tool call, if the model writes calls between markers."""
     grammar: AnswerGrammar | None = None
-    """What the answer is bound to."""
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises ApiError (400) for a number that is no token; `param` is the field that holds them."""
+    """Raises ApiError (400) for a number that is no token; `param` is the field of the numbers."""
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
             place = f"{param}[{index}]"
@@ -150,7 +148,7 @@ def build_request(
 ) -> GenerationRequest:
     """Returns a request whose every field is valid; raises ApiError or SessionIdError.
 
-    `prompt_param` is the field that the prompt came from, for errors.
+    `prompt_param` is the prompt's field, for errors.
     """
     return GenerationRequest(
         request_id=incoming.request_id,
@@ -185,7 +183,7 @@ def _call_markers(model: ServedModel) -> CallMarkers | None:
 def _fitting_max_tokens(
     num_prompt: int, requested: int | None, prompt_param: str, model: ServedModel, config: ServerConfig
 ) -> int:
-    """Returns how many tokens are generated at most; raises ApiError for a prompt that leaves space for none."""
+    """Returns the most tokens to generate; raises ApiError for a prompt that leaves no space."""
     if num_prompt == 0:
         raise ApiError(Code.EMPTY_PROMPT, f"{prompt_param}: the prompt is empty", prompt_param)
     requested = model.defaults.max_tokens if requested is None else requested
@@ -200,23 +198,23 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "
 _ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
 _TEXT: Final = "TEXT: /(?s:.*)/"
 _TAIL: Final = "}\n"
-"""What stands between the arguments of a call and its end marker."""
+"""The text between a call's arguments and its end marker."""
 _CALL: Final = "call: {} body"
 _JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """What calls a request forces."""
+    """The calls that a request forces."""
 
     names: tuple[str, ...] | None = None
     """The tools that may be called; None for all."""
     is_single: bool = False
-    """Whether there may be one call only."""
+    """Whether only one call is allowed."""
 
 
 def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced: ForcedCalls) -> AnswerGrammar:
-    """Returns what binds an answer to calls of `tools`; raises ApiError (400)."""
+    """Returns the grammar of an answer that must call `tools`; raises ApiError (400)."""
     names = [tool["function"]["name"] for tool in tools]
     missing = [name for name in forced.names or () if name not in names]
     if not tools or missing:
@@ -230,21 +228,21 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
 
 
 def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:
-    """Returns what binds the calls within an answer of text: that there are none, or the schemas of strict tools."""
+    """Returns the grammar of calls within a text: none are allowed, or strict tools' calls follow their schemas."""
     if not conversation.forbids_calls:
         return strict_calls(model, conversation.callable_tools)
     return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
 
 
 def can_forbid_calls(model: ServedModel) -> bool:
-    """Whether tools may be shown that are not to be called; else they are left out of the prompt."""
+    """Whether calls of shown tools can be forbidden; otherwise the prompt omits the tools."""
     if isinstance(model.tool_syntax, HarmonyFormat):
         return False
     return model.tool_syntax is None or model.grammars is not None
 
 
 def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
-    """Returns the grammar of text without the beginning of a call. Markers that are special tokens are no text."""
+    """Returns the grammar of text that begins no call. Markers that are special tokens are not text."""
     start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
     markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
     excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
@@ -255,7 +253,7 @@ def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
 
 
 def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:
-    """Returns what binds an answer that may be calls in place of what is `wanted`; raises ApiError (400)."""
+    """Returns the grammar of an answer that is either calls or as `wanted`; raises ApiError (400)."""
     if wanted.grammar.kind not in _JSON_KINDS:
         message = f"{wanted.param}: beside tools only JSON can be asked for; else set tool_choice to none"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
@@ -270,9 +268,9 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
 
 
 def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
-    """Returns what binds the calls of an answer in which text may stand too, to the schemas of strict tools.
+    """Returns the grammar of an answer with text and calls, where strict tools' calls follow their schemas.
 
-    None without a strict tool, and where the model's calls cannot be bound.
+    None without a strict tool, or if the model's calls cannot be bound.
     """
     functions, syntax = [tool["function"] for tool in tools], _bindable_format(model)
     if syntax is None or not any(map(_is_strict, functions)):
@@ -283,7 +281,7 @@ def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> Answ
         return None
     free = {"parameters": _ANY_ARGUMENTS}
     bound = [function if _is_strict(function) else {**function, **free} for function in functions]
-    # A token ends a text by itself; a marker of several ends it as soon as it is complete.
+    # A marker that is a token ends the text; a marker of several tokens ends it once complete.
     is_token = start.startswith("<[")
     lead = [f"call: TEXT {start} body"] if is_token else ["call: lead body", f"lead[lazy]: TEXT {start}"]
     lines = ["start: call* rest", "rest: TEXT", _TEXT, *lead, *_call_rules((start, end), bound)]
@@ -299,7 +297,7 @@ def _json_format(model: ServedModel, param: str, what: str) -> ToolFormat:
 
 
 def _bindable_format(model: ServedModel) -> ToolFormat | None:
-    """Returns how the model writes calls, where these can be bound."""
+    """Returns the model's format of calls, if grammars can bind it."""
     syntax = model.tool_syntax
     if isinstance(syntax, ToolFormat) and syntax.writes_json and model.grammars is not None:
         return syntax
@@ -315,7 +313,7 @@ def _calls(*, is_single: bool) -> str:
 
 
 def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the rule `body`, what follows the start marker of a call, and one for each function."""
+    """Returns the rule `body`, the text after a call's start marker, and one rule for each function."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         head = _literal(f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ')
@@ -325,16 +323,16 @@ def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments. One that describes none means that there are none.
+    """Returns the schema of a tool's arguments; a tool that describes none takes none.
 
-    An object among the arguments is another matter: without properties, it can only be meant to hold anything.
+    A nested object without properties, on the other hand, may hold anything.
     """
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
 
 
 def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
-    """Returns how a grammar names what stands around a call; raises ApiError (400)."""
+    """Returns the markers around a call as grammars name them; raises ApiError (400)."""
     try:
         return _spelled(model, syntax)
     except InvalidGrammar as error:

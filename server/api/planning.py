@@ -1,9 +1,9 @@
-"""Where requests are checked, rendered and tokenized: threads shared out fairly, and given up with their client.
+"""Threads that check, render and tokenize requests, shared fairly among clients.
 
-A body waits only for bodies of its own size class, so that long ones never delay a short one. Within a class clients
-take turns, however many bodies each has sent. The bytes that wait are bounded. When a client leaves, its work ends
-where the renderer next checks (`models.prompt.tokenize`); until then it occupies its thread, so that abandoned
-work does not pile up.
+A body waits only for bodies of its own size class, so long bodies never delay a short one. Within a class clients
+take turns, however many bodies each has sent. The bytes that wait are bounded. When a client disconnects, its work
+ends at the renderer's next check (`models.prompt.tokenize`); until then it keeps its thread, so abandoned work does
+not pile up.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ RETRY_SECONDS: Final = 5
 
 @dataclass(frozen=True)
 class Size:
-    """A size class: bodies up to `max_bytes`, of which `num_threads` are planned at once."""
+    """A size class: bodies up to `max_bytes`, planned by `num_threads` threads."""
 
     max_bytes: float
     num_threads: int
@@ -47,10 +47,10 @@ class Planning:
         self._waiting_bytes = 0
 
     async def run(self, client: str, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """Returns what `work` returns, called on a thread once it is its turn.
+        """Returns the result of `work`, called on a thread when its turn comes.
 
-        `num_bytes` is the length of the body. Raises what `work` raises, and ApiError (429) where too much waits.
-        Cancelled, it leaves the queue, or has the work end soon.
+        `num_bytes` is the body's length. Raises what `work` raises, and ApiError (429) if too many bytes wait.
+        Cancellation takes the work out of the queue, or ends it soon.
         """
         turns = self._turns[next(size for size in SIZES if num_bytes <= size.max_bytes)]
         await self._wait(turns, client, num_bytes)
@@ -82,12 +82,12 @@ class Planning:
 
 
 class Turns:
-    """A number of places. When all are taken, waiting clients get the next free one in turn. Event loop only."""
+    """A number of places. While all are taken, waiting clients take turns. Event loop only."""
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """By client; the first one is next. No queue is empty."""
+        """Queues by client; the first client is next. No queue is empty."""
 
     def try_take(self) -> bool:
         """Takes a place if one is free."""
@@ -97,7 +97,7 @@ class Turns:
         return True
 
     async def take(self, client: str) -> None:
-        """Returns once a place is the caller's. Cancelled, it leaves the queue."""
+        """Returns once the caller has a place. Cancellation leaves the queue."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
         try:
@@ -110,10 +110,10 @@ class Turns:
             raise
 
     def give_back(self) -> None:
-        """Gives a place to whoever is next and has not left."""
+        """Gives the place to the next client that still waits."""
         while self._waiting:
             turn = self._next_turn()
-            # One that is cancelled stands in the queue until its task has run once more.
+            # A cancelled turn stays in the queue until its task has run once more.
             if not turn.done():
                 turn.set_result(None)
                 return
@@ -127,7 +127,7 @@ class Turns:
         return turn
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
-        """Takes a turn out of the queue, unless it was passed over already."""
+        """Takes a turn out of the queue, unless it was already skipped."""
         turns = self._waiting.get(client, deque())
         if turn in turns:
             turns.remove(turn)
@@ -143,5 +143,5 @@ def _call(has_left: threading.Event, work: Callable[[], Result]) -> Result:
 def _ended(done: "asyncio.Future[Result]", turns: Turns) -> None:
     turns.give_back()
     if not done.cancelled():
-        # Marks the exception as retrieved: nobody awaits the work of a client that has left.
+        # Marks the exception as retrieved: nobody awaits the work of a disconnected client.
         done.exception()

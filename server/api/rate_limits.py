@@ -1,8 +1,8 @@
-"""What each key may use in a minute and at once. Pure: the time is handed in, in seconds of any steady clock.
+"""Limits each key's use per minute and at once. Pure: callers pass the time, in seconds of any steady clock.
 
 An allowance is a bucket that holds a minute's worth and fills steadily. A request takes one from the bucket of
-requests. How many tokens it takes is known only at its end, so it is let in while the bucket of tokens is not empty.
-What it takes beyond that must flow in before the next one. So even a prompt larger than the bucket is possible.
+requests. Its tokens are known only at its end, so it is admitted while the bucket of tokens is not empty. Tokens
+beyond the bucket must flow in before the next request, so even a prompt larger than the bucket is possible.
 """
 
 import math
@@ -16,7 +16,7 @@ BUSY_RETRY_SECONDS = 1
 
 
 class OverLimit(Exception):
-    """A request that its key may not send now, but in some seconds."""
+    """A request that its key may send only after some seconds."""
 
     def __init__(self, limit: str, seconds: float) -> None:
         super().__init__(f"this key may send only so many requests: {limit}")
@@ -29,21 +29,21 @@ class Bucket:
 
     per_minute: int
     amount: float
-    """What is left; below 0 what was taken beyond it."""
+    """What is left; negative after use beyond the bucket."""
     filled_at: float
 
     def fill(self, per_minute: int, now: float) -> None:
-        """Adds what came in since it was filled last; the limit may have changed."""
+        """Adds what came in since the last call; the limit may have changed."""
         self.per_minute = per_minute
         self.amount = min(per_minute, self.amount + (now - self.filled_at) * per_minute / 60)
         self.filled_at = now
 
     def seconds_until(self, amount: float) -> float:
-        """Returns how long it takes until so much is there; 0 where it is."""
+        """Returns the seconds until `amount` is available; 0 if it is."""
         return max(0.0, amount - self.amount) * 60 / self.per_minute
 
     def headers(self, what: str) -> dict[str, str]:
-        """Returns what OpenAI's clients read of it."""
+        """Returns the headers that OpenAI's clients read."""
         return {
             f"x-ratelimit-limit-{what}": str(self.per_minute),
             f"x-ratelimit-remaining-{what}": str(max(0, math.floor(self.amount))),
@@ -53,7 +53,7 @@ class Bucket:
 
 @dataclass
 class KeyUsage:
-    """What one key uses."""
+    """One key's use."""
 
     num_running: int = 0
     requests: Bucket | None = None
@@ -61,20 +61,19 @@ class KeyUsage:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What is told of the limits that the key has."""
         headers = {} if self.requests is None else self.requests.headers("requests")
         return headers if self.tokens is None else headers | self.tokens.headers("tokens")
 
 
 @dataclass
 class Permit:
-    """A request that was let in. Close it once; what is closed again counts nothing."""
+    """An admitted request. Only the first call of `close` counts."""
 
     usage: KeyUsage
     is_closed: bool = False
 
     def close(self, num_tokens: int) -> None:
-        """Ends the request, which took so many tokens, those of its prompt included."""
+        """Ends the request; `num_tokens` includes its prompt."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -85,14 +84,14 @@ class Permit:
 
 @dataclass
 class RateLimits:
-    """What all keys use. Used on the event loop."""
+    """The use of all keys. Event loop only."""
 
     clock: Callable[[], float]
     usages: dict[bytes, KeyUsage] = field(default_factory=dict)
-    """By the digest of a key; of keys with a limit only."""
+    """Keyed by the key's digest; only keys with a limit."""
 
     def admit(self, key: ApiKey | None, headers: dict[str, str]) -> Permit:
-        """Lets a request in, or raises OverLimit. Either way `headers` get what is told of the limits."""
+        """Admits a request, or raises OverLimit. Either way, adds the limits to `headers`."""
         if key is None:
             return Permit(KeyUsage(num_running=1))
         usage = self._filled(key)
@@ -113,7 +112,7 @@ class RateLimits:
 
 
 def duration_text(seconds: float) -> str:
-    """Returns a time as OpenAI writes it: `0s`, `20ms`, `1s`, `1m30s`; rounded up."""
+    """Returns a time in OpenAI's form, rounded up: `0s`, `20ms`, `1s`, `1m30s`."""
     if seconds < 1:
         milliseconds = math.ceil(seconds * 1000)
         return f"{milliseconds}ms" if 0 < milliseconds < 1000 else f"{milliseconds // 1000}s"
@@ -130,7 +129,7 @@ def _filled(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket
 
 
 def _check(key: ApiKey, usage: KeyUsage) -> None:
-    """Raises OverLimit where a limit is reached."""
+    """Raises OverLimit if a limit is reached."""
     if key.concurrent_requests is not None and usage.num_running >= key.concurrent_requests:
         raise OverLimit(f"{key.concurrent_requests} at once", BUSY_RETRY_SECONDS)
     if usage.requests is not None and usage.requests.amount < 1:

@@ -1,8 +1,7 @@
-"""What the HTTP side knows about the models it serves and the engine behind each of them.
+"""What endpoints know of the served models and their engines.
 
-The words that an edge of the cache begins with. For any thread.
-
-What a served model is, for clients that show it to people. Nothing of that changes an answer.
+The ports are the parts of pool, engine and renderer that endpoints use. `ModelFacts` describe a model for people and
+never change an answer. `ApiContext` is shared by all endpoints.
 """
 
 import asyncio
@@ -48,11 +47,11 @@ from server.pool.errors import ModelNameNeeded, ModelUnknown, TellChange
 from server.pool.names import ModelSource
 
 MAX_REMEMBERED = 16_384
-"""Most readers ask again and again for the same edges."""
+"""Most readers ask repeatedly for the same edges."""
 
 
 class Previews:
-    """Texts of one model's tokens, remembered."""
+    """Remembered texts of one model's tokens, for the edges of its cache. For any thread."""
 
     def __init__(self, text_of: Callable[[Sequence[int]], str], max_characters: int) -> None:
         self._text_of = text_of
@@ -61,7 +60,7 @@ class Previews:
         self._lock = threading.Lock()
 
     def texts(self, beginnings: Iterable[TokenArray]) -> list[str]:
-        """Returns the text of each, cut short."""
+        """Returns each text, cut short."""
         return [self._text(tokens) for tokens in beginnings]
 
     def _text(self, tokens: TokenArray) -> str:
@@ -81,10 +80,10 @@ class Previews:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A loaded model, told in figures. What is not known is empty, or 0."""
+    """Facts of a loaded model. Unknown ones are empty or 0."""
 
     architecture: str = ""
-    """Its `model_type`, such as `qwen3`."""
+    """The `model_type`, such as `qwen3`."""
     fingerprint: str = ""
     """Differs for different models."""
     num_parameters: int = 0
@@ -103,7 +102,7 @@ class ModelFacts:
 
 
 def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns those fields of `ModelFacts` that a model's `config.json` tells."""
+    """Returns the fields of `ModelFacts` found in a model's `config.json`."""
     inner = {**config, **(config.get("text_config") or {})}
     quantization = config.get("quantization") or {}
     bits = quantization.get("bits") if isinstance(quantization, dict) else None
@@ -124,7 +123,7 @@ def _whole(value: Any) -> int:
 Kept = TypeVar("Kept")
 
 MAX_PREVIEW_CHARACTERS = 80
-"""Of an edge of the cache, in a list of them."""
+"""Characters of one edge in a list of cache edges."""
 
 
 class PromptRenderer(Protocol):
@@ -132,7 +131,7 @@ class PromptRenderer(Protocol):
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the model's template looks at tools."""
+        """Whether the model's template uses tools."""
         ...
 
     def render(
@@ -144,31 +143,31 @@ class PromptRenderer(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns the prompt of a conversation, or raises ChatTemplateError.
+        """Returns a conversation's prompt, or raises ChatTemplateError.
 
-        If it `continues`, the prompt ends behind the text of the last message, which is the assistant's.
+        If it `continues`, the prompt ends after the text of the last message, which is the assistant's.
         """
         ...
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns definitions of tools for the middle of a conversation, as the template writes them at its head.
+        """Returns definitions of tools for the middle of a conversation, in the template's form.
 
-        `models.prompt.tool_definitions.ToolDefinitions.block` says what `place` is for.
+        See `models.prompt.tool_definitions.ToolDefinitions.block` for `place`.
         """
         ...
 
     def encode(self, text: str) -> RenderedPrompt:
-        """Returns the tokens of a plain prompt."""
+        """Returns a plain prompt's tokens."""
         ...
 
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Returns the tokens of any text; `models.prompt.chat_template.ChatRenderer.tokenize` says more."""
+        """Returns any text's tokens; see `models.prompt.chat_template.ChatRenderer.tokenize`."""
         ...
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Remembers the tokens a reply was generated with, for the prompts in which it comes back."""
+        """Remembers the tokens of a generated reply, for later prompts that hold it."""
         ...
 
 
@@ -188,20 +187,20 @@ class AnswerBinder(Protocol):
     """Compiles grammars for one model's tokens. For any thread; may take a while."""
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Returns a grammar ready to be followed; raises InvalidGrammar."""
+        """Returns a compiled grammar; raises InvalidGrammar."""
         ...
 
     def spell(self, marker: str) -> str:
-        """Returns how a Lark grammar names a marker, which may be a token of its own; raises InvalidGrammar."""
+        """Returns a marker, which may be one token, in the form of Lark grammars; raises InvalidGrammar."""
         ...
 
 
 class EnginePort(Protocol):
-    """The part of the engine that the HTTP side uses, all of it on the event loop."""
+    """The engine's part for endpoints, all on the event loop."""
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the engine accepts requests."""
         ...
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -209,7 +208,7 @@ class EnginePort(Protocol):
         ...
 
     def watch(self, tell: Tell | None) -> None:
-        """Has `tell` called on the event loop with what happens to state from now on; None ends that."""
+        """Calls `tell` on the event loop for each later event about state; None ends that."""
         ...
 
     def stats(self) -> EngineStats:
@@ -217,7 +216,7 @@ class EnginePort(Protocol):
         ...
 
     async def execute(self, command: Command[Any, Any]) -> Any:
-        """Has a command run on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
+        """Runs a command on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
         ...
 
     async def embed(
@@ -227,7 +226,7 @@ class EnginePort(Protocol):
         ...
 
     def execute_later(self, command: Command[Any, Any]) -> None:
-        """Has a command run like `execute`, without waiting for it; its error is only logged."""
+        """Runs a command like `execute`, without waiting; its error is only logged."""
         ...
 
 
@@ -239,35 +238,34 @@ class ServedModel:
     renderer: PromptRenderer
     token_texts: TokenReader
     context_tokens: int
-    """Longest prompt and answer together, the configured limit included."""
+    """The most tokens of prompt and answer together, by model and configuration."""
     vocab_size: int
     created: int
     """Seconds since 1970."""
     tool_syntax: ToolSyntax | None = None
-    """How the model writes tool calls; None where that is unknown, and calls stay text."""
+    """The model's format of tool calls; None if unknown, and calls stay text."""
     reasoning_format: ReasoningFormat | None = None
-    """How the model marks its thoughts; None where it has none or they stay text."""
+    """The model's format of thoughts; None if it has none or they stay text."""
     opens_thoughts: bool = False
-    """Whether the template begins a thought when asked to: a prompt that begins none then asks for none."""
+    """Whether the template opens a thought on request, so that a prompt without one asks for no thought."""
     grammars: AnswerBinder | None = None
-    """Binds answers; None where they cannot be bound."""
+    """Compiles grammars; None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
-    """How it makes vectors of texts; None where it does so in a way that is not supported."""
+    """How the model makes vectors of texts; None if its way is not supported."""
     reranking: RerankFormat | None = None
-    """How it judges a query and a document together; None where it was not made for that."""
+    """How the model judges a query with a document; None if it was not made for that."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """The model's own defaults, for what a request leaves out."""
+    """The model's defaults for fields missing in a request."""
     facts: ModelFacts = field(default_factory=ModelFacts)
-    """What it is, for people."""
     adapter: Adapter | None = None
-    """What it is evaluated with, if it is a variant of another model."""
+    """The adapter of a variant; None for a base model."""
     parent_id: str | None = None
-    """That other model."""
+    """The base model of a variant."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
-    """What else a request gets where it says nothing; sampling and context are in the fields above."""
+    """Other defaults for requests; sampling and context have their own fields."""
 
     def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
-        """Returns the model under another name, with defaults of that name; it shares all state with this one."""
+        """Returns the model under another name with that name's defaults; all state is shared."""
         sampling = defaults.sampling_over(self.sampling)
         return replace(
             self,
@@ -284,44 +282,43 @@ class ServedModel:
 
     @property
     def base_id(self) -> str:
-        """The id of the loaded model that it is, or is a variant of."""
+        """The id of the loaded model, also for a variant."""
         return self.id if self.parent_id is None else self.parent_id
 
     @property
     def adapter_index(self) -> int:
-        """Its adapter as the engine knows it."""
+        """The engine's index of the adapter."""
         return NO_ADAPTER if self.adapter is None else self.adapter.index
 
     @property
     def adapter_name(self) -> str | None:
-        """The name of its adapter; None for a model itself."""
         return None if self.adapter is None else self.adapter.name
 
     def state_namespace(self, namespace: str) -> str:
-        """Returns the name under which the model's states of a client's namespace are kept."""
+        """Returns the name of the model's state for a client's namespace."""
         return state_namespace(namespace, self.adapter)
 
     @cached_property
     def previews(self) -> Previews:
-        """Returns the beginnings of texts for people to look at."""
+        """Returns the texts of cache edges for people."""
         return Previews(self.token_texts.text, MAX_PREVIEW_CHARACTERS)
 
     @cached_property
     def token_search(self) -> TokenSearch:
-        """Looks for texts in its tokens."""
+        """Returns the search for texts in the model's tokens."""
         return TokenSearch(self.token_texts.piece, self.vocab_size)
 
     @property
     def tool_calls(self) -> Literal["parsed", "text", "none"]:
-        """What becomes of the calls that the model writes; "none" where its template takes no tools."""
+        """How calls of the model are returned; "none" if its template takes no tools."""
         if not self.renderer.reads_tools:
             return "none"
         return "text" if self.tool_syntax is None else "parsed"
 
     def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
-        """Returns what the engine is to know of the thought behind a prompt's text, at most `max_tokens` long.
+        """Returns the engine's data for a thought of at most `max_tokens` after a prompt's text.
 
-        None where there can be none: `begun`, the end of the prompt that is the answer's beginning, is behind it.
+        None if no thought is possible: the prompt ends with `begun`, the answer's beginning.
         """
         if self.reasoning_format is None:
             return None
@@ -331,9 +328,9 @@ class ServedModel:
     def output_parser(
         self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
     ) -> OutputParser:
-        """Returns what reads the output of one request that offers `tools`, or forces calls of them.
+        """Returns the parser of one answer that may call `tools`, or must if `is_forced`.
 
-        `prompt` is the text of its prompt, `begun` the end of that text which is the answer's beginning.
+        `prompt` is the prompt's text, and `begun` the end of it that begins the answer.
         """
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
@@ -350,7 +347,7 @@ class ServedModel:
 
 @dataclass(frozen=True, eq=False)
 class ListedModel:
-    """A model that requests may name, loaded or not, as far as it is known."""
+    """A model that requests may name, loaded or not, with the facts known so far."""
 
     id: str
     created: int
@@ -360,7 +357,7 @@ class ListedModel:
     served: ServedModel | None = None
     """The model, if it is loaded."""
     parent_id: str | None = None
-    """The model of which it is a variant, by an adapter."""
+    """The base model of a variant with an adapter."""
 
     @classmethod
     def of(cls, served: ServedModel) -> "ListedModel":
@@ -370,34 +367,32 @@ class ListedModel:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """A loaded model, and until when it is there."""
+    """A loaded model with its use, and when it will be unloaded."""
 
     model: ServedModel
     num_requests: int
-    """Those that use it now."""
+    """Number of requests now using this model."""
     idle_seconds_left: float
-    """After which it is unloaded if nobody asks for it; infinite if it stays."""
+    """Seconds until the model is unloaded if no request comes; infinite if it stays."""
 
 
 class HoldPort(Protocol):
-    """Somebody's use of a loaded model, which stays loaded meanwhile. Event loop only."""
+    """A hold on a loaded model, which stays loaded until the hold is closed. Event loop only."""
 
     @property
-    def model(self) -> ServedModel:
-        """The model."""
-        ...
+    def model(self) -> ServedModel: ...
 
     def set_keep_alive(self, seconds: float) -> None:
-        """Has the model stay loaded for so long after its last request, from now on."""
+        """Keeps the model loaded for `seconds` after its last request, from now on."""
         ...
 
     def close(self) -> None:
-        """Ends the use; more than once is the same as once."""
+        """Ends the hold; calling it again has no effect."""
         ...
 
 
 class TracingPort(Protocol):
-    """Who is told of each request that has ended; `server.api.observe.Tracing` is the real one. Event loop only."""
+    """Receives each ended request; the real one is `server.api.observe.Tracing`. Event loop only."""
 
     def note_ended(
         self,
@@ -407,16 +402,16 @@ class TracingPort(Protocol):
         figures: AnswerFigures,
         turn: TurnRecord | None,
     ) -> None:
-        """Takes a request with all of its choices; `turn` is None for one that never held a slot."""
+        """Takes a request with all of its choices; `turn` is None for a request that never held a slot."""
         ...
 
     def close(self) -> None:
-        """Sends what is left. For any thread; may take a few seconds."""
+        """Sends the remaining traces. For any thread; may take a few seconds."""
         ...
 
 
 class PoolPort(Protocol):
-    """The part of the model pool that the HTTP side uses. Event loop only, but for what says otherwise."""
+    """The model pool's part for endpoints. Event loop only, unless a method says otherwise."""
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
@@ -425,26 +420,26 @@ class PoolPort(Protocol):
 
     @property
     def served(self) -> Sequence[ServedModel]:
-        """The loaded models, each with its variants behind it."""
+        """The loaded models, each followed by its variants."""
         ...
 
     @property
     def engines(self) -> Mapping[str, EnginePort]:
-        """Their engines, under the same ids."""
+        """The loaded models' engines, under the same ids."""
         ...
 
     def find(self, name: str | None) -> ServedModel:
-        """Returns the loaded model that a name stands for. For any thread; raises PoolError."""
+        """Returns the loaded model of a name. For any thread; raises PoolError."""
         ...
 
     @property
     def loading(self) -> Mapping[str, str]:
-        """The models on their way, each with what is being done."""
+        """The models being loaded, each with the present step."""
         ...
 
     @property
     def occupancy(self) -> Sequence[Occupancy]:
-        """The loaded models, the one used last at the end."""
+        """The loaded models, the last used at the end."""
         ...
 
     def listed(self) -> Sequence[ListedModel]:
@@ -452,11 +447,11 @@ class PoolPort(Protocol):
         ...
 
     def describe(self, name: str) -> ListedModel:
-        """Returns one of them. For any thread; reads the disk; raises PoolError."""
+        """Returns one model of `listed`. For any thread; reads the disk; raises PoolError."""
         ...
 
     def source_of(self, name: str | None) -> ModelSource:
-        """Returns which model a name stands for. For any thread; raises PoolError."""
+        """Returns the source of the model that a name means. For any thread; raises PoolError."""
         ...
 
     async def unload(self, source: ModelSource) -> bool:
@@ -464,19 +459,19 @@ class PoolPort(Protocol):
         ...
 
     def forget_dormant(self, source: ModelSource, namespace: str) -> tuple[int, int]:
-        """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
+        """Drops a namespace's memory state of an unloaded model; returns the tokens and the bytes."""
         ...
 
     def tell_changes(self, tell: TellChange) -> None:
-        """Has `tell` called when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        """Calls `tell` when a model starts loading, was loaded or unloaded, or failed to load."""
         ...
 
     def tell_given_up(self, tell: Callable[[str], None]) -> None:
-        """Has `tell` called with the id of a model whose conversations are given up after it was unloaded."""
+        """Calls `tell` with the id of an unloaded model whose conversations are given up."""
         ...
 
     def try_hold(self, model: ServedModel) -> HoldPort | None:
-        """Returns a hold on a model that `find` returned; None if it has been unloaded since."""
+        """Returns a hold on a model that `find` returned; None if it was unloaded since."""
         ...
 
     async def load(self, source: ModelSource) -> HoldPort:
@@ -486,20 +481,20 @@ class PoolPort(Protocol):
 
 @dataclass(eq=False)
 class ApiContext:
-    """All that the endpoints share. Used on the event loop, but for what says otherwise."""
+    """What all endpoints share. Event loop only, unless a member says otherwise."""
 
     config: ServerConfig
     pool: PoolPort
-    """The models, and the engine of each that is loaded."""
+    """The models, and the engines of loaded ones."""
     keys: KeyRing = field(default_factory=KeyRing)
-    """Those that are taken; replaced while the server runs."""
+    """The accepted keys; replaced while the server runs."""
     rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
     sessions: SessionRecords = field(default_factory=SessionRecords)
     refusals: Refusals = field(default_factory=Refusals)
     conversations: Conversations = field(default_factory=Conversations)
     planning: Planning = field(default_factory=Planning)
     is_draining: bool = False
-    """Set when the server is asked to stop: running answers finish, new requests are refused."""
+    """Set when the server shall stop: running answers finish, new requests are refused."""
 
     background: set["asyncio.Task[None]"] = field(default_factory=set)
     """Work that no client waits for."""
@@ -508,7 +503,7 @@ class ApiContext:
     started: float = field(default_factory=time.monotonic)
     """Reading of `time.monotonic()` when the server came up."""
     tracing: TracingPort | None = None
-    """Sends traces, if they are wanted."""
+    """Sends traces, if wanted."""
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -518,7 +513,7 @@ class ApiContext:
         self.activity = Activity(log, lambda: self.engines)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
-        """Returns what a dialect keeps between requests: what `make` returned when it was first asked. Any thread."""
+        """Returns what a dialect keeps between requests: the result of the first call of `make`. For any thread."""
         with self._lock:
             if make not in self._kept:
                 self._kept[make] = make(self.config)
@@ -526,7 +521,7 @@ class ApiContext:
         return found
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work that answers for its own errors."""
+        """Runs work that handles its own errors."""
         task = asyncio.get_running_loop().create_task(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
@@ -542,7 +537,7 @@ class ApiContext:
         return self.pool.engines
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Returns the loaded model that a name stands for; the only one where no name is given. For any thread.
+        """Returns the loaded model of a name, or the only model if no name is given. For any thread.
 
         Raises ApiError (404, 400), and ModelNotLoaded.
         """
@@ -554,7 +549,7 @@ class ApiContext:
             raise ApiError(Code.MODEL_NOT_FOUND, str(error), "model") from error
 
     def running_engine(self, model: ServedModel) -> EnginePort:
-        """Returns the engine of a model; raises ApiError (503) where it takes no requests."""
+        """Returns a model's engine; raises ApiError (503) if it accepts no requests."""
         engine = self.engines.get(model.base_id)
         if self.is_draining or engine is None or not engine.is_running:
             raise stopped()

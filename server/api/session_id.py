@@ -1,7 +1,6 @@
-"""Which conversation a request belongs to, from what its client happens to send.
+"""Finds a request's session in what its client happens to send, and reads and writes header text. Pure.
 
-A session is a hint for slot affinity and order, never a key to other tokens. Clients name it in many ways;
-the first of these that is present wins:
+A session is a hint for slot affinity and order, never a key to other tokens. The first of these wins:
 
 1. `session_id` in the body
 2. the headers of `SESSION_HEADERS`, in that order
@@ -10,9 +9,8 @@ the first of these that is present wins:
 5. `metadata.session_id`, `metadata.chat_id`, `metadata.conversation_id`
 6. `previous_response_id`, `conversation` (a text, or an object with an `id`)
 
-Without any, the tokens themselves decide. This module is pure: it knows neither sockets nor the engine.
-
-Text of HTTP headers: their bytes have no encoding; the server reads them as Latin-1, clients write UTF-8. Pure.
+Without any, the tokens themselves decide. Bytes of HTTP headers have no encoding: the server reads them as Latin-1,
+clients write UTF-8.
 """
 
 import contextlib
@@ -24,15 +22,15 @@ from urllib.parse import quote
 
 
 def header_text(value: str) -> str:
-    """Returns what a client meant by a header's value: its bytes read as UTF-8 where they are, else as Latin-1."""
+    """Returns a header's value as its client meant it: as UTF-8 if its bytes are, else as Latin-1."""
     with contextlib.suppress(UnicodeError):
-        # Before white space is stripped: a byte of a letter may be one in Latin-1.
+        # Must precede stripping white space: a letter's UTF-8 byte may be white space in Latin-1.
         value = value.encode("latin-1").decode()
     return value.strip()
 
 
 def ascii_text(value: str) -> str:
-    """Returns a value that a header can hold: as it is if it is printable ASCII, else in UTF-8 with percent signs."""
+    """Returns a value for a header: unchanged if printable ASCII, else UTF-8 with percent signs."""
     is_plain = value.isascii() and value.isprintable() and value == value.strip()
     return value if is_plain else quote(value, safe="", errors="replace")
 
@@ -58,7 +56,7 @@ _SESSION_SUFFIX = re.compile(
 
 
 class SessionIdError(ValueError):
-    """A name of a session that cannot be used; `param` says where the client put it."""
+    """An invalid session name; `param` is its place in the request."""
 
     def __init__(self, param: str, reason: str) -> None:
         super().__init__(f"{param} {reason}")
@@ -66,10 +64,10 @@ class SessionIdError(ValueError):
 
 
 def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-    """Returns the name of the session, 1 to 256 printable characters, or None where nothing names one.
+    """Returns the session's name, 1 to 256 printable characters; None if the request names none.
 
-    `body` is the decoded JSON object. Raises SessionIdError for a name that is no text, is longer than 256
-    characters or holds control characters. Null and empty texts count as absent.
+    `body` is the decoded JSON object. Null and empty texts count as absent. Raises SessionIdError for a name that is
+    no text, is longer than 256 characters or holds control characters.
     """
     for param, value in _candidates(body, headers):
         if value is None or value == "":
@@ -95,7 +93,7 @@ def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator
 
 
 def _session_in_user_id(user_id: Any) -> Any:
-    """Returns the session that agents put into the name of a user, or None: most names hold none."""
+    """Returns the session that agents put into a user's name; None for most names, which hold none."""
     if not isinstance(user_id, str):
         return None
     suffix = _SESSION_SUFFIX.search(user_id)

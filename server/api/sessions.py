@@ -1,14 +1,11 @@
-"""Records the costs of each session's last turns, for `/v1/sessions`.
+"""Records the costs of sessions' last turns, and refused requests, for `/v1/sessions` and `mlx-serve doctor`.
 
-Kept on the event loop from the events of finished requests, so that reading never waits for the engine. A session is
-found under its namespace only. The number of turns per session and of sessions in all are bounded. Above the bound
-the namespace with the most sessions loses its oldest, so that no client can push out the sessions of another.
+Events of finished requests are recorded on the event loop, so reading never waits for the engine. Sessions and
+refusals are found only under their namespace. Turns per session and sessions in all are bounded; above the bound, the
+namespace with the most sessions loses its oldest, so no client can push out another's sessions. Equal refusals are
+counted as one. Refusals of a namespace, and namespaces, are bounded; the least recently used go first.
+
 Pure: no clock, no engine, no HTTP.
-
-Requests that were refused, by namespace, for `/v1/sessions` and `mlx-serve doctor`.
-
-The same refusal is kept once and counted. The number of refusals of a namespace and of namespaces is bounded; the
-least recently used go. Pure: no clock, no HTTP. Event loop only.
 """
 
 from collections import OrderedDict, deque
@@ -21,10 +18,10 @@ from server.diagnosis.account import Name
 from server.engine.diagnosis import Miss
 
 MAX_SESSIONS = 1024
-"""Sessions kept in all namespaces together."""
+"""Sessions of all namespaces together."""
 _LOOKED_AT = 64
 MAX_TURNS = 32
-"""Turns kept of one session; the sums count dropped ones too."""
+"""Turns kept of one session; the sums include dropped turns."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class TurnRecord:
     ended: float
     """Seconds since 1970."""
     finish: str
-    """Why it ended: `stop`, `length`, `cancelled`, or that it failed."""
+    """Why the request ended: `stop`, `length`, `cancelled`, or that it failed."""
     prompt_tokens: int
     cached_tokens: int
     evaluated_tokens: int
@@ -49,16 +46,16 @@ class TurnRecord:
     """Tokens evaluated because of the miss, as far as the previous prompt reached."""
     misses: tuple[Miss, ...] = ()
     previous_id: str | None = None
-    """The request that it was compared with; None without one."""
+    """The earlier request compared with this one; None if there was none."""
 
     @property
     def miss(self) -> Miss | None:
-        """The costliest of its misses."""
+        """The costliest of the misses."""
         return max(self.misses, key=lambda miss: miss.lost_tokens, default=None)
 
     @property
     def lost_seconds(self) -> float:
-        """The share of the prompt's time that went into `lost_tokens`."""
+        """The share of the prompt's time spent on `lost_tokens`."""
         if not self.evaluated_tokens:
             return 0.0
         return self.prompt_ms / 1000 * min(1.0, self.lost_tokens / self.evaluated_tokens)
@@ -66,12 +63,12 @@ class TurnRecord:
 
 @dataclass
 class SessionRecord:
-    """The turns of one session; changed by `SessionRecords` only."""
+    """The turns of one session; only `SessionRecords` changes it."""
 
     name: Name
     created: float
     model_id: str = ""
-    """That of its last turn."""
+    """The model of the session's last turn."""
     num_turns: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -83,7 +80,7 @@ class SessionRecord:
     turns: deque[TurnRecord] = field(default_factory=lambda: deque[TurnRecord](maxlen=MAX_TURNS))
 
     def add(self, turn: TurnRecord) -> None:
-        """Counts a turn and keeps it; drops the oldest of more than `MAX_TURNS`."""
+        """Counts and keeps a turn; drops the oldest beyond `MAX_TURNS`."""
         self.num_turns += 1
         self.prompt_tokens += turn.prompt_tokens
         self.cached_tokens += turn.cached_tokens
@@ -105,7 +102,7 @@ class SessionRecords:
         self._num_sessions = 0
 
     def record(self, name: Name, turn: TurnRecord) -> int:
-        """Adds a turn to a session, and returns its number there; an unknown session begins with it."""
+        """Adds a turn to its session, which it may begin; returns the turn's number there."""
         namespace, session_id = name.namespace, name.id
         sessions = self._namespaces.setdefault(namespace, OrderedDict())
         if session_id not in sessions:
@@ -120,20 +117,20 @@ class SessionRecords:
         return session.num_turns
 
     def sessions(self, namespace: str) -> Iterable[SessionRecord]:
-        """Returns the sessions of a namespace, the last used first."""
+        """Returns a namespace's sessions, last used first."""
         return reversed(self._namespaces.get(namespace, OrderedDict()).values())
 
     def all_sessions(self) -> Iterable[SessionRecord]:
-        """Returns the sessions of all namespaces, the last used first."""
+        """Returns the sessions of all namespaces, last used first."""
         every = [session for sessions in self._namespaces.values() for session in sessions.values()]
         return sorted(every, key=lambda session: -session.turns[-1].ended)
 
     def find(self, namespace: str, session_id: str) -> SessionRecord | None:
-        """Returns a session, or None where the namespace has none of that name."""
+        """Returns a session; None if the namespace has none of that name."""
         return self._namespaces.get(namespace, OrderedDict()).get(session_id)
 
     def forget(self, namespace: str, session_id: str) -> bool:
-        """Drops a session; False where the namespace has none of that name."""
+        """Drops a session; False if the namespace has none of that name."""
         sessions = self._namespaces.get(namespace, OrderedDict())
         if sessions.pop(session_id, None) is None:
             return False
@@ -143,9 +140,9 @@ class SessionRecords:
         return True
 
     def _drop_one(self) -> None:
-        """Drops the oldest session of the namespace with the most; among equals, of the one used least recently.
+        """Drops the oldest session of the namespace with the most; among equals, of the least recently used one.
 
-        Single requests that no client named go first, as far as they are among the oldest.
+        Among the oldest, unnamed sessions of a single request go first.
         """
         fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
         sessions = self._namespaces[fullest]
@@ -164,7 +161,7 @@ _Key: TypeAlias = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Origin:
-    """Whose request it is."""
+    """The namespace and session of a request."""
 
     namespace: str
     session_id: str | None = None
@@ -172,7 +169,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that was answered with an error, the last of its kind."""
+    """A refused request, the last of equal ones."""
 
     origin: Origin
     request_id: str
@@ -184,7 +181,7 @@ class Refusal:
     param: str | None
     message: str
     count: int = 1
-    """How many were alike."""
+    """Number of equal refusals."""
 
 
 class Refusals:
@@ -194,7 +191,7 @@ class Refusals:
         self._namespaces: OrderedDict[str, OrderedDict[_Key, Refusal]] = OrderedDict()
 
     def record(self, refusal: Refusal) -> None:
-        """Keeps a refusal, or counts it to an earlier one that said the same."""
+        """Keeps a refusal, or adds it to the count of an equal one."""
         known = self._namespaces.setdefault(refusal.origin.namespace, OrderedDict())
         key = refusal.path, refusal.code, refusal.message
         before = known.pop(key, None)
@@ -206,16 +203,16 @@ class Refusals:
             self._namespaces.popitem(last=False)
 
     def of(self, namespace: str) -> Iterable[Refusal]:
-        """Returns those of a namespace, the last first."""
+        """Returns a namespace's refusals, last first."""
         return reversed(self._namespaces.get(namespace, OrderedDict()).values())
 
     def all(self) -> Iterable[Refusal]:
-        """Returns those of all namespaces, the last first."""
+        """Returns the refusals of all namespaces, last first."""
         every = [one for known in self._namespaces.values() for one in known.values()]
         return sorted(every, key=lambda one: -one.ended)
 
     def forget(self, namespace: str, session_id: str) -> None:
-        """Drops what was refused of a session."""
+        """Drops a session's refusals."""
         known = self._namespaces.get(namespace, OrderedDict())
         for key in [key for key, one in known.items() if one.origin.session_id == session_id]:
             del known[key]

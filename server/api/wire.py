@@ -1,20 +1,11 @@
-"""Reads a request's body: a JSON object, bounded in bytes while it arrives and in the number of its values.
+"""Reads request bodies and writes JSON answers and server-sent events, the same for all dialects.
 
-The parser holds Python's lock until it has read everything, so the values are counted first, block by block.
+A body is one JSON object, bounded in bytes as it arrives, also when decompressed, and in its number of values. The
+parser holds Python's lock until it has read everything, so values are counted first, block by block.
 
-Keys that are sent as `Authorization: Bearer …`, as the clients of most dialects do.
-
-Bodies that a client has compressed.
-
-A few bytes can stand for gigabytes, so no more is expanded than a body may have that is not compressed.
-
-How every answer's JSON is written: UTF-8 that always encodes, compact, no NaN.
-
-Text of a model or a client may hold half a character, which UTF-8 cannot; it is replaced, not a reason to fail.
-
-Server-sent events, as dialects write them: one JSON object an event, and comments, which clients skip.
-
-Paths with and without a leading `/v1`: to leave it out of a base URL is the commonest mistake of a client.
+JSON is compact UTF-8 without NaN. Texts of models and clients may hold half a character, which UTF-8 cannot encode;
+it is replaced. An event holds one JSON object; clients skip comments. Paths are served with and without `/v1`:
+leaving it out of a base URL is the commonest mistake of clients.
 """
 
 import asyncio
@@ -36,7 +27,7 @@ from server.api.session_id import header_text
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:
-    """Returns the bearer token of a request, or an empty text."""
+    """Returns a request's bearer token, or an empty text."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return header_text(given) if scheme.lower() == "bearer" else ""
 
@@ -49,13 +40,13 @@ def wrong_bearer_key() -> ApiError:
 
 _GZIP: Final = 16 + zlib.MAX_WBITS
 _WINDOWS: Final[Mapping[str, int]] = {"gzip": _GZIP, "x-gzip": _GZIP, "deflate": zlib.MAX_WBITS}
-"""By name, how zlib is told the format."""
+"""zlib's parameter for each encoding."""
 MAX_MEMBERS: Final = 64
 """Parts of one gzip body. Each costs a copy of all that follow it."""
 
 
 def find_encoding(header: str) -> str | None:
-    """Returns the encoding that `Content-Encoding` names, None for none; raises ApiError (415) for one not known."""
+    """Returns the encoding of `Content-Encoding`, None for none; raises ApiError (415) for an unknown one."""
     name = header.strip().lower()
     if name in ("", "identity"):
         return None
@@ -68,7 +59,7 @@ def find_encoding(header: str) -> str | None:
 
 
 def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
-    """Returns the body that was compressed to `raw`; None if it has more than `max_bytes`. Raises ApiError (400)."""
+    """Returns the decompressed body; None if it exceeds `max_bytes`. Raises ApiError (400)."""
     parts: list[bytes] = []
     num_left, window = max_bytes, _window(raw, encoding)
     while raw and len(parts) < MAX_MEMBERS:
@@ -89,7 +80,7 @@ def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
 
 
 def _window(raw: bytes, encoding: str) -> int:
-    """Returns how zlib is told the format; by "deflate" some clients mean the bare stream without zlib's head."""
+    """Returns zlib's parameter for the format; some clients send "deflate" without zlib's header."""
     has_head = len(raw) > 1 and raw[0] & 0xF == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
     return -zlib.MAX_WBITS if encoding == "deflate" and not has_head else _WINDOWS[encoding]
 
@@ -99,9 +90,9 @@ def _broken(encoding: str) -> ApiError:
 
 
 MAX_MESSAGES: Final = 10_000
-"""Messages of one conversation; one with several parts or tool calls counts as so many."""
+"""Messages of one conversation; each part and tool call counts."""
 MAX_TEXTS: Final = 200_000
-"""Texts, names of fields, objects and lists in one body, all together."""
+"""Texts, field names, objects and lists in one body together."""
 MAX_VALUES: Final = 2_000_000
 """Values of any kind in one body; a prompt may be a list of token ids."""
 
@@ -110,15 +101,15 @@ _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the body, expanded where it is compressed.
+    """Returns the decompressed body.
 
-    Raises ApiError: 413 as soon as it is known to exceed `max_bytes`, 415 for a compression that is not known.
+    Raises ApiError: 413 once it exceeds `max_bytes`, 415 for an unknown compression.
     """
     encoding = find_encoding(request.headers.get("content-encoding", ""))
     raw = await _read_as_sent(request, max_bytes)
     if encoding is None:
         return raw
-    # Off the event loop: the time it takes is bounded, as its length is, but longer than others should wait.
+    # Off the event loop: the work is bounded, but other requests should not wait for it.
     body = await asyncio.to_thread(expand, raw, encoding, max_bytes)
     if body is None:
         raise _too_large(max_bytes)
@@ -142,8 +133,8 @@ async def _read_as_sent(request: Request, max_bytes: int) -> bytes:
 def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
     """Returns the JSON object and whether all its numbers are finite; raises ApiError (400).
 
-    NaN and Infinity are not JSON, but some clients send them: they are read, so that the check of the
-    field they stand in can name it, and the caller refuses what no check has refused.
+    NaN and Infinity are not JSON, but some clients send them. The field's own check can then name the field; the
+    caller refuses the rest.
     """
     try:
         value, is_finite = pydantic_core.from_json(raw, allow_inf_nan=False), True
@@ -155,7 +146,7 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
 
 
 def check_amount(raw: bytes) -> None:
-    """Raises ApiError (400) for a body that holds more than may be parsed at once."""
+    """Raises ApiError (400) for a body with too many values to parse at once."""
     num_texts = num_values = 0
     for texts, values in _count_by_block(raw):
         num_texts += texts
@@ -168,7 +159,7 @@ def check_amount(raw: bytes) -> None:
 
 
 def check_messages(fields: Mapping[str, Any]) -> None:
-    """Raises ApiError (400) for a conversation of too many messages; a field of another type is checked elsewhere."""
+    """Raises ApiError (400) for too many messages; fields of other types are checked elsewhere."""
     messages = fields.get("messages")
     if isinstance(messages, list) and sum(map(_num_entries, messages)) > MAX_MESSAGES:
         message = (
@@ -184,10 +175,10 @@ def _num_entries(message: Any) -> int:
 
 
 def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yields, block by block, how many texts and containers begin there, and how many values end with a comma."""
+    """Yields, block by block, the number of texts and containers that begin, and of values that end with a comma."""
     start, is_in_text = 0, False
     while start < len(raw):
-        # A block never ends with a backslash, so that an escaped character is in the block of its backslash.
+        # A block never ends with a backslash, so an escaped character is in its backslash's block.
         found = _NO_BACKSLASH.search(raw, start + _BLOCK_BYTES - 1)
         stop = found.end() if found else len(raw)
         parts = raw[start:stop].replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
@@ -199,7 +190,7 @@ def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
 
 
 def not_finite() -> ApiError:
-    """Returns the error for a body that holds NaN or Infinity anywhere."""
+    """Returns the error for a body that holds NaN or Infinity."""
     return ApiError(Code.INVALID_JSON, "the body holds NaN or Infinity, which are not JSON")
 
 
@@ -211,8 +202,8 @@ def _parse_leniently(raw: bytes) -> Any:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # The connection stays open: closed, a client that sends all before it reads would be cut off from the answer.
-    # The rest of the body is read and dropped, for as long as a request may take to arrive.
+    # The connection stays open: a client that sends everything before it reads would lose the answer. The rest of the
+    # body is dropped for as long as a request may take to arrive.
     return ApiError(Code.BODY_TOO_LARGE, f"the body is larger than the {max_bytes} bytes that this server accepts")
 
 
@@ -229,7 +220,9 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def json_text(value: Any) -> str:
-    """Returns `value` as JSON without half characters; raises ValueError or TypeError for what JSON cannot hold."""
+    """Returns `value` as JSON without half characters; raises ValueError or TypeError for values that JSON cannot
+    hold.
+    """
     return well_formed(_encode(value))
 
 
@@ -246,13 +239,13 @@ SEPARATOR = "\n"
 
 def sse_event(payload: Any, name: str | None = None) -> bytes:
     """Returns an event; raises ValueError or TypeError for a payload that JSON cannot hold."""
-    # JSON is a line; the library's frames, made for any text, cost more than its encoding.
+    # JSON is one line; the library's frames, made for any text, cost more than its encoding.
     head = f"event: {name}{SEPARATOR}" if name else ""
     return f"{head}data: {json_text(payload)}{SEPARATOR}{SEPARATOR}".encode()
 
 
 def sse_text(text: str, name: str | None = None) -> bytes:
-    """Returns an event whose data is no JSON."""
+    """Returns an event with plain text as data."""
     return ServerSentEvent(text, event=name, sep=SEPARATOR).encode()
 
 
@@ -262,5 +255,5 @@ def sse_comment(text: str) -> bytes:
 
 
 def with_and_without_v1(routes: Sequence[Route]) -> tuple[Route, ...]:
-    """Returns each route below `/v1`, then each as it is."""
+    """Returns each route below `/v1`, then each unchanged."""
     return (*(Route(f"/v1{route.path}", route.endpoint, methods=route.methods) for route in routes), *routes)

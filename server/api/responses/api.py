@@ -1,6 +1,6 @@
-"""The paths of the Responses API, with and without the `/v1` that many clients' base URLs lack.
+"""The paths of the Responses API, with and without the `/v1` that many base URLs lack.
 
-What clients of the Responses API do in their own way: as OpenAI's others, but for an error within a stream.
+Its clients are OpenAI's, except for errors within a stream.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ class ResponsesDialect(OpenAiDialect):
     """The endpoints of responses and conversations."""
 
     def error_frame(self, error: ApiError) -> bytes:
-        """Returns an `error` event, with the fields of OpenAI's and, for its clients to raise, the error object."""
+        """Returns an `error` event with OpenAI's fields and the error object, which its clients raise."""
         told = {"code": error.code.value, "message": error.message, "param": error.param}
         return sse_event({"type": "error", "sequence_number": 0, **told, **error_body(error)}, "error")
 

@@ -1,12 +1,8 @@
-"""`POST /v1/responses`: the answer to items, streamed or whole.
+"""`POST /v1/responses`: reads a body and its history, answers, and stores the response.
 
-The object that this API calls a response: the same in every event that shows it, and where it is stored.
-
-What a request goes on from: the response it names with all before it, a conversation, and items it refers to.
-
-Used on a planning thread, which waits for the store.
-
-Checks a body as this API does: an unknown field is refused; the other dialects ignore it.
+A request continues the response it names with all before it, or a conversation, and may refer to stored items. Bodies
+are checked as OpenAI checks them: an unknown field is refused, unlike in other dialects. Every event and the store
+show the same response object. Items are read on a planning thread, which waits for the store.
 """
 
 import asyncio
@@ -60,7 +56,7 @@ class InputTokensDetails(TypedDict):
 
     cached_tokens: int
     cache_write_tokens: int
-    """Prompt tokens that were evaluated and can be reused."""
+    """Prompt tokens evaluated and kept for reuse."""
 
 
 class AnswerTokensDetails(TypedDict):
@@ -144,7 +140,7 @@ class ResponseBody(TypedDict):
 
 
 def usage_of(finished: Finished) -> ResponseUsage:
-    """Returns the token counts of a finished request."""
+    """Returns a finished request's token counts."""
     timings = finished.timings
     return {
         "input_tokens": finished.prompt_tokens,
@@ -159,7 +155,7 @@ def usage_of(finished: Finished) -> ResponseUsage:
 
 
 def error_of(error: ApiError) -> ResponseError:
-    """Returns an error as a failed response holds it."""
+    """Returns an error in the form of a failed response."""
     if error.status == 429:
         return {"code": "rate_limit_exceeded", "message": error.message}
     kept = "context_length_exceeded", "server_error"
@@ -175,7 +171,7 @@ def begun_response(
     temperature: float,
     top_p: float,
 ) -> ResponseBody:
-    """Returns a response before its first token; `fields` are the body's as they were sent."""
+    """Returns a response before its first token; `fields` are the body's, as they were sent."""
     wish = body.reasoning or ReasoningWish()
     return {
         "id": response_id,
@@ -213,16 +209,16 @@ def begun_response(
 
 
 _ID_PREFIX = "in"
-"""How ids begin that this server gives to items."""
+"""Prefix of the ids that this server gives to items."""
 
 
 @dataclass(frozen=True)
 class History:
-    """What stands before the new items of a request."""
+    """The items before a request's new items."""
 
     items: Sequence[Item] = ()
     session: str | None = None
-    """What the chain of responses calls its conversation; None for a beginning."""
+    """The conversation's name for the chain of responses; None at its beginning."""
 
 
 @dataclass(frozen=True)
@@ -231,11 +227,11 @@ class RequestItems:
 
     history: History
     new: Sequence[Item]
-    """Checked, each with an id, without references."""
+    """Checked items with ids; references are resolved."""
 
 
 def read_request_items(body: InputBody, store: ResponseStore, namespace: str, name: str) -> RequestItems:
-    """Returns the items of a body; `name` makes the ids of those without. Raises ApiError (400, 404)."""
+    """Returns the items of a body; `name` is the base of new ids. Raises ApiError (400, 404)."""
     if body.previous_response_id is not None and body.conversation is not None:
         message = "conversation: it cannot be given with previous_response_id"
         raise ApiError(Code.INVALID_VALUE, message, "conversation")
@@ -252,7 +248,7 @@ def read_request_items(body: InputBody, store: ResponseStore, namespace: str, na
 
 
 def with_ids(items: Sequence[Item], name: str) -> list[Item]:
-    """Returns checked items as they are kept: each with an id, and a message's text as a part."""
+    """Returns checked items in stored form: each with an id, and a message's text as a part."""
     return [_as_kept(item, f"{_ID_PREFIX}_{name}_{index}") for index, item in enumerate(items)]
 
 
@@ -284,7 +280,7 @@ def _conversation(store: ResponseStore, namespace: str, conversation_id: str) ->
 
 
 def _resolved(item: Item, index: int, history: History, store: ResponseStore, namespace: str) -> Item:
-    """Returns the item that a reference stands for; others as they are."""
+    """Returns the item of a reference; other items unchanged."""
     if item["type"] != "item_reference":
         return item
     wanted = item["id"]
@@ -297,7 +293,7 @@ def _resolved(item: Item, index: int, history: History, store: ResponseStore, na
 
 
 def _kept_item(store: ResponseStore, namespace: str, item_id: str) -> Item | None:
-    """Returns an item of a stored response, whose id holds that of the response."""
+    """Returns an item of a stored response; the item's id holds the response's id."""
     response = store.find(namespace, f"resp_{item_id.split('_')[1]}").result() if item_id.count("_") == 2 else None
     kept = [*response.input, *response.body["output"]] if response is not None else []
     return next((item for item in kept if item.get("id") == item_id), None)
@@ -308,7 +304,7 @@ def _not_found(message: str, param: str) -> ApiError:
 
 
 def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Body:
-    """Returns the checked body; raises ApiError (400) that names the first field that is wrong or not in `rules`."""
+    """Returns the checked body; raises ApiError (400) that names the first wrong field, or one not in `rules`."""
     unknown = sorted(fields.keys() - rules.keys())
     if unknown:
         message = f"{unknown[0][:200]} is not known here"
@@ -328,7 +324,7 @@ class ResponseTokensBody(TypedDict):
 
 @dataclass(frozen=True)
 class ReadInput:
-    """What a body's prompt is made of."""
+    """The source of a body's prompt."""
 
     items: RequestItems
     tools: ToolSet
@@ -337,7 +333,7 @@ class ReadInput:
 
 @dataclass(frozen=True)
 class Keeping:
-    """Where a response is kept."""
+    """Where a response is stored."""
 
     store: ResponseStore
     given: ReadInput
@@ -380,7 +376,7 @@ def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
 
 
 def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
-    """Returns what a prompt is made of; raises ApiError. Waits for the store."""
+    """Returns the source of a prompt; raises ApiError. Waits for the store."""
     items = read_request_items(body, context.kept(store_of), namespace, name)
     tools, found = _found_tools(_offered_tools(body, model), items, model, namespace)
     conversation = open_conversation(
@@ -418,7 +414,7 @@ def _offered_tools(body: InputBody, model: ServedModel) -> ToolSet:
 def _found_tools(
     tools: ToolSet, items: RequestItems, model: ServedModel, namespace: str
 ) -> tuple[ToolSet, dict[str, str]]:
-    """Returns the tools with those that searches have found, and the definitions of these by the call's id."""
+    """Returns the tools, including those that searches found, and the found definitions by call id."""
     definitions: dict[str, str] = {}
     all_items = [*items.history.items, *items.new]
     for item in search_outputs(all_items):
@@ -446,14 +442,14 @@ def _instructions(body: InputBody) -> list[dict[str, Any]]:
 
 
 def _in_chain(incoming: Incoming, session: str | None) -> Incoming:
-    """Returns the request as if it named the first response of its chain: a chain is one session."""
+    """Returns the request with the session of its chain's first response: a chain is one session."""
     if session is None:
         return incoming
     return replace(incoming, fields={**incoming.fields, "previous_response_id": session})
 
 
 def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> AnswerGrammar | None:
-    """Returns what binds the answer: the calls that are forced, or the format of its text."""
+    """Returns the grammar of the answer: of forced calls, or of the text's format."""
     wanted, choice, tools = body.answer_grammar(), body.tool_choice, given.conversation.callable_tools
     if choice is not None and choice.mode == "required":
         is_single = choice.is_named or body.parallel_tool_calls is False
@@ -469,13 +465,13 @@ def _is_single_call(body: ResponsesBody, given: ReadInput) -> bool:
 
 
 def _shown_names(tools: ToolSet, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names that the model is shown for tools that the client names by its own."""
+    """Returns the model's names for tools that the client names."""
     shown = {tool.name: name for name, tool in (tools.by_name or {}).items()}
     return tuple(shown.get(name, name) for name in names)
 
 
 class ResponseExchange(Exchange):
-    """Writes the answer to one request for a response, and has it kept."""
+    """Writes the answer to one request for a response, and stores it."""
 
     def __init__(
         self,
@@ -502,7 +498,7 @@ class ResponseExchange(Exchange):
         )
 
     async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields each event with its number; the last one holds the whole response, failed ones too."""
+        """Yields each event with its number; the last event holds the whole response, also a failed one."""
         number = 0
         async for event in self._told(events):
             yield sse_event({"type": event["type"], "sequence_number": number, **event}, event["type"])
@@ -532,7 +528,7 @@ class ResponseExchange(Exchange):
                 if isinstance(event, Finished):
                     response = await self._ended(event)
                     yield {"type": f"response.{response['status']}", "response": response}
-        except Exception as error:  # the status was sent, so the stream must tell
+        except Exception as error:  # the status is sent, so the stream must report the error
             known = explain(error, self.request.request_id)
             failed = {**self._response, "status": "failed", "error": error_of(known), "output": self._output.items}
             yield {"type": "response.failed", "response": failed}
@@ -547,7 +543,7 @@ class ResponseExchange(Exchange):
                 yield from self._output.add(event)
 
     async def _ended(self, finished: Finished) -> ResponseBody:
-        """Returns the whole response, once it is kept."""
+        """Returns the whole response, after it was stored."""
         is_cut = finished.reason is FinishReason.LENGTH
         response: ResponseBody = {
             **self._response,

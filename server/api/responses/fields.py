@@ -1,7 +1,7 @@
-"""What becomes of every field of a body of the Responses API, and of those that other APIs have in its place.
+"""How every field of the Responses API's bodies is treated, and fields of other APIs with the same purpose.
 
-A field that is in no table is refused, as OpenAI refuses it. The tables are checked against the types of the bodies,
-against the `openai` package and against docs/responses.md by the tests.
+A field in no table is refused, as OpenAI refuses it. Tests compare the tables with the types of the bodies, the
+`openai` package and docs/responses.md.
 """
 
 from server.api.dialect import Rules, honoured, no_effect, refused

@@ -1,6 +1,6 @@
-"""Items, of which prompts and answers of this API consist: their types, and the messages that templates read.
+"""Items, which make up prompts and answers of the Responses API: their types, and the messages read from them.
 
-All that the assistant does between two messages of others is one message: its thought, its text and its calls.
+Everything the assistant does between two messages of others becomes one message: thought, text and calls.
 """
 
 import json
@@ -17,14 +17,14 @@ from server.api.openai.types import ChatMessage, template_messages
 from server.api.responses.output import SEARCH, input_arguments, joined_name, thought_of
 
 Item: TypeAlias = dict[str, Any]
-"""An item as JSON; one that was read has its `type`."""
+"""An item as JSON; items that were read have a `type`."""
 
 LOCAL_SHELL: Final = "local_shell"
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
 def _text(value: Any) -> Any:
-    """Takes a text, or a list of parts that are texts."""
+    """Returns a text, from a text or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -135,11 +135,11 @@ SKIPPED_ITEM_TYPES: Final = (
     "mcp_list_tools",
     "compaction",
 )
-"""Items of tools that another server has run, or that only it can read: they are left out of the prompt."""
+"""Items of tools that other servers run, or only they can read; left out of the prompt."""
 
 
 def check_items(items: Sequence[Any], param: str = "input") -> list[Item]:
-    """Returns checked items, each with its type; raises ApiError (400) that names the first that is wrong."""
+    """Returns checked items with types; raises ApiError (400) that names the first wrong item."""
     return [_checked(item, param, index) for index, item in enumerate(items)]
 
 
@@ -158,20 +158,20 @@ def _checked(item: Any, param: str, index: int) -> Item:
 
 
 def _is_skipped(item: Item) -> bool:
-    # A search for tools that another server has run has no call, and its tools stand among the request's.
+    # A tool search run by another server has no call, and the request lists its tools.
     is_search = item.get("type") in ("tool_search_call", "tool_search_output")
     return item.get("type") in SKIPPED_ITEM_TYPES or (is_search and not item.get("call_id"))
 
 
 def search_outputs(items: Sequence[Item]) -> list[Item]:
-    """Returns the checked items that hold the tools which the client has found."""
+    """Returns the checked items with the results of the client's tool searches."""
     return [item for item in items if item["type"] == "tool_search_output" and not _is_skipped(item)]
 
 
 def read_messages(items: Sequence[Item], found: Mapping[str, str] | None = None) -> list[Message]:
-    """Returns the messages of checked items as chat templates read them; references have been replaced.
+    """Returns the messages of checked items for chat templates; references must be resolved.
 
-    `found` has the definitions of the tools that were found, by the id of the call that searched for them.
+    `found` maps the call id of a tool search to the definitions of the tools it found.
     """
     return template_messages([ChatMessage.model_validate(message) for message in _chat_messages(items, found or {})])
 
@@ -195,7 +195,7 @@ def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict
 
 
 def _assistant_part(item: Item) -> dict[str, Any] | None:
-    """Returns what an item adds to a message of the assistant; None for one of somebody else."""
+    """Returns an item's part of an assistant message; None for an item of somebody else."""
     match item["type"]:
         case "message" if item["role"] == "assistant":
             return {"content": _text(item["content"])}

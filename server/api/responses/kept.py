@@ -1,6 +1,6 @@
-"""`/v1/conversations`: items that are kept under one name, with or without responses that go on from them.
+"""Stored responses and `/v1/conversations`: reading, changing and forgetting them and their items.
 
-Responses that are kept: reading and forgetting them, and their input.
+A conversation keeps items under one name, with or without responses that continue them.
 """
 
 import asyncio
@@ -80,12 +80,12 @@ async def list_input_items(request: Request) -> Response:
 
 
 def store_for(request: Request) -> ResponseStore:
-    """Returns the store that a request is about."""
+    """Returns the store of the request's server."""
     return context_of(request).kept(store_of)
 
 
 def page_of(items: Sequence[Item], request: Request) -> ItemList:
-    """Returns the items that `limit`, `order` and `after` ask for; raises ApiError (400)."""
+    """Returns the items selected by `limit`, `order` and `after`; raises ApiError (400)."""
     ordered = list(items) if _order_of(request) == "asc" else list(reversed(items))
     after = request.query_params.get("after")
     if after:
@@ -222,7 +222,7 @@ async def delete_item(request: Request) -> Response:
 
 def _create(context: ApiContext, incoming: Incoming) -> Payload:
     body = parse_known(NewConversation, incoming.fields, IN_CONVERSATION)
-    # A gateway finds the server of a conversation by the request that made it.
+    # A gateway finds a conversation's server by the request that created it.
     name = incoming.request_id.rpartition("_")[2]
     items = with_ids(_whole_items(body.items or []), name)
     conversation = StoredConversation(f"conv_{name}", int(time.time()), body.metadata or {})
@@ -257,7 +257,7 @@ def _add_items(context: ApiContext, incoming: Incoming) -> Payload:
 
 
 def _whole_items(items: list[Any]) -> list[Item]:
-    """Returns checked items; raises ApiError (400) for a reference, which stands for another item."""
+    """Returns checked items; raises ApiError (400) for a reference to another item."""
     checked = check_items(items, "items")
     for index, item in enumerate(checked):
         if item["type"] == "item_reference":

@@ -1,16 +1,11 @@
-"""The output of an answer: its items as they grow from pieces, and the stream's events that tell of them. Pure.
+"""The output of an answer: its items as they grow from pieces, and the stream's events. Pure.
 
-Events lack their `sequence_number`, which whoever sends them counts. An item is announced, grows and is done before
-the next one begins.
+An item is announced, grows and is done before the next one begins. Events lack their `sequence_number`, which the
+sender adds. `ToolSet` maps the client's tools to the names that the model sees. `CustomInput` reads a custom tool's
+input from its growing JSON arguments.
 
-Tools as a client knows them, and the names by which the model is shown them. Pure.
-
-The input of a custom tool, read from the JSON text of its arguments while that is written. Pure.
-
-How thoughts survive a round trip: as what clients call their encrypted content.
-
-It is no secret here and proves nothing: it is the thought itself, for clients that send back nothing
-else of it. Pure.
+Thoughts return as encrypted content, for clients that send nothing else of them back. The content holds the thought
+itself: it is no secret here and proves nothing.
 """
 
 import base64
@@ -35,15 +30,15 @@ from models.output.pieces import (
 from models.texts import read_object
 
 SEARCH: Final = "tool_search"
-"""How the model is shown a search for tools that the client runs."""
+"""The model's name for the client's tool search."""
 INPUT: Final = "input"
-"""The argument that holds the input of a custom tool."""
+"""The argument that holds a custom tool's input."""
 _SEPARATOR: Final = "__"
 
 
 @dataclass(frozen=True)
 class ClientTool:
-    """A tool as the client knows it."""
+    """A tool under the client's names."""
 
     name: str
     namespace: str | None = None
@@ -56,38 +51,37 @@ class ToolSet:
     """The tools of one request."""
 
     shown: Sequence[Mapping[str, Any]] = ()
-    """Functions at the head of the prompt, as chat templates read them."""
+    """Functions at the head of the prompt, in the form of chat templates."""
     loaded: Sequence[Mapping[str, Any]] = ()
-    """Functions that a search of the client has found since."""
+    """Functions found since by the client's tool search."""
     by_name: Mapping[str, ClientTool] | None = None
-    """By the name that the model is shown."""
+    """Keyed by the model's name of the tool."""
 
     @property
     def callable_tools(self) -> list[Mapping[str, Any]]:
-        """All functions that the model may call."""
         return [*self.shown, *self.loaded]
 
     def with_found(self, found: "ToolSet") -> "ToolSet":
-        """Returns these tools and those that a search has found; a tool that was there already stays as it was."""
+        """Returns these tools and newly found ones; a known tool stays unchanged."""
         known = {tool["function"]["name"] for tool in self.callable_tools}
         new = [tool for tool in found.shown if tool["function"]["name"] not in known]
         by_name = {**(found.by_name or {}), **(self.by_name or {})}
         return ToolSet(self.shown, [*self.loaded, *new], by_name)
 
     def find(self, name: str) -> ClientTool:
-        """Returns the tool that the model calls; one that it has made up is a function."""
+        """Returns the tool that the model calls; an unknown name is taken for a function."""
         return (self.by_name or {}).get(name) or ClientTool(name)
 
 
 def joined_name(namespace: str | None, name: str) -> str:
-    """Returns the name under which the model is shown a tool of a namespace."""
+    """Returns the model's name for a tool in a namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
 
 
 def input_arguments(text: str) -> dict[str, Any]:
-    """Returns the arguments that stand for the input of a custom tool."""
+    """Returns the arguments that hold a custom tool's input."""
     return {INPUT: text}
 
 
@@ -95,7 +89,7 @@ _HEAD: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _WHOLE: Final = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
 )
-"""Text of a JSON string up to where an escape may not be complete."""
+"""Text of a JSON string up to an escape that may be incomplete."""
 
 
 class CustomInput:
@@ -104,11 +98,11 @@ class CustomInput:
     def __init__(self) -> None:
         self._arguments = ""
         self._read_to: int | None = None
-        """Where in the arguments the input that is not yet read begins; None until it does."""
+        """Where the unread input begins in the arguments; None before the input begins."""
         self._told = ""
 
     def feed(self, arguments: str) -> str:
-        """Takes more of the arguments' text; returns what it adds to the input."""
+        """Takes more of the arguments; returns the new part of the input."""
         self._arguments += arguments
         if self._read_to is None:
             head = _HEAD.match(self._arguments)
@@ -123,10 +117,10 @@ class CustomInput:
         return added
 
     def finish(self) -> tuple[str, str]:
-        """Returns the whole input, and what of it `feed` has not told.
+        """Returns the whole input, and the part that `feed` has not returned.
 
-        Arguments of another shape are the input themselves, but for a single text under another name. Of those that
-        were cut off it is what was told.
+        Arguments of another shape are the input themselves, except a single text under another name. If the arguments
+        were cut off, the input is the part returned so far.
         """
         values = read_object(self._arguments)
         whole = self._told if values is None else _input_of(values, self._arguments)
@@ -134,7 +128,6 @@ class CustomInput:
 
     @property
     def so_far(self) -> str:
-        """What was told of the input."""
         return self._told
 
 
@@ -147,17 +140,17 @@ _MARK: Final = "mlx-serve-text-1:"
 
 
 def enclose(thought: str) -> str:
-    """Returns the encrypted content of a thought."""
+    """Returns a thought's encrypted content."""
     return _MARK + base64.b64encode(thought.encode(errors="replace")).decode()
 
 
 def thought_of(enclosed: str | None, content: str | None, summary: str) -> str:
-    """Returns the thought of an item that came back: what is enclosed, else its content, else its summary."""
+    """Returns the thought of a returned item: its encrypted content, else its content, else its summary."""
     return (_opened(enclosed) if enclosed else None) or content or summary
 
 
 def _opened(enclosed: str) -> str | None:
-    """Returns the thought that `enclose` has enclosed; None for what another server has encrypted."""
+    """Returns the thought in a text made by `enclose`; None for another server's content."""
     if not enclosed.startswith(_MARK):
         return None
     try:
@@ -173,12 +166,12 @@ Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 @dataclass(frozen=True)
 class ThoughtStyle:
-    """How thoughts are returned."""
+    """The form in which thoughts are returned."""
 
     is_summary: bool = False
-    """As their own summary, which some clients show; else as reasoning text."""
+    """Whether thoughts are their own summary, which some clients show; else they are reasoning text."""
     is_enclosed: bool = False
-    """Whether they are repeated as encrypted content, for clients that send back nothing else."""
+    """Whether thoughts are repeated as encrypted content, for clients that send nothing else back."""
 
 
 class _OpenItem(ABC):
@@ -193,16 +186,16 @@ class _OpenItem(ABC):
         """Returns the item as it is now."""
 
     def begin(self) -> list[Event]:
-        """Returns the events that announce it."""
+        """Returns the events that announce the item."""
         return []
 
     @abstractmethod
     def grow(self, text: str) -> list[Event]:
-        """Takes more of its text; returns the events that tell of it."""
+        """Takes more of the item's text; returns its events."""
 
     @abstractmethod
     def end(self) -> list[Event]:
-        """Returns the events that tell of its parts' end."""
+        """Returns the events that end the item's parts."""
 
     def event(self, kind: str, **fields: Any) -> Event:
         """Returns an event about this item."""
@@ -323,7 +316,7 @@ class _OpenCustomCall(_OpenItem):
 
 
 class _OpenSearchCall(_OpenItem):
-    """A search for tools: it comes whole, for the API has no events for its arguments."""
+    """A tool search: sent whole, since the API has no events for its arguments."""
 
     def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
         super().__init__(item_id, index)
@@ -354,22 +347,22 @@ class AnswerOutput:
     """The output of one answer."""
 
     def __init__(self, name: str, tools: ToolSet, thoughts: ThoughtStyle) -> None:
-        """`name` makes the ids of its items; they hold nothing else that is random."""
+        """`name` is the base of item ids; nothing else in them is random."""
         self._name = name
         self._tools = tools
         self._thoughts = thoughts
         self._done: list[ItemBody] = []
         self._open: _OpenItem | None = None
         self._num_begun = 0
-        """Items that the stream has announced, calls that failed included."""
+        """Items announced in the stream, failed calls included."""
 
     @property
     def items(self) -> list[ItemBody]:
-        """All items that are done."""
+        """All finished items."""
         return list(self._done)
 
     def add(self, piece: Piece) -> list[Event]:
-        """Takes a piece; returns the events that tell of it."""
+        """Takes a piece; returns its events."""
         match piece:
             case Text(text):
                 return [*self._ready(_OpenMessage, "msg", _OpenMessage), *self._grow(text)]
@@ -384,12 +377,12 @@ class AnswerOutput:
             case ToolCallCut():
                 return []  # the end of the answer ends it too, as incomplete
             case ToolCallFailed(text):
-                # No event ends the call, so that no client takes it for one.
+                # No event ends the failed call, so that clients do not run it.
                 self._open = None
                 return self.add(Text(text))
 
     def close(self, status: Status = "completed") -> list[Event]:
-        """Ends the open item, if there is one; returns the events that tell of it."""
+        """Ends the open item, if any; returns its events."""
         if self._open is None:
             return []
         ended, self._open = self._open, None
@@ -425,7 +418,7 @@ class AnswerOutput:
         return self._open.grow(text)
 
     def _keep(self, item: ItemBody) -> None:
-        """Keeps an item that is done. Texts that a failed call stood between are one."""
+        """Keeps a finished item. Texts around a failed call are joined."""
         last = self._done[-1] if self._done else None
         if last is not None and last["type"] == item["type"] == "message":
             text = last["content"][0]["text"] + item["content"][0]["text"]

@@ -1,10 +1,10 @@
-"""Keeps responses and conversations in SQLite: in a file where the server keeps state on disk, else in memory.
+"""Stores responses and conversations in SQLite: in a file if the server keeps state on disk, else in memory.
 
-Everything belongs to a namespace, and no other sees it. What was used least recently goes first when there is too
-much. A response holds its own input and output; what it goes on from is found by its parent's id.
+Everything belongs to a namespace, and no other sees it. Above the limits, the least recently used chain or
+conversation goes first. A response holds its own input and output; its parent's id leads to what it continues.
 
-One thread of its own touches the database, in the order of the calls; each method returns a future, so that nobody
-has to wait who must not. On the event loop, await it by `asyncio.wrap_future`.
+One thread owns the database and keeps the order of calls. Each method returns a future, so callers need not wait; on
+the event loop, await it by `asyncio.wrap_future`.
 """
 
 import json
@@ -28,9 +28,9 @@ FILE_NAME: Final = "responses.sqlite3"
 MAX_RESPONSES: Final = 10_000
 MAX_DISK_BYTES: Final = 1 << 30
 MAX_MEMORY_BYTES: Final = 1 << 26
-"""Of all that is kept, as JSON."""
+"""Bytes of everything stored, as JSON."""
 MAX_CHAIN: Final = 10_000
-"""Responses that go on from each other and are read for one prompt."""
+"""Responses of one chain read for a prompt."""
 _MODE_ATTEMPTS: Final = 250
 _MODE_SECONDS: Final = 0.02
 _VERSION: Final = 1
@@ -72,17 +72,17 @@ class StoredResponse:
 
     id: str
     body: dict[str, Any]
-    """As its client was given it."""
+    """The body sent to the client."""
     input: Sequence[Item]
-    """Its own items, without those that it goes on from."""
+    """The request's new items, without those of earlier responses."""
     parent: str | None
     session: str
-    """What all responses of its chain call their conversation."""
+    """The conversation's name, shared by all responses of the chain."""
 
 
 @dataclass(frozen=True)
 class StoredConversation:
-    """One conversation as it is kept, without its items."""
+    """A stored conversation, without its items."""
 
     id: str
     created: int
@@ -91,12 +91,12 @@ class StoredConversation:
 
 
 class ResponseStore:
-    """All that is kept of responses and conversations. For any thread."""
+    """All stored responses and conversations. For any thread."""
 
     def __init__(
         self, path: Path | None = None, *, max_responses: int = MAX_RESPONSES, max_bytes: int | None = None
     ) -> None:
-        """`path` is the file, None for memory; one that cannot be opened is logged, and memory taken."""
+        """`path` is the file, None for memory; if it cannot be opened, that is logged and memory used."""
         self._path = path
         self._max_responses = max_responses
         self._max_bytes = max_bytes or (MAX_MEMORY_BYTES if path is None else MAX_DISK_BYTES)
@@ -104,13 +104,13 @@ class ResponseStore:
         self._database: sqlite3.Connection | None = None
 
     def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> "Future[None]":
-        """Keeps a response, adds its items to a conversation that is there, and notes the use of its chain."""
+        """Stores a response, adds its items to an existing conversation, and marks its chain as used."""
         return self._run(lambda database: self._save(database, namespace, response, conversation))
 
     def chain(self, namespace: str, response_id: str) -> "Future[list[StoredResponse]]":
-        """Returns a response behind all that it goes on from, the first one first; empty where there is none.
+        """Returns a response and all that it continues, oldest first; empty if there is no such response.
 
-        The first one has a parent where that has been deleted.
+        The first one has a parent if the parent was deleted.
         """
         return self._run(lambda database: _chain(database, namespace, response_id))
 
@@ -119,12 +119,12 @@ class ResponseStore:
         return self._run(lambda database: _find(database, namespace, response_id))
 
     def delete(self, namespace: str, response_id: str) -> "Future[bool]":
-        """Forgets a response; returns whether there was one. Those that go on from it lose their beginning."""
+        """Forgets a response; returns whether there was one. Its continuations lose their beginning."""
         statement = "DELETE FROM responses WHERE namespace = ? AND id = ?"
         return self._forget(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
 
     def put_conversation(self, namespace: str, conversation: StoredConversation) -> "Future[None]":
-        """Keeps a conversation, or new metadata of one."""
+        """Stores a conversation, or new metadata for it."""
         return self._run(lambda database: self._put_conversation(database, namespace, conversation))
 
     def find_conversation(self, namespace: str, conversation_id: str) -> "Future[StoredConversation | None]":
@@ -140,17 +140,19 @@ class ResponseStore:
         return self._run(lambda database: _items(database, namespace, conversation_id))
 
     def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> "Future[bool]":
-        """Adds items, each with an id, at the end of a conversation; returns whether there is one."""
+        """Adds items, each with an id, to the end of a conversation; returns whether there is one."""
         return self._run(lambda database: self._add(database, namespace, conversation_id, items))
 
     def delete_item(self, namespace: str, conversation_id: str, item_id: str) -> "Future[bool]":
-        """Takes an item out of a conversation; returns whether it was there."""
+        """Removes an item from a conversation; returns whether it was there."""
         statement = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ? AND id = ?"
         place = (namespace, conversation_id, item_id)
         return self._forget(lambda database: database.execute(statement, place).rowcount > 0)
 
     def _forget(self, work: Callable[[sqlite3.Connection], bool]) -> "Future[bool]":
-        """Runs a deletion, then empties the log that still holds what was deleted, unless another server reads it."""
+        """Runs a deletion, then empties the log, which still holds the deleted data, unless another server reads
+        it.
+        """
         forgotten = self._run(work)
         self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
         return forgotten
@@ -196,13 +198,13 @@ class ResponseStore:
         return True
 
     def _evict(self, database: sqlite3.Connection) -> None:
-        """Forgets what was used least recently until the rest is within the limits."""
+        """Forgets the least recently used data until the rest is within the limits."""
         while _is_over(database, self._max_responses, self._max_bytes) and _forget_oldest(database):
             pass
 
 
 def store_of(config: ServerConfig) -> ResponseStore:
-    """Returns the store that the settings ask for."""
+    """Returns the configured store."""
     if config.cache_disk_bytes is None:
         return ResponseStore()
     return ResponseStore(Path(config.cache_dir).expanduser() / FILE_NAME)
@@ -212,7 +214,7 @@ def _opened(path: Path | None) -> sqlite3.Connection:
     if path is not None:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # It holds conversations, so it is made for its owner only; SQLite's other files take after it.
+            # The file holds conversations, so only its owner may read it; SQLite gives its other files the same mode.
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
             return _prepared(str(path))
         except (OSError, sqlite3.Error) as error:
@@ -224,7 +226,7 @@ def _prepared(name: str) -> sqlite3.Connection:
     database = sqlite3.connect(name, timeout=30, check_same_thread=False)
     _write_ahead(database)
     database.execute("PRAGMA synchronous = NORMAL")
-    # What is deleted is overwritten.
+    # Overwrites deleted data.
     database.execute("PRAGMA secure_delete = ON")
     with database:
         # Another server may open the file at the same moment: one makes the tables, the other waits and finds them.
@@ -236,7 +238,7 @@ def _prepared(name: str) -> sqlite3.Connection:
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:
-    """Sets the journal's mode, for which SQLite does not wait while another server sets it."""
+    """Sets the journal's mode; retries, since SQLite does not wait while another server sets it."""
     for attempt in range(_MODE_ATTEMPTS):
         try:
             database.execute("PRAGMA journal_mode = WAL")
@@ -299,7 +301,7 @@ def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -
 
 
 def _forget_oldest(database: sqlite3.Connection) -> bool:
-    """Forgets the chain or conversation used least recently, as a whole; returns False where nothing is kept."""
+    """Forgets the least recently used chain or conversation as a whole; returns False if nothing is stored."""
     statement = """
     SELECT is_chain, namespace, name FROM (
         SELECT 1 AS is_chain, namespace, session AS name, used FROM chains

@@ -1,10 +1,8 @@
-"""What a body of the Responses API may hold.
+"""Bodies of the Responses API, and its tools as the model sees them.
 
-The tools of a request: how the model is shown them, and what a call of the model is for the client.
-
-A model knows functions only. A custom tool, whose input is a text, is shown as a function with one argument
-`input`; a namespace as functions whose names begin with its own; a search for tools that the client runs as the
-function `tool_search`. Tools that OpenAI runs itself are left out or refused.
+A model knows only functions. A custom tool, whose input is a text, becomes a function with one argument `input`; a
+namespace becomes functions with its name as prefix; a tool search run by the client becomes the function
+`tool_search`. Tools that OpenAI runs are left out or refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +20,7 @@ from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, join
 
 MAX_METADATA = 16
 ENCRYPTED_THOUGHTS = "reasoning.encrypted_content"
-"""In `include`: thoughts are to be repeated in the form in which clients send them back."""
+"""In `include`: repeat thoughts in the form in which clients send them back."""
 _SHARED = (
     "temperature",
     "top_p",
@@ -48,7 +46,7 @@ def _conversation(value: Any) -> Any:
 
 
 def _tool_choice(value: Any) -> Any:
-    """Takes a mode, `{"type": "function" | "custom", "name"}` and `{"type": "allowed_tools"}`."""
+    """Returns the choice from a mode, `{"type": "function" | "custom", "name"}` or `{"type": "allowed_tools"}`."""
     if value is None or value in ("auto", "required", "none"):
         return None if value is None else ToolChoice(mode=value)
     kind = value.get("type") if isinstance(value, dict) else None
@@ -91,16 +89,16 @@ class ReasoningWish(BodyModel):
 
     effort: str | None = None
     summary: str | None = None
-    """With any value, thoughts are returned as their own summary."""
+    """Any value makes thoughts their own summary."""
     generate_summary: str | None = None
-    """Its older name."""
+    """Older name of `summary`."""
 
 
 class ResponseStreamOptions(BodyModel):
     """`stream_options`."""
 
     include_obfuscation: bool | None = None
-    """Taken and without effect: nothing is obfuscated here."""
+    """Without effect: nothing is obfuscated here."""
 
 
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)]
@@ -126,11 +124,10 @@ class InputBody(BodyModel):
 
     @property
     def forbids_calls(self) -> bool:
-        """Whether the body forbids that tools are called."""
         return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns what the body wants of thoughts."""
+        """Returns the body's wishes for thoughts."""
         return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
 
 
@@ -158,22 +155,21 @@ class ResponsesBody(InputBody):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the answer is kept."""
         return self.store is not False
 
     @property
     def wants_summary(self) -> bool:
-        """Whether thoughts are to be returned as their own summary."""
+        """Whether thoughts are returned as their own summary."""
         options = self.reasoning or ReasoningWish()
         return (options.summary or options.generate_summary or "none") != "none"
 
     def generation(self) -> dict[str, Any]:
-        """Returns the fields that Chat Completions has too, under its names."""
+        """Returns the fields shared with Chat Completions, under its names."""
         shared = {name: getattr(self, name) for name in _SHARED}
         return {**shared, "max_tokens": self.max_output_tokens}
 
     def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns what the answer is bound to."""
+        """Returns the grammar of the answer, if the body requests one."""
         wanted = self.text.format if self.text else None
         if wanted is None or wanted.type == "text":
             return None
@@ -184,13 +180,13 @@ class ResponsesBody(InputBody):
 
 
 LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
-"""Tools that coding agents offer on every server; the model is not shown them."""
+"""Tools that coding agents offer to every server; the model does not see them."""
 _QUERY: Final = {
     "type": "object",
     "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
     "required": ["query"],
 }
-"""What a search for tools takes unless the client says otherwise."""
+"""Arguments of a tool search, unless the client gives others."""
 
 
 class FunctionTool(BodyModel):
@@ -234,9 +230,9 @@ class SearchTool(BodyModel):
 
 
 def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = True) -> ToolSet:
-    """Returns the tools of a checked or unchecked list; raises ApiError (400).
+    """Returns the tools of a list, checked or not; raises ApiError (400).
 
-    It `defers` tools that say so, where the client has a search by which the model can find them.
+    `defers`: tools that ask for it are left out until a search of the client finds them.
     """
     shown: list[Mapping[str, Any]] = []
     defers = defers and any(map(_is_client_search, tools))
@@ -253,7 +249,7 @@ def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = Tru
 
 
 def _flattened(tools: Sequence[Any], param: str) -> list[tuple[str, Mapping[str, Any], NamespaceTool | None]]:
-    """Returns each tool with its place and its namespace; those that are left out are missing."""
+    """Returns each tool with its place and namespace, without those that are left out."""
     found: list[tuple[str, Mapping[str, Any], NamespaceTool | None]] = []
     for index, tool in enumerate(tools):
         place, kind = f"{param}[{index}]", _type_of(tool)
@@ -273,7 +269,7 @@ def _is_client_search(tool: Any) -> bool:
 def _is_left_out(tool: Any) -> bool:
     if _type_of(tool) == "tool_search":
         return not _is_client_search(tool)
-    # Previews of tools end with their date.
+    # Previews of tools end with a date.
     return any(_type_of(tool) in (name, f"{name}_2025_03_11", f"{name}_2025_08_26") for name in LEFT_OUT)
 
 
@@ -282,7 +278,7 @@ def _type_of(tool: Any) -> Any:
 
 
 def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) -> tuple[dict[str, Any], ClientTool]:
-    """Returns the function that the model is shown, and the tool that it stands for."""
+    """Returns the function shown to the model, and the client's tool."""
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
@@ -316,7 +312,7 @@ def _as_function(tool: CustomTool) -> dict[str, Any]:
 
 
 def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:
-    """Returns the schema of an input. A pattern binds calls that are forced; a Lark grammar is only shown."""
+    """Returns the schema of an input. A pattern binds forced calls; a Lark grammar is only shown."""
     if wanted is None or wanted.type == "text" or not wanted.definition:
         return {"type": "string"}
     if wanted.syntax == "regex":
