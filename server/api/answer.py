@@ -209,7 +209,6 @@ class Answer:
 
     @property
     def _session_id(self) -> str | None:
-        """The conversation's name, given by the client or by the server."""
         name = self._account.name
         return name.id if name is not None else self._exchange.request.session_id
 

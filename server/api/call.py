@@ -301,7 +301,6 @@ def _embedded(request: Request, work: Work, received: float) -> TextsEmbedded:
 async def _admitted(
     context: ApiContext, request: Request, raw: bytes, received: float, id_prefix: str, open_exchange: OpenExchange
 ) -> Response:
-    """Answers within the limits of the request's key."""
     permit = context.rate_limits.admit(known_key_of(request), request.state.answer_headers)
     try:
         response = await _answer(context, request, raw, received, id_prefix, open_exchange, permit)
@@ -356,7 +355,6 @@ def _model_of(opened: Opened) -> ServedModel | None:
 async def _answer_now(
     context: ApiContext, request: Request, use: InUse[Opened], received: float, permit: Permit
 ) -> Response:
-    """Answers with a loaded model."""
     opened = use.planned
     if not isinstance(opened, Exchange | Choices):
         return JsonBody(_payload(opened, use))
@@ -440,7 +438,6 @@ class _LaterStream:
 
 
 def _payload(planned: ModelReady | Payload, use: InUse[Opened]) -> Payload:
-    """Returns the answer to a request that needs no engine."""
     try:
         if not isinstance(planned, ModelReady):
             return planned
@@ -511,7 +508,6 @@ def _arrival(context: ApiContext, request: Request, received: float) -> Arrival:
 
 
 def _note_end(context: ApiContext, arrival: Arrival, answer: Answer, exchange: Exchange) -> None:
-    """Counts a request, with all of its choices, after its answer was closed."""
     model_id, figures, turn = exchange.model.id, answer.figures, answer.turn
     saved = context.activity.note_counted(model_id, exchange.request.namespace, figures, turn)
     context.metrics.note_ended(model_id, arrival.endpoint, arrival.received, figures, turn, saved)
@@ -557,7 +553,6 @@ def _stream(
 def _decoded(
     context: ApiContext, request: Request, raw: bytes, id_prefix: str, read: Callable[[ApiContext, Incoming], Result]
 ) -> Result:
-    """Returns the result of `read` for the decoded body."""
     check_amount(raw)
     fields, is_finite = parse_object(raw)
     request.state.origin = _origin_of(request, fields)
@@ -610,7 +605,6 @@ def _close(
     permit: Permit,
     use: InUse[Opened],
 ) -> None:
-    """Closes an answer; called on every way out."""
     answer.close()
     use.close()
     permit.close(sum(len(exchange.request.tokens) + len(part.token_ids) for exchange, part in answer.parts))
@@ -665,7 +659,6 @@ async def _evaluate_ahead(
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
-    """Returns the result of `work`; cancels it as soon as the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:

@@ -277,7 +277,6 @@ def is_from_this_machine(request: Request) -> bool:
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether a `Host` header names the loopback address."""
     try:
         return urlsplit(f"//{host}").hostname in OWN_NAMES
     except ValueError:

@@ -332,7 +332,6 @@ def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _markers(model: ServedModel, syntax: ToolFormat) -> tuple[str, str]:
-    """Returns the markers around a call as grammars name them; raises ApiError (400)."""
     try:
         return _spelled(model, syntax)
     except InvalidGrammar as error:

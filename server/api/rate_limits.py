@@ -129,7 +129,6 @@ def _filled(bucket: Bucket | None, per_minute: int | None, now: float) -> Bucket
 
 
 def _check(key: ApiKey, usage: KeyUsage) -> None:
-    """Raises OverLimit if a limit is reached."""
     if key.concurrent_requests is not None and usage.num_running >= key.concurrent_requests:
         raise OverLimit(f"{key.concurrent_requests} at once", BUSY_RETRY_SECONDS)
     if usage.requests is not None and usage.requests.amount < 1:

@@ -328,7 +328,6 @@ def _match(pattern: Any, texts: Sequence[str]) -> float:
 
 
 def _relevance(query: str, functions: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns each function's relevance to the words of a query, by BM25."""
     documents = [Counter(_words(" ".join(_texts(function)))) for function in functions]
     mean = sum(document.total() for document in documents) / max(len(documents), 1)
     num_with = Counter(word for document in documents for word in document)

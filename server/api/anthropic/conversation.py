@@ -280,7 +280,6 @@ def read_params(body: MessagesBody, conversation: Conversation, model: ServedMod
 
 
 def _sampling(body: MessagesBody, model: ServedModel) -> SamplingParams:
-    """Returns the model's sampling defaults, changed by the request."""
     names = ("temperature", "top_p", "top_k")
     given: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if given.get("top_k", 0) >= model.vocab_size:
@@ -292,7 +291,6 @@ def _sampling(body: MessagesBody, model: ServedModel) -> SamplingParams:
 
 
 def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
-    """Returns the grammar of the answer: of forced calls, or of the text's schema."""
     choice, tools = body.tool_choice, conversation.callable_tools
     if choice is not None and choice.type in ("any", "tool"):
         name = choice.name if choice.type == "tool" else None

@@ -278,7 +278,6 @@ class MessageExchange(Exchange):
 
     @property
     def _num_left(self) -> int:
-        """Number of tokens left for later parts."""
         return self._body.max_tokens - sum(part.timings.predicted_tokens for part in self._finished)
 
     def _run(self, search: ServerToolUseBody) -> ToolSearchResultBody:
@@ -293,7 +292,6 @@ class MessageExchange(Exchange):
         return {"type": "tool_search_tool_result", "tool_use_id": search["id"], "content": content}
 
     def _longer(self) -> MessagesBody:
-        """Returns the body with the answer so far; calls are no longer forced."""
         messages, said = self._body.messages, self._content.blocks
         if self.conversation is not None and self.conversation.continues:
             messages, said = messages[:-1], [*messages[-1].model_dump()["content"], *said]
@@ -324,7 +322,6 @@ class MessageExchange(Exchange):
                 return self._add(event)
 
     def _message(self, started: Started) -> MessageAnswer:
-        """Returns the answer before its first token."""
         message: MessageAnswer = {
             "id": self.request.request_id,
             "type": "message",

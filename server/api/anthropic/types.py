@@ -38,7 +38,6 @@ class TextBlock(BodyModel):
 
 
 def _as_blocks(value: Any) -> Any:
-    """Returns a text as a list of one block."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
@@ -351,7 +350,6 @@ class PromptBody(BodyModel):
         return sum(marked.cache_control is not None for marked in [self, *(self.tools or ()), *self._blocks()])
 
     def _blocks(self) -> Iterator[Any]:
-        """Yields every block that may request a restore point."""
         yield from self.system or ()
         for message in self.messages:
             for block in message.content:

@@ -303,7 +303,6 @@ async def _lines(steps: AsyncIterator[PullEvent]) -> AsyncIterator[bytes]:
 
 
 async def _last(steps: AsyncIterator[PullEvent]) -> PullStatus:
-    """Returns the last status; raises ApiError."""
     try:
         async for _ in steps:
             pass

@@ -257,7 +257,6 @@ def _capabilities(model: ServedModel) -> list[str]:
 
 
 def _parameters(model: ServedModel) -> Iterator[tuple[str, str]]:
-    """Yields the default options."""
     sampling = model.sampling
     yield "num_ctx", str(model.context_tokens)
     for name, value in (

@@ -124,7 +124,6 @@ def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> li
 def _grammar(
     body: ChatBody, wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel
 ) -> AnswerGrammar | None:
-    """Returns the grammar of the answer: of forced calls, or the `wanted` one for its text."""
     choice, tools = body.tool_choice, conversation.callable_tools
     if choice is not None and choice.mode == "required":
         refuse_going_on(body, "an answer ends with the calls that are forced")
@@ -243,7 +242,6 @@ class ChatExchange(ChoiceExchange):
                 return None
 
     def _chunk(self, delta: DeltaBody | None, reason: str | None = None) -> ChatChunk:
-        """Returns a chunk; without a delta, one without choices."""
         choices: list[ChunkChoice] = []
         if delta is not None:
             choice: ChunkChoice = {
@@ -259,7 +257,6 @@ class ChatExchange(ChoiceExchange):
         return chunk
 
     def _logprobs(self, told: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-        """Returns the log-probabilities of some tokens; None if not requested."""
         return chat_logprobs(told, self.names) if told else None
 
     @property

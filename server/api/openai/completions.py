@@ -142,7 +142,6 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
 
 
 def _places(prompts: Sequence[str | list[int]]) -> list[tuple[str, str | list[int]]]:
-    """Returns each prompt with its place in the body."""
     if len(prompts) == 1:
         return [("prompt", prompts[0])]
     return [(f"prompt[{index}]", prompt) for index, prompt in enumerate(prompts)]
@@ -236,7 +235,6 @@ class CompletionExchange(ChoiceExchange):
         return {**self._body("", None), "choices": choices}
 
     def _untold(self) -> TextLogprobs | None:
-        """Returns the log-probabilities since the last chunk; None if there are none to send."""
         told = self.untold()
         return self._logprobs.write(told) if self._logprobs is not None and told else None
 

@@ -92,7 +92,6 @@ def _stop_token_ids(body: GenerationBody, model: ServedModel) -> frozenset[int]:
 
 
 def _sampling(body: GenerationBody, model: ServedModel) -> SamplingParams:
-    """Returns the model's sampling defaults, changed by the request."""
     given: dict[str, Any] = {name: getattr(body, name) for name in SAMPLING_FIELDS if getattr(body, name) is not None}
     if body.repeat_penalty is not None:
         given["repetition_penalty"] = _one_repetition_penalty(body.repeat_penalty, body.repetition_penalty)

@@ -174,7 +174,6 @@ def _read(
     choice: list[str] | None = None,
     grammar: str | None = None,
 ) -> Iterator[AnswerGrammar]:
-    """Yields a grammar for each given field."""
     if schema is not None:
         yield AnswerGrammar(param, json_grammar(schema))
     if regex is not None:
@@ -206,7 +205,7 @@ def as_limit(value: Any) -> Any:
 
 
 def _stop_strings(value: Any) -> Any:
-    """Returns one text or many as a tuple; an empty text, which forms of clients send, means none."""
+    """Returns one text as a list, and leaves out empty texts, which forms of clients send."""
     texts = [value] if isinstance(value, str) else value
     return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
@@ -381,7 +380,7 @@ def _no_image(kind: Any) -> Any:
 
 
 def _budget(value: Any) -> Any:
-    """-1 is the same as none."""
+    """Returns None for -1."""
     whole = int(value) if isinstance(value, float) and value.is_integer() else value
     return None if whole == -1 else whole
 

@@ -280,7 +280,6 @@ def _conversation(store: ResponseStore, namespace: str, conversation_id: str) ->
 
 
 def _resolved(item: Item, index: int, history: History, store: ResponseStore, namespace: str) -> Item:
-    """Returns the item of a reference; other items unchanged."""
     if item["type"] != "item_reference":
         return item
     wanted = item["id"]
@@ -449,7 +448,6 @@ def _in_chain(incoming: Incoming, session: str | None) -> Incoming:
 
 
 def _grammar(body: ResponsesBody, given: ReadInput, model: ServedModel) -> AnswerGrammar | None:
-    """Returns the grammar of the answer: of forced calls, or of the text's format."""
     wanted, choice, tools = body.answer_grammar(), body.tool_choice, given.conversation.callable_tools
     if choice is not None and choice.mode == "required":
         is_single = choice.is_named or body.parallel_tool_calls is False
@@ -465,7 +463,6 @@ def _is_single_call(body: ResponsesBody, given: ReadInput) -> bool:
 
 
 def _shown_names(tools: ToolSet, names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the model's names for tools that the client names."""
     shown = {tool.name: name for name, tool in (tools.by_name or {}).items()}
     return tuple(shown.get(name, name) for name in names)
 
@@ -543,7 +540,6 @@ class ResponseExchange(Exchange):
                 yield from self._output.add(event)
 
     async def _ended(self, finished: Finished) -> ResponseBody:
-        """Returns the whole response, after it was stored."""
         is_cut = finished.reason is FinishReason.LENGTH
         response: ResponseBody = {
             **self._response,

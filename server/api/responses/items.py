@@ -24,7 +24,6 @@ _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reas
 
 
 def _text(value: Any) -> Any:
-    """Returns a text, from a text or a list of text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
