@@ -1,9 +1,6 @@
-"""Commands to a running engine: what they report and change is one namespace's part of the prefix cache.
+"""Commands to a running engine. Each reports on, or changes, one namespace's part of the prefix cache.
 
-Gives memory that nothing uses any more back to the system.
-
-MLX keeps freed buffers for the next ones, and the C library keeps freed blocks, between others or in the arenas of
-threads that have ended: after many requests together that is more than all that is in use. Worker thread only.
+Also gives memory back to the system that nothing uses any more (`give_back`).
 """
 
 import ctypes
@@ -21,14 +18,19 @@ from server.engine.worker import Worker
 
 
 def give_back() -> None:
-    """Gives back what MLX and the C library keep. Takes some milliseconds, in which other threads may wait."""
+    """Returns freed buffers of MLX and freed blocks of the C library to the system. Worker thread only.
+
+    MLX keeps freed buffers for later use. The C library keeps freed blocks, between others or in the arenas of
+    threads that have ended. After many requests together that is more than all memory in use. The call takes some
+    milliseconds, in which other threads may wait.
+    """
     mx.clear_cache()
     _trim()()
 
 
 @cache
 def _trim() -> Callable[[], object]:
-    """Returns the C library's function for it: glibc's, macOS's, or one that does nothing."""
+    """Returns the function that trims the heap: glibc's, macOS's, or one that does nothing."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim.argtypes = [ctypes.c_size_t]
@@ -46,41 +48,41 @@ HOLD_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class DescribeCache:
-    """What is held for a namespace, with `max_nodes` edges at most."""
+    """What the cache holds for a namespace, with at most `max_nodes` edges."""
 
     namespace: str
     max_nodes: int
 
     def run(self, worker: Worker) -> CacheView:
-        """Returns it, copied."""
+        """Returns a copied description."""
         return worker.prefix_cache.reports.view(self.namespace, self.max_nodes)
 
 
 @dataclass(frozen=True)
 class DescribeEdge:
-    """One edge in memory of a namespace, with `max_tokens` of its tokens at most."""
+    """One edge of a namespace in memory, with at most `max_tokens` of its tokens."""
 
     namespace: str
     number: int
     max_tokens: int
 
     def run(self, worker: Worker) -> EdgeDetail | None:
-        """Returns it, copied; None if it is there no more."""
+        """Returns a copied description; None if the edge is gone."""
         return worker.prefix_cache.reports.edge(self.namespace, self.number, self.max_tokens)
 
 
 @dataclass(frozen=True)
 class ListNamespaces:
-    """What each namespace holds, in sums."""
+    """Sums of what each namespace holds."""
 
     def run(self, worker: Worker) -> list[NamespaceView]:
-        """Returns them, the most bytes first."""
+        """Returns the namespaces, the largest in bytes first."""
         return worker.prefix_cache.reports.namespaces()
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What clearing a namespace dropped."""
+    """Tokens and bytes dropped by clearing a namespace."""
 
     num_tokens: int
     memory_bytes: int
@@ -89,12 +91,14 @@ class Freed:
 
 @dataclass(frozen=True)
 class ClearCache:
-    """Forgets what a namespace holds, but for what running requests use; idle, the system gets the memory back."""
+    """Clears a namespace, except state that running requests use. An idle engine also gives memory back to the
+    system.
+    """
 
     namespace: str
 
     def run(self, worker: Worker) -> Freed:
-        """Does it, and returns what was freed."""
+        """Clears the namespace and returns what was freed."""
         worker.close_answered(self.namespace)
         tokens, before = self._held(worker)
         worker.prefix_cache.clear(self.namespace)
@@ -110,7 +114,7 @@ class ClearCache:
 
 @dataclass(frozen=True)
 class SlotState:
-    """One slot, and whether a request runs in it. Nothing of what it holds."""
+    """One slot, and whether a request runs in it; never the slot's content."""
 
     index: int
     is_leased: bool
@@ -121,19 +125,19 @@ class DescribeSlots:
     """The slots of all namespaces together."""
 
     def run(self, worker: Worker) -> tuple[SlotState, ...]:
-        """Returns them in order."""
+        """Returns the slots in order."""
         return tuple(SlotState(slot.index, slot.is_leased) for slot in worker.prefix_cache.slots)
 
 
 @dataclass(frozen=True)
 class PinSession:
-    """Keeps the state of a session's last turn, and of those to come, from being evicted."""
+    """Keeps the state of a session's last turn, and of its later turns, from being evicted."""
 
     namespace: str
     session_id: str
 
     def run(self, worker: Worker) -> int:
-        """Returns how many tokens are pinned; 0 for a session of which nothing is held. Raises PinLimit."""
+        """Returns the number of pinned tokens, 0 where nothing of the session is held. Raises PinLimit."""
         worker.close_answered(self.namespace)
         return worker.sessions.pin(self.namespace, self.session_id)
 
@@ -146,7 +150,7 @@ class UnpinSession:
     session_id: str
 
     def run(self, worker: Worker) -> bool:
-        """Returns whether there was one."""
+        """Returns whether the session was pinned."""
         return worker.sessions.unpin(self.namespace, self.session_id)
 
 
@@ -158,13 +162,13 @@ class ForgetSession:
     session_id: str
 
     def run(self, worker: Worker) -> None:
-        """Does it; for an unknown session there is nothing to do."""
+        """Forgets the session; an unknown session is no error."""
         worker.forget_session(self.namespace, self.session_id)
 
 
 @dataclass(frozen=True, eq=False)
 class HoldTurn:
-    """Keeps the state of a turn that another request will soon continue, unless memory is wanted for one now."""
+    """Keeps the state of a turn that a request will soon continue, unless a running request needs the memory."""
 
     namespace: str
     label: str
@@ -172,7 +176,7 @@ class HoldTurn:
     reply: Sequence[int]
 
     def run(self, worker: Worker) -> None:
-        """Does it, as far as the turn is known."""
+        """Holds the turn, as far as it is known."""
         tokens = np.concatenate([self.prompt, np.array(self.reply, np.int32)])
         name = PinName(self.namespace, self.label, is_soft=True)
         worker.prefix_cache.pin_until(name, tokens, worker.now() + HOLD_SECONDS)
@@ -180,10 +184,10 @@ class HoldTurn:
 
 @dataclass(frozen=True)
 class ResizeBudget:
-    """Gives the state of past tokens another budget."""
+    """Changes the memory budget for the state of past tokens."""
 
     budget_bytes: int
 
     def run(self, worker: Worker) -> int:
-        """Does it; returns the bytes by which running requests exceed it. If there are any, nothing has changed."""
+        """Returns the bytes by which running requests exceed the new budget; if any, nothing has changed."""
         return worker.prefix_cache.try_resize(self.budget_bytes)

@@ -1,10 +1,9 @@
-"""What binds the tokens of one sequence beside its sampling. Pure.
+"""What limits the next token of one sequence beside its sampling: a grammar, or one forced token. Pure.
 
-Decode steps are double-buffered, so the token that a step samples is not known when the next step is prepared. A
-constraint therefore speaks of one position only: with all tokens before it accepted, it names the token that must
-stand there. `decode_pipeline.py` feeds that one in place of what was sampled, and accepts it when the step is read.
-
-Binds the answer of one sequence to a grammar, from the end of its thought on. Pure.
+Decode steps are double-buffered, so the token that a step samples is unknown while the next step is prepared. A
+constraint therefore speaks of one position only: once all earlier tokens are accepted, it names the token that must
+stand there. `decode.py` feeds the forced token in place of the sampled one, and accepts it when the step is read. A
+grammar binds the answer from the end of the thought on.
 """
 
 from typing import Protocol
@@ -17,7 +16,7 @@ class TokenConstraint(Protocol):
     """Follows the output of one sequence. Worker thread only."""
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token of the output, and the text that became certain with it."""
+        """Takes the next output token, and the text that became certain with it."""
 
     def forced(self) -> int | None:
         """Returns the token that must come next, whatever is sampled; None where any may."""
@@ -29,7 +28,7 @@ class TokenConstraint(Protocol):
 class GrammarConstraint:
     """Follows the output of one sequence and says which tokens may come next. Worker thread only.
 
-    It is told of every token after `thoughts` was, so that it knows whether the token was part of the thought.
+    Accepts a token after `thoughts` has accepted it, so it knows whether the token was part of the thought.
     """
 
     def __init__(self, grammar: OutputGrammar, thoughts: ThoughtWatch | None) -> None:
@@ -42,7 +41,7 @@ class GrammarConstraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is allowed as it is and nothing may follow."""
+        """Whether the answer is complete and nothing may follow."""
         return not self._is_thinking and self._matcher.is_complete
 
     def accept(self, token: int, text: str) -> None:
@@ -59,14 +58,14 @@ class GrammarConstraint:
                 self._matcher.accept_text(self._thoughts.answer_begun)
 
     def forced(self) -> int | None:
-        """A mask of one token says the same."""
+        """Returns None: a mask with one token forces it."""
         return None
 
     def finish(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next; raises GrammarFailed where that cannot be said."""
+        """Returns which tokens may come next. Raises GrammarFailed where the grammar cannot say."""
         if self._is_thinking:
             return self._matcher.mask_without_end()
         words = self._matcher.mask()
@@ -76,5 +75,5 @@ class GrammarConstraint:
 
 
 def _bit(number: int) -> int:
-    """Returns a bit of a signed word of 32 bits."""
+    """Returns bit `number` of a signed 32-bit word."""
     return 1 << number if number < 31 else -(1 << 31)

@@ -1,22 +1,22 @@
-"""Decode steps, double-buffered: the next is prepared before the tokens of the last are read.
+"""Decode steps, double-buffered: a step is prepared before the tokens of the step before it are read.
 
-One step goes through these stages:
+Stages of a step:
 
-* *launch*: the runner prepares it for all rows, and starts it. It is started before the last step is read too,
-  unless the runner does not overlap: then starting would delay what is read;
-* *sample*: a step whose tokens depend on those of the last, because one of its rows is bound to a grammar, samples
-  only once they are read. Where the runner overlaps, the model is evaluated meanwhile;
+* *launch*: the runner prepares the step for all rows and starts it, before the previous step is read where the runner
+  overlaps. Where the runner does not overlap, starting first would delay the read;
+* *sample*: a step with a row bound to a grammar depends on the previous tokens, so it samples only once they are
+  read. Where the runner overlaps, the model is evaluated meanwhile;
 * *record*: the token that a step evaluates is added to the lease's log, at the launch or once it is known;
-* *read*: the sampled tokens become text and events. A token is recorded before it is evaluated a second time,
-  and the caches never run ahead of the log;
-* *recover*: a step that fails takes down nobody but the sequence at fault. The live state of every row in it is
-  dropped, and each row is replayed from what the trie still holds, decoding alone until one step has succeeded. The
-  row that fails alone is at fault.
+* *read*: the sampled tokens become text and events. A token is recorded before it is evaluated a second time, and the
+  caches never run ahead of the log;
+* *recover*: a failed step ends no sequence but the one at fault. Every row of the step loses its live state and is
+  replayed from what the trie still holds, decoding alone until one step has succeeded. A row that fails alone is at
+  fault.
 
-A token that is forced (`constraint.py`) replaces the one that a step samples: the row is fed the forced one in the
-step after, which may be prepared before the first is read, and it is the forced one that is recorded and accepted.
+A forced token (`constraint.py`) replaces the sampled one: the next step feeds it to the row, even where that step is
+prepared before the sampling step is read, and the forced token is recorded and accepted.
 
-A sequence whose last token was not evaluated yet stays for one more step, so that the next turn goes on behind it.
+A sequence whose last token is not yet evaluated stays for one more step, so the next turn can restore that token.
 """
 
 import logging
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class InFlightStep:
-    """A decode step under way, the sequences in it, and whether its tokens were read."""
+    """A launched decode step, its sequences, and whether its tokens were read."""
 
     step: Step
     sequences: list[Sequence]
     is_read: bool = False
     waits: bool = False
-    """Whether it is to sample once the tokens of the step before are read."""
+    """Whether the step samples only after the tokens of the step before are read."""
 
 
 class DecodePipeline:
@@ -82,7 +82,7 @@ class DecodePipeline:
             self._table.close_finished(sequences)
 
     def read(self) -> None:
-        """Waits for the step under way, if its tokens were not read yet."""
+        """Waits for the launched step, if its tokens were not read yet."""
         if self._in_flight is not None and not self._in_flight.is_read:
             self._read(self._in_flight)
 
@@ -102,7 +102,7 @@ class DecodePipeline:
         self._in_flight = InFlightStep(step, sequences, waits=waits)
 
     def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
-        """Says which token a row is fed where that is not the one that `previous` samples for it."""
+        """Sets the token fed to a row, where it is not the token that `previous` samples for the row."""
         if previous is None or previous.is_read or sequence not in previous.sequences:
             sequence.decode.row.next_token = sequence.decode.unrecorded
             return
@@ -123,7 +123,7 @@ class DecodePipeline:
     # -- sample
 
     def _sample(self) -> None:
-        """Has a step that waited for the tokens before it sample its own."""
+        """Samples the step that waited for the previous tokens."""
         waiting = self._in_flight
         if waiting is None or not waiting.waits:
             return
@@ -135,7 +135,7 @@ class DecodePipeline:
             self._start()
 
     def _mask_of(self, sequence: Sequence) -> MaskWords | None:
-        """Returns which tokens a sequence may sample; ends one whose grammar cannot be followed any further."""
+        """Returns which tokens a sequence may sample. Ends a sequence whose grammar cannot be followed further."""
         if sequence not in self._table:
             return None
         try:
@@ -149,7 +149,7 @@ class DecodePipeline:
     # -- read
 
     def _read(self, launched: InFlightStep) -> None:
-        """Takes the tokens of a launched step, records those already being evaluated, and posts their events."""
+        """Reads a launched step: records tokens already being evaluated, and posts events."""
         launched.is_read = True
         try:
             tokens = launched.step.tokens()
@@ -178,14 +178,16 @@ class DecodePipeline:
             self._table.close(sequence)
 
     def _newer_than(self, launched: InFlightStep) -> list[Sequence]:
-        """Returns the sequences of the step launched after another; none if there is no such step."""
+        """Returns the sequences of the step launched after `launched`; none if there is no such step."""
         newer = self._in_flight
         return newer.sequences if newer is not None and newer is not launched else []
 
     # -- recover
 
     def _recover(self, sequences: list[Sequence], error: Exception) -> None:
-        """Drops the live state of every row of a failed step; replays them unless only one can be at fault."""
+        """Drops the live state of every row of a failed step, then replays the rows, unless only one can be at
+        fault.
+        """
         alive = [sequence for sequence in sequences if sequence in self._table and sequence.lease is not None]
         if len(alive) == 1:
             self._table.fail_step(alive[0], error)
@@ -202,7 +204,7 @@ class DecodePipeline:
 
 
 def _error_of(act: Callable[[], None]) -> Exception | None:
-    """Returns what a part of a launch raised: it is handled after the tokens of the step before are read."""
+    """Returns the error of a part of a launch, so it can be handled after the step before is read."""
     try:
         act()
     except Exception as error:  # an error of the model: replaying the rows shows which one is at fault

@@ -1,6 +1,6 @@
-"""What is said of a prompt that was not reused whole: reasons, causes, and how many tokens each cost. Types only.
+"""The types that say why a prompt was not reused whole: reasons, causes, tokens lost to each.
 
-Who finds them is `server.diagnosis`; what to do about them is `server.diagnosis.advice`.
+`server.diagnosis` finds them; `server.diagnosis.advice` says what to do about them.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """Which part of a request kept it from being reused, or what the server lacked."""
+    """The part of a request that kept it from being reused, or what the server lacked."""
 
     COLD = "cold"
     SYSTEM_CHANGED = "system_changed"
@@ -32,7 +32,7 @@ class MissReason(StrEnum):
 
 
 class Cause(StrEnum):
-    """What was changed, or is missing. The value is its name for a person."""
+    """What was changed, or is missing. The value is the cause's name for a person."""
 
     CLOCK = "date or time"
     COUNTER = "counter or percentage"
@@ -68,26 +68,26 @@ class Cause(StrEnum):
 
 
 UNBLAMED = frozenset({Cause.BRANCHED, Cause.NOTE, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
-"""Causes with nothing to mend: how a well-made client and its model work."""
+"""Causes with nothing to mend: a well-made client and its model work this way."""
 
 
 @dataclass(frozen=True)
 class Miss:
-    """One thing that cost tokens, and where the prompt began to differ from the turn before, if it did."""
+    """One cause of lost tokens, and where the prompt began to differ from the turn before, if it did."""
 
     reason: MissReason
     message_index: int | None = None
-    """The message of this request; of messages left out, where they stood."""
+    """The message in this request; for removed messages, the index where they stood."""
     role: str | None = None
     token: int | None = None
-    """Offset of the first token that differs, or that could not be restored."""
+    """Offset of the first token that differs or could not be restored."""
     before: str = ""
-    """The earlier prompt's text around the change, whole words."""
+    """The earlier prompt's text around the change, in whole words."""
     after: str = ""
-    """This prompt's text there."""
+    """This prompt's text at the same place."""
     cause: Cause = Cause.EDITED
     lost_tokens: int = 0
-    """Prompt tokens evaluated because of it; 0 for a change behind another one, which cost all that follows."""
+    """Prompt tokens evaluated because of the miss; 0 for a change behind another one, which cost all that follows."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,10 @@ class Reuse:
     match_tokens: int
     hit_tokens: int
     kept: float | None = None
-    """Share of the previous turn's prompt and reply that was reused, 0 to 1; None without one."""
+    """Share of the previous turn's prompt and reply that was reused, 0 to 1; None without a previous turn."""
     miss: Miss | None = None
     """The costliest of `misses`; None where nothing was lost."""
     lost_tokens: int = 0
     """Prompt tokens evaluated although the previous turn held them: the sum over `misses`."""
     misses: tuple[Miss, ...] = ()
-    """All that was lost, in the order of the prompt."""
+    """All misses, in the order of the prompt."""

@@ -1,13 +1,13 @@
-"""Vectors of texts, beside the generation of answers and behind it.
+"""Vectors of texts, evaluated beside the generation of answers and with lower priority.
 
 Invariants:
 
-* one step evaluates one piece: short texts together, or a chunk of a long one, never more than a prefill chunk;
-* while answers are prefilled or decoded a piece runs once in `STEPS_BEHIND_CHAT` steps only, so that both go on;
+* one step evaluates one piece: short texts together, or a chunk of a long text, never more than a prefill chunk;
+* while answers are prefilled or decoded, a piece runs only once in `STEPS_BEHIND_CHAT` steps, so both go on;
 * texts of several requests are evaluated together where their lengths allow it, the oldest first;
-* the layer caches of a long text are within the memory budget: nothing is evaluated before memory was set aside.
+* the layer caches of a long text stay within the memory budget: memory is set aside before anything is evaluated.
 
-Worker thread only, but for the futures.
+Worker thread only, except the futures.
 """
 
 import itertools
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_BEHIND_CHAT = 8
 MAX_TOGETHER = 256
-"""Texts that are looked at to be evaluated together."""
+"""Number of waiting texts considered for one batch."""
 
 Vector: TypeAlias = NDArray[np.float32]
 
@@ -42,58 +42,58 @@ class LongTextPort(Protocol):
         """Evaluates the next tokens."""
 
     def vector(self) -> Vector:
-        """Returns the vector of all that was fed."""
+        """Returns the vector of all tokens fed."""
 
 
 class EmbedderPort(Protocol):
-    """What makes vectors; `models.inference.embedding.Embedder` is the real one."""
+    """Makes vectors; `models.inference.embedding.Embedder` is the real one."""
 
     def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int, /) -> list[Vector]:
         """Returns the vectors of texts evaluated together."""
 
     def begin(self, reading: Reading, adapter: int, /) -> LongTextPort:
-        """Returns a text to be evaluated piece by piece."""
+        """Begins a text that is evaluated piece by piece."""
 
 
 class AsidePort(Protocol):
-    """Memory beside that of conversations; `cache.reclaim.SetAside` is the real one."""
+    """Memory outside the conversations; `cache.reclaim.SetAside` is the real one."""
 
     def try_take(self, num_tokens: int, /) -> bool:
-        """Sets aside what so many tokens take; False if it cannot be had now."""
+        """Sets aside memory for a number of tokens; False if it is not available now."""
 
     def give_back(self) -> None:
-        """Ends that."""
+        """Releases the memory set aside."""
 
 
 @dataclass(eq=False)
 class EmbeddingJob:
-    """The texts of one request, a token or more each, and where their vectors are awaited, in the same order."""
+    """The texts of one request, each of one token or more, and the future for their vectors in the same order."""
 
     texts: Sequence[TokenArray]
     reading: Reading
     adapter: int = NO_ADAPTER
-    """What they are evaluated with, by its index."""
+    """Index of the adapter that evaluates the texts."""
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
     found: dict[int, Vector] = field(default_factory=dict)
-    """Those that are known, by the place of their text."""
+    """Known vectors, by the index of their text."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether nobody waits for the vectors any more."""
         return self.vectors.done()
 
     def is_like(self, other: "EmbeddingJob") -> bool:
-        """Whether texts of both may be evaluated together."""
+        """Whether texts of both jobs may be evaluated together."""
         return (self.reading, self.adapter) == (other.reading, other.adapter)
 
     def take(self, place: int, vector: Vector) -> None:
-        """Notes a vector; the last one answers the request."""
+        """Stores a vector; the last one answers the request."""
         self.found[place] = vector
         if len(self.found) == len(self.texts):
             self.settle(None)
 
     def settle(self, error: Exception | None) -> None:
-        """Answers the request, unless that was done or its client has left."""
+        """Answers the request, unless it was answered or its client has left."""
         if self.vectors.done() or not self.vectors.set_running_or_notify_cancel():
             return
         if error is not None:
@@ -114,7 +114,7 @@ class _Text:
 
 @dataclass(eq=False)
 class _Running:
-    """A long text under way."""
+    """A long text being evaluated."""
 
     text: _Text
     run: LongTextPort
@@ -122,7 +122,7 @@ class _Running:
 
 
 class Embeddings:
-    """The texts that wait for their vectors, and the one being evaluated."""
+    """The queue of texts that wait for vectors, and the text being evaluated."""
 
     def __init__(self, embedder: EmbedderPort, aside: AsidePort, chunk_tokens: int) -> None:
         self._embedder = embedder
@@ -148,7 +148,7 @@ class Embeddings:
         self._forget_settled()
 
     def give_way(self) -> bool:
-        """Gives the memory of a long text back, which is begun anew later; False if there is none."""
+        """Gives back the memory of a long text, which begins anew later; False if none is running."""
         if self._running is None:
             return False
         self._texts.appendleft(self._running.text)
@@ -156,9 +156,9 @@ class Embeddings:
         return True
 
     def step(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
-        """Evaluates a piece, unless it is to wait. What goes wrong is told to the requests that the piece is of.
+        """Evaluates one piece, unless answers go first. An error is told only to the requests of that piece.
 
-        Without `may_take_memory` no long text is begun: an answer waits for memory, or soon may.
+        Without `may_take_memory` no long text begins, because an answer waits for memory, or soon may.
         """
         self._forget_settled()
         if not self.has_work:
@@ -187,7 +187,7 @@ class Embeddings:
             text.job.take(text.place, vector)
 
     def _next_texts(self) -> list[_Text]:
-        """Returns the oldest text, and of those behind it what fits into a chunk, padded to the longest."""
+        """Returns the oldest text and those behind it that fit into a chunk, padded to the longest."""
         chosen: list[_Text] = []
         longest = 0
         for text in itertools.islice(self._texts, MAX_TOGETHER):
@@ -209,9 +209,9 @@ class Embeddings:
             self._forget_settled()
 
     def _begin(self, text: _Text, *, is_behind_chat: bool) -> _Running | None:
-        """Returns the oldest text, taken out of the queue; None while the memory is held by running answers.
+        """Removes the oldest text from the queue and returns it; None while running answers hold the memory.
 
-        Raises PromptTooLarge where it could never be had.
+        Raises PromptTooLarge where the budget can never hold the text.
         """
         if not self._aside.try_take(len(text.tokens)):
             if is_behind_chat:
@@ -239,7 +239,7 @@ class Embeddings:
         self._aside.give_back()
 
     def _forget_settled(self) -> None:
-        """Drops the texts of requests that are over, or whose client has left."""
+        """Drops texts of requests that are answered, or whose client has left."""
         if self._running is not None and self._running.text.job.is_over:
             self._end_running()
         if any(text.job.is_over for text in self._texts):
@@ -250,7 +250,7 @@ class Embeddings:
 
 
 def _told(error: Exception) -> Exception:
-    """Returns what a request is told about an error: those of the device, or of an architecture's code, are ours."""
+    """Returns the error that a request gets; errors of the device or an architecture's code become ours."""
     if isinstance(error, EngineError | ModelError):
         return error
     logger.warning("texts could not be embedded", exc_info=error)

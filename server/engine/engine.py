@@ -1,11 +1,8 @@
 """The engine as the rest of the server sees it: submit a request, iterate over its events.
 
-`Engine` owns the worker thread. Everything that touches the device happens there, clean-up included; everything
-here only passes messages. `stats` and `is_running` answer at once, however busy the device is.
-
-The conversations of a model that was unloaded, kept in memory until it is loaded again.
-
-One thread at a time: first that of the worker that ended, then whoever holds it, then that of the next worker.
+`Engine` owns the worker thread. Everything that touches the device happens on that thread, clean-up included; the
+engine's own methods only pass messages. `stats` and `is_running` answer at once, however busy the device is. When a
+model is unloaded, its conversations stay in memory as `DormantState`.
 """
 
 import asyncio
@@ -47,10 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 class DormantState:
-    """State without a model: arrays in memory, and the tries that know whose they are."""
+    """State without a model: arrays in memory, and the tries that index them, kept until the model is loaded again.
+
+    One thread at a time may use it: the thread of the worker that ended, then the holder, then the next worker's
+    thread.
+    """
 
     def __init__(self, prefix_cache: PrefixCache, sessions: EngineSessions, fingerprint: str) -> None:
-        """The cache is parked. `fingerprint` is that of the model, its precision and the libraries."""
+        """The cache must be parked. `fingerprint` identifies the model, its precision and the libraries."""
         self.prefix_cache = prefix_cache
         self.sessions = sessions
         self.fingerprint = fingerprint
@@ -58,22 +59,22 @@ class DormantState:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Bytes of memory taken."""
         return self.prefix_cache.ledger.stored_bytes
 
     def shrink(self, budget_bytes: int) -> None:
-        """Drops what is worth least until the rest takes no more than `budget_bytes`, as far as pins allow."""
+        """Drops the least valuable state until the rest fits `budget_bytes`, as far as pins allow."""
         self.prefix_cache.try_resize(budget_bytes)
 
     def forget(self, namespace: str) -> tuple[int, int]:
-        """Drops what is held for a namespace; returns how many tokens and bytes that were."""
+        """Drops a namespace; returns the tokens and bytes dropped."""
         num_tokens = self.prefix_cache.memory.holdings(namespace).total.num_tokens
         before = self.num_bytes
         self.prefix_cache.clear(namespace)
         return num_tokens, before - self.num_bytes
 
     def drop(self) -> None:
-        """Drops all of it now, whoever still refers to the cache."""
+        """Drops all state now, even if somebody still refers to the cache."""
         self.prefix_cache.clear()
         self.is_dropped = True
 
@@ -81,19 +82,19 @@ class DormantState:
 CALIBRATION_TOKENS = 8
 MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
-"""Time without requests after which the worker does what could wait: it writes idle state to disk."""
+"""Seconds without requests before the worker does idle work: it writes idle state to disk."""
 IDLE_PAUSE_SECONDS = 0.005
-"""Pause between two pieces of such work."""
+"""Seconds between two pieces of idle work."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine may use."""
+    """Limits of an engine."""
 
     max_slots: int = 8
-    """Sequences that are live at once."""
+    """Live sequences at once."""
     budget_bytes: int = 4 << 30
     """Memory for the state of past tokens, live and stored."""
     context_tokens: int = 4096
@@ -103,22 +104,22 @@ class EngineConfig:
     max_waiting: int = 64
     """Requests that may wait beyond those that run."""
     expected_tokens: int = 512
-    """Output that live buffers are sized for; a longer one grows them."""
+    """Output length that live buffers are sized for; a longer output grows them."""
     disk_folder: Path | None = None
-    """Where the state goes that does not fit into memory; nowhere if None."""
+    """Folder for state that does not fit into memory; None for no disk."""
     disk_bytes: int = 0
-    """How much of it the disk may hold."""
+    """Most bytes on disk."""
     disk_write_bytes_per_day: int | None = None
-    """How much of it may be written in 24 hours; no limit if None."""
+    """Most bytes written to disk in 24 hours; None for no limit."""
 
 
 class Engine:
     """One model being served. `submit` and `execute` belong to the event loop, the other methods to any thread."""
 
     def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig, fingerprint: str = "") -> None:
-        """`make_worker` runs on the worker thread, so that whatever it builds on the device belongs there.
+        """`make_worker` runs on the worker thread, so that whatever it builds on the device belongs to that thread.
 
-        `fingerprint` tells whose state may go on here.
+        `fingerprint` identifies the state that may be reused here.
         """
         self._make_worker = make_worker
         self._config = config
@@ -130,19 +131,19 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._is_accepting = False
         self._idle_work_at: float | None = None
-        """When the worker may do what could wait; None if that is done. Worker thread only."""
+        """When idle work may begin; None if it is done. Worker thread only."""
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._stats = EngineStats()
         self._journal = Journal()
-        """That of the worker's cache, once there is one."""
+        """The journal of the worker's cache, once the cache exists."""
 
     @classmethod
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, dormant: DormantState | None = None) -> "Engine":
-        """Returns an engine for a loaded model; `start` begins its work.
+        """Returns an engine for a loaded model; call `start` to begin.
 
-        `dormant` is what the model's last engine left, and is consumed; state of other weights, another tokenizer or
-        precision is dropped.
+        `dormant` is what the model's last engine left, and is consumed. State of other weights, another tokenizer or
+        another precision is dropped.
         """
         resumed = dormant
         if dormant is not None and dormant.fingerprint != loaded.state_fingerprint:
@@ -173,11 +174,11 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are being taken."""
+        """Whether the engine takes requests."""
         return self._is_accepting and self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the worker and returns when it is ready. Raises whatever kept it from becoming so."""
+        """Starts the worker and returns when it is ready. Raises any error of its start."""
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
@@ -185,12 +186,12 @@ class Engine:
         self._is_accepting = True
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests and waits for the running ones; False if some were still running then."""
+        """Takes no more requests and waits for the running ones; False if some still ran after the time."""
         self._is_accepting = False
         return await asyncio.to_thread(self._inbox.wait_until_idle, timeout_seconds)
 
     def stop(self) -> None:
-        """Ends what still runs, with an error to its client, and the thread."""
+        """Ends running requests with an error, and the thread."""
         self._is_accepting = False
         self._inbox.put_end()
         if self._thread.is_alive():
@@ -206,10 +207,10 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queues a request and returns its events-to-come.
+        """Queues a request and returns its `Generation`.
 
-        Raises EngineStopped while not running, QueueFull when too many wait, ValueError for a prompt that is
-        empty or leaves no room in the context.
+        Raises EngineStopped while not running, QueueFull when too many wait, ValueError for a prompt that is empty or
+        leaves no room in the context.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
@@ -221,17 +222,17 @@ class Engine:
         return generation
 
     def _mailbox_here(self) -> Mailbox:
-        """Returns the mailbox of the running event loop; it seldom is another than the last time."""
+        """Returns the mailbox of the running event loop, in general the same as last time."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
 
     async def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
-        """Returns the vectors of texts, each of a token or more that fit the context; a cancel ends the work.
+        """Returns the vectors of texts, each of one token or more and within the context. A cancel ends the work.
 
-        Raises EngineStopped while not running, QueueFull when too many wait, PromptTooLarge, and
-        EmbeddingUnsupported for a model that makes none.
+        Raises EngineStopped while not running, QueueFull when too many wait, PromptTooLarge, and EmbeddingUnsupported
+        for a model that makes no vectors.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
@@ -244,11 +245,11 @@ class Engine:
         return replace(self._stats, num_open=self._inbox.num_open)
 
     def watch(self, tell: Tell | None) -> None:
-        """Has `tell` called on the event loop with what happens to state from now on; None ends that."""
+        """Calls `tell` on the event loop for each event of cached state; None ends that."""
         self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
 
     async def execute(self, command: Command[Worker, Result]) -> Result:
-        """Has a command run on the worker thread between two steps, and returns its result or raises its error.
+        """Runs a command on the worker thread between two steps, and returns its result or raises its error.
 
         Works while the engine is idle or draining. Raises QueueFull when too many commands wait, EngineStopped when
         the engine never started, has ended, or ends before the command's turn.
@@ -256,15 +257,15 @@ class Engine:
         return await asyncio.wrap_future(self._inbox.put_command(command))
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Gives the state of conversations another budget; returns the bytes by which running requests exceed it.
+        """Changes the budget for state; returns the bytes by which running requests exceed it.
 
-        If there are any, the budget stays what it was. Raises as `execute` does.
+        If there are any, the budget stays as before. Raises as `execute` does.
         """
         own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
         return await self.execute(ResizeBudget(own_bytes))
 
     def execute_later(self, command: Command[Worker, object]) -> None:
-        """Has a command run like `execute`, without waiting for it; its error is only logged. For any thread."""
+        """Runs a command like `execute`, without waiting; its error is only logged. For any thread."""
         with contextlib.suppress(QueueFull, EngineStopped):
             self._inbox.put_command(command).add_done_callback(_log_failure)
 
@@ -311,7 +312,7 @@ class Engine:
             worker.fail_all(StepFailed(f"the server failed: {error}"))
 
     def _handle_messages(self, worker: Worker) -> bool:
-        """Handles all messages, waiting for one while there is nothing else to do; False when it is time to stop."""
+        """Handles all messages, waiting for one while there is no other work; False to stop."""
         while True:
             try:
                 message = self._next_message(worker)
@@ -322,9 +323,9 @@ class Engine:
             message.handle(worker)
 
     def _next_message(self, worker: Worker) -> WorkerMessage | None:
-        """Returns the next message, None for the end; raises queue.Empty if none is there but requests have work.
+        """Returns the next message, None for the end. Raises queue.Empty if none is there but requests have work.
 
-        Without requests it waits for one, and uses a long wait for idle work.
+        Without requests it waits for a message, and does idle work during a long wait.
         """
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
@@ -339,9 +340,9 @@ class Engine:
             return self._work_idly(worker)
 
     def _work_idly(self, worker: Worker) -> WorkerMessage | None:
-        """Lets the worker do what could wait, until a message comes; then waits for one.
+        """Does idle work until a message comes, then returns or waits for one.
 
-        Commands do not count as work: whoever looks at the cache every few seconds must not keep it off the disk.
+        Commands do not count as work: a client that polls the cache every few seconds must not keep it off the disk.
         """
         try:
             for _ in worker.idle_work():
@@ -356,7 +357,7 @@ class Engine:
 
 
 def _post(mailbox: Mailbox, tell: Tell, event: CacheEvent) -> None:
-    """Has an event told on the event loop; a worker that still ends what it does goes on where the loop has gone."""
+    """Tells an event on the event loop. A closed loop is ignored, so a worker that is ending can go on."""
     with contextlib.suppress(RuntimeError):
         mailbox.post(partial(tell, event))
 
@@ -374,7 +375,7 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _disk_bytes_in_memory(config: EngineConfig) -> int:
-    """Returns the part of the budget that is for state between memory and disk."""
+    """Returns the part of the budget for state between memory and disk."""
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 
@@ -401,7 +402,7 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
 def _make_prefix_cache(
     runner: Runner, config: EngineConfig, loaded: LoadedModel, dormant: DormantState | None
 ) -> PrefixCache:
-    """Returns a new cache, or the one of an earlier engine of the same model."""
+    """Returns a new cache, or the cache of an earlier engine of the same model."""
     budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
     if dormant is not None:
         dormant.prefix_cache.resume(runner.make_caches, budget_bytes)
@@ -416,7 +417,7 @@ def _make_prefix_cache(
 
 
 def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> None:
-    """Evaluates a few tokens once, to learn how large their state is and to compile what must be compiled."""
+    """Evaluates a few tokens once, to learn the size of their state and to compile kernels."""
     caches = runner.make_caches()
     runner.prefill(caches, np.ones(CALIBRATION_TOKENS, np.int32))
     prefix_cache.calibrate(caches)

@@ -1,12 +1,7 @@
-"""The asyncio side of one request: an async iterator over its events, and a way to cancel it.
+"""The asyncio side of one request: an async iterator over its events that can be cancelled.
 
-What waits for a slow reader is bounded: `MAX_PENDING` events, then one piece of text that grows. Nothing is lost, and
-no other request waits. The HTTP side bounds how long a reader may read nothing at all.
-
-From the worker thread to the event loop: what is posted while the loop is still to wake is read in one go.
-
-A decode step posts a token for each of its rows. Waking the loop for each of them costs a system call, and has the
-loop's thread and the worker's take the interpreter from one another once a row.
+What waits for a slow reader is bounded: `MAX_PENDING` events, then one piece of text that grows. No event is lost,
+and no other request waits. The HTTP side limits how long a reader may read nothing at all.
 """
 
 import asyncio
@@ -21,7 +16,11 @@ Delivery: TypeAlias = Callable[[], None]
 
 
 class Mailbox:
-    """Runs deliveries on one event loop, in the order in which they were posted."""
+    """Runs deliveries on one event loop, in the order in which they were posted.
+
+    Deliveries posted before the loop wakes are read in one go. A decode step posts a token for each row; waking the
+    loop for each would cost a system call, and a switch of the interpreter lock, per row.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -30,7 +29,7 @@ class Mailbox:
         """Whether the loop was woken and has not begun to read since."""
 
     def post(self, delivery: Delivery) -> None:
-        """Has `delivery` run on the loop. Safe from any thread; raises RuntimeError if the loop is closed."""
+        """Runs `delivery` on the loop. Safe from any thread; raises RuntimeError if the loop is closed."""
         self._posted.append(delivery)
         if self._wakes:
             return
@@ -51,29 +50,29 @@ class Mailbox:
 
 
 MAX_PENDING = 64
-"""Events that are kept one by one for a slow reader; text beyond them is joined into one piece."""
+"""Events kept one by one for a slow reader; later text is joined into one piece."""
 
 
 class Generation:
     """Events of one submitted request. Used on the event loop; fed from the worker thread by `post`."""
 
     def __init__(self, request_id: str, cancel: Callable[[str], None], mailbox: Mailbox) -> None:
-        """`mailbox` is the one of the event loop that reads."""
+        """`mailbox` belongs to the event loop of the reader."""
         self.request_id = request_id
         self._cancel = cancel
         self._mailbox = mailbox
         self._pending: deque[Event] = deque()
         self._joined: list[Delta] = []
-        """Text that came while `MAX_PENDING` events waited: it is read after them, as one piece."""
+        """Text that came while `MAX_PENDING` events waited; read after them, as one piece."""
         self._arrived = asyncio.Event()
 
     @property
     def is_behind(self) -> bool:
-        """Whether the reader has left so much unread that text is joined. Safe from any thread."""
+        """Whether so much is unread that text is joined. Safe from any thread."""
         return bool(self._joined)
 
     def post(self, events: list[Event]) -> None:
-        """Hands events over. Called on the worker thread; a closed loop means nobody listens any more."""
+        """Hands over events. Called on the worker thread; a closed loop means nobody listens any more."""
         try:
             self._mailbox.post(partial(self._put_all, events))
         except RuntimeError:

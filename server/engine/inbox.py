@@ -1,7 +1,7 @@
-"""Messages to the worker thread: requests, cancels and commands, handled there in the order in which they came in.
+"""Messages to the worker thread: requests, cancels and commands, handled in the order of their arrival.
 
-Requests and commands that wait are bounded in number. Whatever was put into the inbox is answered: handled by the
-worker, or refused when the inbox is closed.
+Waiting requests and commands are bounded in number. Every message is answered: handled by the worker, or refused when
+the inbox is closed.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_COMMANDS = 64
 """Commands that may wait for the end of a step."""
 COMMAND_RETRY_SECONDS = 2
-"""When one that is refused should come again; commands take no longer than a step."""
+"""Seconds after which a refused command may be retried; no command takes longer than a step."""
 
 Result = TypeVar("Result")
 
@@ -35,14 +35,14 @@ class WorkerMessage(Protocol):
     """Something for the worker."""
 
     def handle(self, worker: Worker) -> None:
-        """Does it, on the worker thread."""
+        """Handles the message on the worker thread."""
 
     def refuse(self, error: EngineStopped) -> None:
-        """Answers it in place of a worker that has ended."""
+        """Answers the message in place of a worker that has ended."""
 
 
 class Inbox:
-    """A queue with one reader, the worker thread. Anything may be put into it from any thread."""
+    """A queue with one reader, the worker thread, and writers on any thread."""
 
     def __init__(self, *, max_slots: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_waiting` requests may be unfinished beyond the `max_slots` that run. `clock` counts seconds."""
@@ -53,9 +53,9 @@ class Inbox:
         self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_open = False
-        """Whether messages are read; what is put in under the lock meanwhile gets an answer."""
+        """Whether messages are read. A message put in under the lock while this is true gets an answer."""
         self.num_open = 0
-        """Requests that were put in and have not ended."""
+        """Requests put in that have not ended."""
         self._num_commands = 0
         self._idle = threading.Event()
         self._idle.set()
@@ -63,7 +63,7 @@ class Inbox:
     # -- any thread
 
     def put_request(self, request: GenerationRequest, generation: Generation) -> None:
-        """Queues a request. Raises QueueFull, unless it is idle work, which is not counted, and EngineStopped."""
+        """Queues a request. Raises EngineStopped; also QueueFull, except for idle work, which is not counted."""
         if request.is_idle_work:
             self._put(SubmitMessage(request, CountingSink(generation, lambda: None)))
             return
@@ -72,7 +72,7 @@ class Inbox:
             self._messages.put(SubmitMessage(request, CountingSink(generation, self._request_ended)))
 
     def put_embedding(self, job: EmbeddingJob) -> None:
-        """Queues texts to make vectors of. Raises QueueFull, as for a request, and EngineStopped."""
+        """Queues texts to embed. Raises QueueFull, as for a request, and EngineStopped."""
         with self._lock:
             self._count_one_more()
             self._messages.put(EmbeddingMessage(job))
@@ -83,7 +83,7 @@ class Inbox:
         self._messages.put(CancelMessage(request_id))
 
     def put_command(self, command: Command[Worker, Result]) -> Future[Result]:
-        """Queues a command and returns its result-to-come. Raises QueueFull and EngineStopped."""
+        """Queues a command and returns the future of its result. Raises QueueFull and EngineStopped."""
         future: Future[Result] = Future()
         with self._lock:
             self._require_open()
@@ -94,11 +94,11 @@ class Inbox:
         return future
 
     def put_end(self) -> None:
-        """Has the reader stop when it has handled what came in before."""
+        """Tells the reader to stop after the messages already queued."""
         self._messages.put(None)
 
     def wait_until_idle(self, timeout_seconds: float) -> bool:
-        """Waits until no request is unfinished; False if some still were then."""
+        """Waits until no request is unfinished; False if some still were after the time."""
         return self._idle.wait(timeout_seconds)
 
     def _put(self, message: WorkerMessage) -> None:
@@ -141,7 +141,7 @@ class Inbox:
         self._is_open = True
 
     def get(self, timeout_seconds: float | None = None) -> WorkerMessage | None:
-        """Returns the next message, None for the end. Waits for one; raises queue.Empty when the time is over."""
+        """Returns the next message, None for the end. Raises queue.Empty after the time."""
         return self._messages.get(timeout=timeout_seconds)
 
     def get_nowait(self) -> WorkerMessage | None:
@@ -149,7 +149,7 @@ class Inbox:
         return self._messages.get_nowait()
 
     def close(self) -> None:
-        """Takes no more messages, and refuses those that nobody handled: else their senders would wait forever."""
+        """Takes no more messages and refuses those left, so no sender waits for ever."""
         with self._lock:
             self._is_open = False
         error = EngineStopped("the server is shutting down")
@@ -170,7 +170,7 @@ class CountingSink:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the reader has left much of it unread."""
+        """Whether the reader has left much unread."""
         return self._generation.is_behind
 
     def post(self, events: list[Event]) -> None:
@@ -189,7 +189,7 @@ class SubmitMessage:
     sink: CountingSink
 
     def handle(self, worker: Worker) -> None:
-        """Submits it; a bug of ours there fails every request, this one included."""
+        """Submits the request. A bug of ours there fails every request, this one included."""
         try:
             worker.submit(self.request, self.sink)
         except Exception as error:  # the engine goes on with the next request

@@ -1,6 +1,6 @@
-"""What one sequence has put out: its tokens, their text, why it ended, and what binds what may come next.
+"""The output of one sequence: its tokens, their text, why it ended, and what binds the next token.
 
-Generated tokens to text: decoding, stop strings, and which tokens completed which text. Knows no queue.
+Text is decoded token by token, and stop strings are found in it. Knows no queue and no device.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ class TextDecoder(Protocol):
         """Returns the text that became certain with this token."""
 
     def finish(self) -> str:
-        """Returns what was held back."""
+        """Returns the text held back."""
 
 
 MakeDecoder = Callable[[], TextDecoder]
 
 
 class OutputText:
-    """The text of one answer. Text that may be the beginning of a stop string is held back until that is certain."""
+    """The text of one answer. Text that may begin a stop string is held back until that is certain."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class OutputText:
         *,
         keeps_stop: bool = False,
     ) -> None:
-        """`constraints` are told of every token and its text, those of a stop string too.
+        """`constraints` accept every token and its text, those of a stop string too.
 
         With `keeps_stop` the stop string is emitted as the end of the text.
         """
         self.stop_text: str | None = None
-        """The stop string that was found; nothing behind it is emitted."""
+        """The stop string found; nothing behind it is emitted."""
         self._decoder = decoder
         self._stops = StopStringMatcher(stop)
         self._keeps_stop = keeps_stop
@@ -52,12 +52,12 @@ class OutputText:
         self._pending: list[int] = []
         """Tokens whose text is not emitted yet."""
         self._logprobs: list[TokenLogprob] = []
-        """Theirs, where they are told."""
+        """Log-probabilities of the pending tokens, where the request asked for them."""
 
     def push(self, token: int, logprob: TokenLogprob | None = None, *, may_stop: bool = True) -> list[Delta]:
         """Returns the text that a token completes, at most one delta.
 
-        Unless it `may_stop`, no stop string is looked for.
+        Without `may_stop` no stop string is looked for.
         """
         self._pending.append(token)
         if logprob is not None:
@@ -68,12 +68,12 @@ class OutputText:
         return self._emit(text) if may_stop else self._delta(self._stops.flush() + text)
 
     def leave_out(self, token: int, logprob: TokenLogprob | None = None) -> None:
-        """Takes a token that ends the output and has no text there."""
+        """Takes a token that ends the output and adds no text."""
         self._pending.append(token)
         self._logprobs += [] if logprob is None else [logprob]
 
     def finish(self) -> list[Delta]:
-        """Returns what was held back; nothing where a stop string was found."""
+        """Returns the text held back; none where a stop string was found."""
         for constraint in self._constraints:
             constraint.finish()
         deltas: list[Delta] = []
@@ -85,7 +85,7 @@ class OutputText:
 
     @property
     def rest(self) -> Delta:
-        """The tokens that have completed no text."""
+        """The tokens that completed no text."""
         return Delta("", tuple(self._pending), tuple(self._logprobs))
 
     def _emit(self, text: str) -> list[Delta]:
@@ -102,15 +102,15 @@ class OutputText:
 
 
 class Output:
-    """The output of one request. It outlives replays: what was put out stays so."""
+    """The output of one request. It survives replays."""
 
     def __init__(self, request: GenerationRequest, decoder: TextDecoder, end_token_ids: frozenset[int]) -> None:
-        """Any of `end_token_ids` ends it."""
+        """Any of `end_token_ids` ends the output."""
         self.tokens: list[int] = []
         self.reason: FinishReason | None = None
-        """Why it ended; None until it does."""
+        """Why the output ended; None until it does."""
         self.stop_token: int | None = None
-        """The token that ended it, if one did."""
+        """The token that ended the output, if one did."""
         self._max_tokens = request.max_tokens
         self._min_tokens = request.sampling.min_tokens
         self._ends = end_token_ids
@@ -125,37 +125,37 @@ class Output:
 
     @property
     def stop_text(self) -> str | None:
-        """The stop string that ended it, if one did."""
+        """The stop string that ended the output, if one did."""
         return self._text.stop_text
 
     @property
     def rest(self) -> Delta:
-        """The tokens whose text was not put out, nor ever will be once it has ended."""
+        """The tokens whose text was not emitted, nor ever will be once the output has ended."""
         return self._text.rest
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Tokens that are thought; None where thoughts are not told apart."""
+        """Number of thought tokens; None where thoughts are not told apart."""
         return None if self._thoughts is None else self._thoughts.num_tokens
 
     @property
     def is_bound(self) -> bool:
-        """Whether the tokens that may come next depend on those before, so that these must be read first."""
+        """Whether the next tokens depend on earlier ones, so the earlier ones must be read first."""
         return self._grammar is not None and self.reason is None
 
     def mask(self) -> MaskWords | None:
-        """Returns which tokens may follow those accepted so far; None where any may. Raises GrammarFailed."""
+        """Returns which tokens may follow the accepted ones; None where any may. Raises GrammarFailed."""
         return self._grammar.mask() if self._grammar is not None and self.reason is None else None
 
     def forced_token(self) -> int | None:
-        """Returns the token that must follow those accepted so far; None where the sampled one counts."""
+        """Returns the token that must follow the accepted ones; None where the sampled one counts."""
         if self.reason is not None:
             return None
         forced = (constraint.forced() for constraint in self._constraints)
         return next((token for token in forced if token is not None), None)
 
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
-        """Takes the next token and returns the text that it completes; sets `reason` where it is the last one."""
+        """Takes the next token and returns the text that it completes; sets `reason` at the last token."""
         self.tokens.append(token)
         if token in self._ends:
             self.stop_token = token
@@ -178,7 +178,7 @@ class Output:
         return any(bound is not None and bound.is_complete for bound in ends)
 
     def end(self, reason: FinishReason) -> list[Delta]:
-        """Ends it where it is and returns the text held back so far.
+        """Ends the output here and returns the text held back.
 
         A stop string in that text makes `STOP` the reason, unless the request was cancelled.
         """

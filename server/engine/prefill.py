@@ -1,7 +1,7 @@
 """Prefill: waiting requests get a lease, prompts are evaluated up to one chunk per step.
 
-A failed prefill fails its request only. Restoring stored state counts towards the chunk as well, since the rows that
-decode wait for it too.
+A failed prefill fails only its own request. Time to restore stored state counts towards the chunk as well, since
+decoding rows wait for it too.
 """
 
 import math
@@ -22,7 +22,7 @@ from server.engine.sequence_table import SequenceTable
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed, in float32: 76 MiB with a vocabulary of 150 000 tokens."""
 COPIED_PER_EVALUATED = 64
-"""Tokens whose state is copied in the time that evaluating one takes; most machines copy several times more."""
+"""Tokens whose state is copied in the time of evaluating one token; most machines copy several times more."""
 
 
 class Prefill:
@@ -49,9 +49,9 @@ class Prefill:
         self._expected_tokens = expected_tokens
 
     def run_chunk(self, before_each: Callable[[], None]) -> None:
-        """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point.
+        """Fills one chunk with parts of prompts. A part ends with the chunk, its prompt, or at a restore point.
 
-        `before_each` is called before each part: it may end sequences, the chosen one too.
+        `before_each` is called before each part; it may end sequences, the chosen one too.
         """
         left_tokens = self._chunk_tokens
         while left_tokens > 0:
@@ -64,7 +64,7 @@ class Prefill:
                 left_tokens -= self._advance(sequence)
 
     def share_prefixes(self, sequence: Sequence) -> None:
-        """Asks each prefill with a prefix that another request needs too to keep a restore point at its end."""
+        """Asks each prefill that shares a prefix with this sequence to keep a restore point behind the prefix."""
         for other in self._table.others(sequence):
             prefills = [one for one in (sequence, other) if one.ticket.phase is Phase.PREFILLING]
             for one in prefills:
@@ -96,13 +96,13 @@ class Prefill:
         return taken_tokens
 
     def _restore_cost(self, lease: Lease) -> int:
-        """Returns the tokens that could have been evaluated in the time that restoring a lease's state took."""
+        """Returns the cost of restoring a lease's state, as the number of tokens evaluated in the same time."""
         if lease.tier is Tier.MEMORY:
             return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
         return self._chunk_tokens if lease.tier is Tier.DISK else 0
 
     def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
-        """Evaluates a prompt up to `stop` and posts its progress; returns how many tokens that were."""
+        """Evaluates a prompt up to `stop` and posts progress; returns the number of tokens."""
         chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
         try:
             if num_top is None:
@@ -122,7 +122,7 @@ class Prefill:
     # -- admission
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gets a lease for a waiting sequence; False if it has to go on waiting, or failed."""
+        """Gets a lease for a waiting sequence; False if the sequence must wait, or failed."""
         begun = self._clock()
         self._prefix_cache.release_expired(begun)
         try:
@@ -159,7 +159,7 @@ class Prefill:
         )
 
     def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
-        """Ends a sequence that cannot get the memory; what it generated before it had to wait is its answer."""
+        """Ends a sequence that cannot get memory. Output generated before it had to wait is its answer."""
         if sequence.output.tokens:
             self._table.end_truncated(sequence)
         else:
@@ -167,7 +167,7 @@ class Prefill:
             self._table.fail(sequence, kind(str(error)))
 
     def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
-        """Posts the event of a request's first lease."""
+        """Posts Started for a request's first lease."""
         request, now = sequence.request, self._clock()
         sequence.times.started = begun
         reuse = Reuse(lease.match_tokens, lease.hit_tokens)
@@ -197,7 +197,7 @@ class Prefill:
         sequence.ticket.phase = Phase.DECODING
 
     def _end_prime(self, sequence: Sequence, lease: Lease) -> None:
-        """Ends a request that generates nothing; its prompt stays restorable at its end."""
+        """Ends a request that generates nothing, and keeps a restore point at the end of its prompt."""
         try:
             is_asked_for = not sequence.request.is_idle_work
             lease.keep(RestorePointKind.EXPLICIT if is_asked_for else RestorePointKind.PROMPT_END)

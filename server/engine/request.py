@@ -1,8 +1,7 @@
-"""What a client asked for, once its dialect and text are behind it. Immutable.
+"""A request to the engine, its events, its errors, and the engine's counters. All values are immutable.
 
-The events of a request, in order: Started, Progress*, Delta*, then Finished or Failed.
-
-Errors of the engine. None of them ends it.
+The server has already parsed the client's dialect and tokenized the text. The events of a request, in order: Started,
+Progress*, Delta*, then Finished or Failed. No error ends the engine:
 
 EngineError
 ├── QueueFull          too many requests wait; come back after `retry_after_seconds`
@@ -12,9 +11,7 @@ EngineError
 ├── AnswerUnbound      the answer's grammar cannot be followed any further
 └── StepFailed         the model raised while this sequence was evaluated
 
-The engine's counters and gauges, as `/health` reports them. Frozen: any thread may hold one.
-
-The tokens of each session's last turn, which its pin holds. Pure.
+`SessionHistory` keeps the tokens of each session's last turn, which a pin of the session holds. Pure.
 """
 
 from collections import OrderedDict
@@ -49,31 +46,31 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One prompt to continue. Every field is already valid: the engine does not check parameters again."""
+    """One prompt to continue. The creator has validated every field; the engine does not check again."""
 
     request_id: str
     tokens: TokenArray
     """The prompt, shape [num_tokens], int32, at least one token, read-only by agreement."""
     max_tokens: int
-    """0 only evaluates the prompt, all of it, and keeps a restore point at its end."""
+    """0 evaluates the whole prompt only, and keeps a restore point at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its `min_tokens` also holds back stop strings; its `end_token_ids` are filled in by the engine."""
+    """Its `min_tokens` also holds back stop strings; the engine fills in its `end_token_ids`."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched on decoded text; none is empty."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the output, besides the model's ends of turn, even where those are ignored."""
+    """Tokens that end the output in addition to the model's ends of turn, also where those are ignored."""
     keeps_stop: bool = False
-    """Whether the stop string or stop token that ends the output is part of it."""
+    """Whether the output includes the stop string or stop token that ends it."""
     session_id: str | None = None
     """A hint for slot affinity and order, never a key to other tokens."""
     namespace: str = ""
-    """The client's own: state is shared only between requests of one namespace and one adapter."""
+    """The client's namespace: only requests of one namespace and one adapter share state."""
     adapter: Adapter | None = None
-    """What the model is evaluated with."""
+    """The adapter that the model is evaluated with."""
     prompt_logprobs: int | None = None
-    """How many likely tokens are told with each token of the prompt, at `Finished`; None where nothing is.
+    """Number of likely tokens reported with each prompt token, at `Finished`; None for no report.
 
-    It needs every token evaluated, so that `cache_prompt` is false where this is asked for.
+    Needs every token evaluated, so `cache_prompt` is false where this is set.
     """
     cache_prompt: bool = True
     """False: neither reuse nor keep state."""
@@ -82,26 +79,26 @@ class GenerationRequest:
     priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
-    """How the prompt is made up, to explain what of it could not be reused."""
+    """The parts of the prompt, to explain what could not be reused."""
     is_idle_work: bool = False
     """Nobody waits for it: it is not counted among the open requests, and any other request ends it."""
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
     thinking: Thinking | None = None
-    """How thoughts are marked, and their limit; None where the output holds none that could be told apart."""
+    """How thoughts are marked, and their limit; None where thoughts cannot be told apart."""
     single_call: CallMarkers | None = None
-    """What stands around a tool call, where the output ends with the first; None where it does not."""
+    """Markers of a tool call, where the output ends after the first call; None where it does not."""
     grammar: OutputGrammar | None = None
-    """What the answer is bound to, its thought left aside; None where any answer is right."""
+    """The grammar of the answer without its thought; None where any answer is right."""
 
     @property
     def state_namespace(self) -> str:
-        """The name under which its states are kept, in memory and on disk."""
+        """The namespace of the request's states, in memory and on disk."""
         return state_namespace(self.namespace, self.adapter)
 
     @property
     def adapter_index(self) -> int:
-        """Its adapter as the runner knows it."""
+        """The index of the adapter in the runner."""
         return NO_ADAPTER if self.adapter is None else self.adapter.index
 
     @property
@@ -123,7 +120,7 @@ class Timings:
     """Token counts and milliseconds of one request; `cache_tokens + evaluated_tokens` = prompt tokens."""
 
     cache_tokens: int
-    """Prompt tokens restored, hence really not evaluated."""
+    """Prompt tokens restored, hence not evaluated."""
     evaluated_tokens: int
     prompt_ms: float
     predicted_tokens: int
@@ -137,11 +134,11 @@ class Started:
     slot: int
     prompt_tokens: int
     reuse: Reuse
-    """What the cache knew and gave; who asked it adds why not more."""
+    """What the cache matched and restored; the asking side adds why not more."""
     restore_ms: float = 0.0
-    """Time it took to make the restored part live."""
+    """Time to make the restored part live."""
     tier: str | None = None
-    """Where the restored part came from: `live`, `memory`; None if there is none."""
+    """Source of the restored part: `live` or `memory`; None if nothing was restored."""
 
     @property
     def match_tokens(self) -> int:
@@ -156,7 +153,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Progress:
-    """`evaluated` of `total` prompt tokens are in the caches (restored ones included)."""
+    """`evaluated` of `total` prompt tokens are in the caches, restored ones included."""
 
     evaluated: int
     total: int
@@ -169,7 +166,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
-    """Of these tokens, where the request asks for them."""
+    """Log-probabilities of these tokens, where the request asks for them."""
 
 
 @dataclass(frozen=True)
@@ -180,19 +177,21 @@ class Finished:
     prompt_tokens: int
     timings: Timings
     stop_text: str | None = None
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the output, if one did."""
     started: Started | None = None
-    """How it began; None if it was cancelled before that."""
+    """The Started event; None if the request was cancelled before it."""
     reasoning_tokens: int | None = None
-    """Output tokens that are thought, without its markers; None where thoughts are not told apart."""
+    """Thought tokens without markers; None where thoughts are not told apart."""
     token_ids: tuple[int, ...] = ()
-    """The tokens of all deltas, added by who follows the answer."""
+    """The tokens of all deltas, added by the reader of the answer."""
     stop_token: int | None = None
-    """The token that ended it, if one did: an end of turn, or one that the request names."""
+    """The token that ended the output, if one did: an end of turn, or a stop token of the request."""
     rest: Delta = Delta("", ())
-    """The tokens behind those of the last delta, which completed no text: an end of turn, a stop string."""
+    """The tokens behind the last delta, which completed no text: an end of turn, a stop string."""
     scored: tuple[TokenLogprob, ...] = ()
-    """Of all tokens of prompt and output but the first, where the request asks for those of its prompt."""
+    """Log-probabilities of all tokens of prompt and output but the first, where the request asks for those of its
+    prompt.
+    """
 
 
 @dataclass(frozen=True)
@@ -263,14 +262,14 @@ class RequestCounts:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What one engine does and holds, as of its last step."""
+    """Counts and bytes of one engine, as of its last step. Any thread may hold one."""
 
     requests: RequestCounts = field(default_factory=RequestCounts)
     num_preempted: int = 0
     """Times that a running sequence had to wait for memory."""
     cache: CacheStats = field(default_factory=CacheStats)
     num_open: int = 0
-    """Requests that were submitted and have not ended, those included that the worker has not seen yet."""
+    """Requests submitted and not ended, including those that the worker has not seen yet."""
 
 
 MAX_SESSIONS = 1024
@@ -280,14 +279,16 @@ _TURN_BYTES = 512
 
 
 class SessionHistory:
-    """The last turn of each session, bounded in number and bytes; the least recently used go. Worker thread only."""
+    """The last turn of each session, bounded in number and bytes; the least recently used turns are dropped.
+    Worker thread only.
+    """
 
     def __init__(self) -> None:
         self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
         self.num_bytes = 0
 
     def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
-        """Keeps the tokens of a turn, unless they are only the beginning of those that are kept."""
+        """Keeps the tokens of a turn, unless they are a mere beginning of the kept ones."""
         last = self._take(namespace, session_id)
         if last is not None and common_prefix_length(tokens, last) == len(tokens):
             tokens = last
@@ -299,7 +300,7 @@ class SessionHistory:
             self._take(*next(iter(self._turns)))
 
     def forget(self, namespace: str, session_id: str) -> None:
-        """Drops the turn of a session; an unknown one has none."""
+        """Drops the turn of a session; an unknown session is no error."""
         self._take(namespace, session_id)
 
     def last(self, namespace: str, session_id: str) -> TokenArray | None:

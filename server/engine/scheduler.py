@@ -1,29 +1,19 @@
-"""Which request is evaluated next: pure decisions over tickets.
+"""Which request is evaluated next, which makes way for memory, and when a refused one should retry. Pure.
 
 Invariants:
 
-* a request that goes on from an earlier one of its session waits for its end: the earlier one's whole prompt begins
-  its own, so it may hold the answer too. All other requests of a session run side by side, in arrival order;
-* a request whose prefix another one is just evaluating waits for it instead of doing the same work. Meanwhile the
-  other has the better of their two ranks;
-* a request whose state is being read from disk lets others go on meanwhile;
+* a request that continues an earlier one of its session waits for its end, since it may hold the earlier answer too.
+  All other requests of a session run side by side, in arrival order;
+* a request whose prefix is just being evaluated for another request waits for that prefill instead of doing the same
+  work. Meanwhile the prefill has the better of the two ranks;
+* a request whose state is being read from disk lets others go on;
 * requests that must wait do not count towards `LOOKAHEAD`, however many they are;
 * within a class the oldest goes first, except that short prefills may pass a long one, a bounded number of times;
-* a background request that was passed over often enough counts as interactive, so nothing starves.
+* a background request that was passed over often enough counts as interactive, so nothing starves;
+* a sequence preempted for memory goes on once another has ended, and before any of a worse rank begins.
 
-Decode steps need no choice: every live row takes part in each. The scheduler knows tokens and counts, no clock, no
-device, no text; the same calls in the same order give the same decisions.
-
-Who waits when the running sequences together need more memory than there is: a pure decision over tickets.
-
-The sequence of the worst rank waits: background before interactive, then the youngest. So the oldest never waits, and
-all come to an end. A sequence that waits goes on once another has ended, and before any of a worse rank begins: it
-waits no more often than others end.
-
-How fast requests that wait get their turn, and so when one that was refused should come back. Pure.
-
-Only time in which requests wait is counted: how long a server that is not full takes between two answers tells
-nothing of a full one.
+Decode steps need no choice: every live row takes part in each. Knows tokens and counts, but no clock, device or text;
+the same calls in the same order give the same decisions.
 """
 
 import math
@@ -40,20 +30,20 @@ from cache.types import common_prefix_length
 from server.engine.request import GenerationRequest, Priority, TokenArray
 
 MAX_PASSES = 4
-"""Short prefills that may go before a longer one that came first."""
+"""Short prefills that may pass one longer prefill that came first."""
 MAX_WAITS = 64
-"""A background request that was passed over so often counts as interactive."""
+"""Times passed over after which a background request counts as interactive."""
 MIN_SHARED_TOKENS = 32
-"""A request waits for a prefix that is at least this much longer than what it could restore now."""
+"""A request waits for a prefix at least this much longer than its restorable tokens."""
 LOOKAHEAD = 16
-"""Waiting requests that are considered for each choice, of those that could run."""
+"""Number of waiting requests, of those able to run, considered for each choice."""
 
 Rank: TypeAlias = tuple[int, int]
 """Class and arrival; the lowest goes first."""
 
 
 class Phase(Enum):
-    """How far a request has come. Each goes to the next only; a replay begins anew with a ticket of its own."""
+    """How far a request has come. A request moves only to the next phase; a replay begins with a new ticket."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -71,20 +61,20 @@ class Ticket:
     namespace: str
     session_id: str | None
     num_prompt: int
-    """How many of the tokens are the prompt; the rest was generated before a replay."""
+    """Number of `tokens` that are the prompt; the rest was generated before a replay."""
     shares: bool
-    """Whether it may use and leave state that others see."""
+    """Whether the request may reuse shared state and leave state for others."""
     phase: Phase = Phase.WAITING
     offset: int = 0
     """Tokens evaluated so far."""
     is_preempted: bool = False
-    """It ran before and made way for others; what ranks behind it does not begin until it goes on."""
+    """The request ran before and made way for others; nothing of a worse rank begins until it goes on."""
     is_held: bool = False
-    """The device had no memory for it beside others: it does not begin before one of them has ended."""
+    """The device had no memory for it beside others; it begins only after one of them has ended."""
     is_loading: bool = False
-    """What it can restore is just being read from disk."""
+    """The state it can restore is being read from disk."""
     is_unread: bool = False
-    """Its client has left much of the answer unread, so nobody waits for its end."""
+    """The client has left much of the answer unread, so nobody waits for its end."""
     num_passed: int = 0
     """Times that another request was chosen before this one."""
 
@@ -122,11 +112,11 @@ class Scheduler:
         self._tickets: dict[str, Ticket] = {}
         self._sessions: dict[tuple[str, str], list[Ticket]] = {}
         self._predecessors: dict[Ticket, Ticket | None] = {}
-        """For each ticket that was considered, the one of its session that it goes on from and waits for."""
+        """For each ticket considered, the ticket of its session that it continues and waits for."""
         self._awaited: dict[Ticket, tuple[Ticket, int]] = {}
-        """For each ticket that waits for a prefill: that prefill, and the offset where their common prefix ends."""
+        """For each ticket waiting for a prefill: that prefill, and the offset where their common prefix ends."""
         self._lent: dict[Ticket, Rank] = {}
-        """For each prefill that others wait for, the best rank among them."""
+        """For each prefill that others wait for, the best rank among the waiting tickets."""
         self._common: dict[Ticket, dict[Ticket, int]] = {}
         self._is_stalled = False
 
@@ -140,14 +130,14 @@ class Scheduler:
         tickets.append(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Forgets a request that ended; whatever waited for it, its slot or its memory may be tried again."""
+        """Forgets an ended request. Requests that waited for it, its slot or its memory may be tried again."""
         self._take_out(ticket)
         held = [other for other in self._tickets.values() if other.is_held]
         if held:
             min(held, key=lambda other: other.rank).is_held = False
 
     def replace(self, ticket: Ticket, by: Ticket) -> None:
-        """Queues a request anew that has lost its state; its slot and its memory may be tried again."""
+        """Queues a request again that lost its state. Its slot and memory may be tried again."""
         self._take_out(ticket)
         self.add(by)
 
@@ -161,7 +151,7 @@ class Scheduler:
         self._is_stalled = False
 
     def stall(self) -> None:
-        """Says that no waiting request can begin until a running one ends."""
+        """Notes that no waiting request can begin until a running one ends."""
         self._is_stalled = True
 
     @property
@@ -170,7 +160,7 @@ class Scheduler:
         return self._is_stalled
 
     def resume(self) -> None:
-        """Says that memory was given back, though no request ended."""
+        """Notes that memory was given back, though no request ended."""
         self._is_stalled = False
 
     def find(self, request_id: str) -> Ticket:
@@ -198,9 +188,9 @@ class Scheduler:
     def choose_prefill(self, restorable: Callable[[Ticket], int], max_tokens: int) -> Ticket | None:
         """Returns the request that gets the next prefill chunk; None if none can get one.
 
-        `restorable` returns how many tokens of a waiting request could be restored now; `max_tokens` is how many may
-        still be evaluated before the next decode step. A chunk that does not fit is not passed over: it goes first
-        in the next step.
+        `restorable` returns the number of tokens of a waiting request that could be restored now; `max_tokens` may
+        still be evaluated before the next decode step. A chunk that does not fit is not passed over: it goes first in
+        the next step.
         """
         running, waiting = self.in_phase(Phase.PREFILLING), self._free_to_begin()
         todo = {ticket: ticket.remaining for ticket in running}
@@ -228,7 +218,9 @@ class Scheduler:
     # -- who may begin
 
     def _free_to_begin(self) -> list[Ticket]:
-        """Returns those that wait for neither slot, disk nor memory; for the last two only while others run."""
+        """Returns tickets that wait for no slot, disk or memory. Disk and memory count only while other requests
+        run.
+        """
         if self._is_stalled:
             return []
         is_busy = any(ticket.phase is not Phase.WAITING for ticket in self._tickets.values())
@@ -243,7 +235,7 @@ class Scheduler:
     def _could_begin(
         self, waiting: list[Ticket], running: list[Ticket], restorable: Callable[[Ticket], int]
     ) -> dict[Ticket, int]:
-        """Returns the first of those that need not wait for another, with the tokens that each has to evaluate."""
+        """Returns the first tickets that wait for no other, with the tokens that each has to evaluate."""
         self._awaited = {ticket: goal for ticket, goal in self._awaited.items() if self._is_ahead(*goal)}
         self._lent = {}
         found: dict[Ticket, int] = {}
@@ -264,7 +256,7 @@ class Scheduler:
         return found
 
     def _lend(self, ticket: Ticket) -> None:
-        """Gives the prefill that a ticket waits for the rank of that ticket, so that others do not pass both."""
+        """Gives a waiting ticket's rank to the prefill that it waits for, so that others do not pass both."""
         prefill, _ = self._awaited[ticket]
         self._lent.setdefault(prefill, ticket.rank)
 
@@ -272,17 +264,17 @@ class Scheduler:
         return ticket in self._awaited or self._predecessors.get(ticket) is not None
 
     def _is_ahead(self, prefill: Ticket, stop: int) -> bool:
-        """Whether a prefill is still on its way to an offset."""
+        """Whether a prefill has still to reach an offset."""
         is_running = prefill.phase is Phase.PREFILLING and self._tickets.get(prefill.request_id) is prefill
         return is_running and prefill.offset < stop
 
     def _is_computing_for(self, other: Ticket, ticket: Ticket, restorable: int) -> bool:
-        """Whether `other` is about to evaluate a prefix that `ticket` could then restore."""
+        """Whether `other` will soon have evaluated a prefix that `ticket` could then restore."""
         common = min(self.common_tokens(ticket, other), len(ticket.tokens) - 1)
         return other.offset < self._shared_stop(other, ticket) and common - restorable >= MIN_SHARED_TOKENS
 
     def _shared_stop(self, other: Ticket, ticket: Ticket) -> int:
-        """Returns where a prefill will have passed all that it shares with a waiting ticket."""
+        """Returns the offset where a prefill has passed all tokens shared with a waiting ticket."""
         return min(self.common_tokens(ticket, other), len(ticket.tokens) - 1, len(other.tokens) - 1)
 
     # -- sessions
@@ -305,7 +297,7 @@ class Scheduler:
                 del self._predecessors[other]
 
     def _predecessor(self, ticket: Ticket) -> Ticket | None:
-        """Returns a request of the session that this one goes on from."""
+        """Returns the request of the session that this one continues."""
         found = self._predecessors.get(ticket)
         if ticket not in self._predecessors or (found is not None and found.is_unread):
             tickets = (other for other in self._of_session(ticket) if not other.is_unread)
@@ -315,10 +307,9 @@ class Scheduler:
 
 
 def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
-    """Whether a ticket's prompt begins with the whole prompt of an earlier one of its session, and goes on behind it.
+    """Whether a ticket's prompt begins with the whole prompt of an earlier ticket of its session, and is longer.
 
-    What follows may be the earlier one's answer. Nobody waits for a less urgent request, nor for state that is not
-    shared.
+    The rest may contain the earlier answer. Nobody waits for a less urgent request, nor for state that is not shared.
     """
     num = earlier.num_prompt
     return (
@@ -334,27 +325,34 @@ def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
 
 
 def choose_to_wait(running: Iterable[Ticket]) -> Ticket | None:
-    """Returns the ticket of the sequence to be preempted; None where only one runs."""
+    """Returns the ticket to be preempted when the running sequences lack memory; None where only one runs.
+
+    The worst rank waits: background before interactive, then the youngest. So the oldest never waits, and all come to
+    an end: a sequence waits at most as often as others end.
+    """
     ranked = sorted(running, key=lambda ticket: ticket.rank)
     return ranked[-1] if len(ranked) > 1 else None
 
 
 MIN_SECONDS, MAX_SECONDS = 1, 60
 UNKNOWN_SECONDS = 2
-"""What is said until a request has ended while others waited."""
+"""Answer until a request has ended while others waited."""
 NUM_ENDS = 64
-"""How many of the latest ends are remembered."""
+"""Number of latest ends remembered."""
 
 
 class QueuePace:
-    """Counts the ends of requests while others wait. Its caller holds a lock; `now` is in seconds and never falls."""
+    """How fast waiting requests get their turn. Its caller holds a lock; `now` is in seconds and never falls.
+
+    Counts only time in which requests wait: the pace of a server that is not full says nothing about a full one.
+    """
 
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._counted_seconds = 0.0
-        """For how long requests have waited, until they last ceased to."""
+        """Seconds in which requests waited, until the queue was last empty."""
         self._ends = deque([0.0], maxlen=NUM_ENDS + 1)
-        """When requests ended, in counted seconds, behind the time from which on that was counted."""
+        """Start of the count, then the times of ends, in counted seconds."""
 
     def change(self, now: float, *, has_waiting: bool) -> None:
         """Notes whether requests wait from now on."""
@@ -365,14 +363,14 @@ class QueuePace:
             self._waiting_since = None
 
     def end(self, now: float) -> None:
-        """Notes that a request has ended; counts only while others wait."""
+        """Notes the end of a request, if others wait."""
         if self._waiting_since is not None:
             self._ends.append(self._counted_at(now))
 
     def retry_after_seconds(self, num_waiting: int, now: float) -> int:
-        """Returns in how many seconds half of those that wait have had their turn, between 1 and 60.
+        """Returns the seconds, 1 to 60, until half of the waiting requests have had their turn.
 
-        Half: a client that comes back then finds a place, and the queue has not run dry before.
+        Half: a client that comes back then finds a place, and the queue is not empty before.
         """
         counted = self._counted_at(now) - self._ends[0]
         num_ends = len(self._ends) - 1

@@ -1,4 +1,4 @@
-"""One request being run: its tokens, its text so far, its times. No device, no queue."""
+"""One running request: its tokens, its text so far, its times. Knows no device and no queue."""
 
 import secrets
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from server.engine.request import (
 from server.engine.scheduler import Ticket, ticket_for
 
 NO_TOKEN = -1
-"""Stands behind a prompt that is evaluated to its end: equal to no token that any model knows."""
+"""Follows a prompt that is evaluated to its end; equal to no token of any model."""
 
 SEED_BITS = 63
 
@@ -35,7 +35,7 @@ class Sink(Protocol):
 
     @property
     def is_behind(self) -> bool:
-        """Whether the reader has left much of it unread."""
+        """Whether the reader has left much unread."""
         ...
 
     def post(self, events: list[Event]) -> None:
@@ -44,7 +44,7 @@ class Sink(Protocol):
 
 @dataclass
 class Timestamps:
-    """When a request came to which point, in seconds of the engine's clock; 0 before."""
+    """Times of a request's milestones, in seconds of the engine's clock; 0 before."""
 
     started: float = 0.0
     first_token: float = 0.0
@@ -53,14 +53,14 @@ class Timestamps:
 
 @dataclass
 class DecodeState:
-    """How far a sequence has come in decoding. A replay begins with a new one."""
+    """Decoding state of a sequence. A replay begins with a new one."""
 
     row: Any = None
     """The runner's row; None until the sequence decodes."""
     unrecorded: int | None = None
-    """A token that is known but not yet evaluated, hence not in the lease's log."""
+    """A known token that is not yet evaluated, hence not in the lease's log."""
     num_launched: int = 0
-    """Tokens sampled by all steps so far, those under way included."""
+    """Tokens sampled by all steps so far, running steps included."""
     is_suspect: bool = False
     """A step with this sequence failed: it decodes alone until one succeeds."""
 
@@ -84,25 +84,25 @@ class Sequence:
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.state_namespace)
-        """Where the cache matched its tokens to last, so that matching them again compares only what is new."""
+        """Last match in the cache, so that another match compares only new tokens."""
         self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
-        """What is being read from disk for it, until it has a lease."""
+        """State being read from disk for the sequence, until it has a lease."""
         self.decode = DecodeState()
         self.output = Output(request, decoder, ends)
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Of the tokens behind the first, as far as they were asked for and evaluated."""
+        """Log-probabilities of the evaluated prompt tokens after the first, where requested."""
         self._output_logprobs: list[TokenLogprob] = []
         self.was_out_of_memory = False
-        """A step of it failed for lack of memory before: the next time it waits for others, or fails alone."""
+        """A step of the sequence lacked memory before: the next time it waits for others, or fails alone."""
         self.started: Started | None = None
         self.times = Timestamps()
         self._reported_tokens = 0
-        """Evaluated prompt tokens that the last Progress named."""
+        """Evaluated prompt tokens in the last Progress."""
 
     @property
     def tokens(self) -> TokenArray:
-        """All but the last must be evaluated before a token can be sampled: the prompt, after a replay the output."""
+        """The prompt and, after a replay, the output. All but the last must be evaluated before sampling."""
         return self.ticket.tokens
 
     @property
@@ -112,13 +112,13 @@ class Sequence:
 
     @property
     def max_offset(self) -> int:
-        """The most tokens that its caches can come to hold."""
+        """The most tokens that the caches can come to hold."""
         return len(self.request.tokens) + self.request.max_tokens
 
     def replay(self, *, is_suspect: bool) -> None:
-        """Goes back to the queue: its state is lost, its text is kept, and prompt and output are evaluated again.
+        """Goes back to the queue: the state is lost, the text is kept, and prompt and output are evaluated again.
 
-        A sequence that is no suspect has only made way for others, so it goes on before any newcomer begins.
+        A sequence that is not suspect only made way for others, so it goes on before any newcomer begins.
         """
         tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.output.tokens, np.int32)])
         num_passed = self.ticket.num_passed
@@ -129,13 +129,13 @@ class Sequence:
         self.decode = DecodeState(num_launched=len(self.output.tokens), is_suspect=is_suspect)
 
     def record(self) -> None:
-        """Adds the token that the step just launched evaluates to the lease's log, if it is known yet."""
+        """Adds the token evaluated by the step just launched to the lease's log, if it is known yet."""
         if self.decode.unrecorded is not None and self.lease is not None:
             self.lease.append(self.decode.unrecorded)
             self.decode.unrecorded = None
 
     def progress(self) -> list[Event]:
-        """Returns the event of prompt tokens evaluated since the last one; none for what is evaluated again."""
+        """Returns a Progress for newly evaluated prompt tokens; none for tokens evaluated again."""
         num_prompt = len(self.request.tokens)
         evaluated = min(self.ticket.offset, num_prompt)
         if self.output.tokens or evaluated <= self._reported_tokens:
@@ -144,7 +144,7 @@ class Sequence:
         return [Progress(evaluated, num_prompt)]
 
     def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
-        """Takes the next token and returns the events it makes, the last one included where it ends the output."""
+        """Takes the next token and returns its events, with Finished where the token ends the output."""
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
         if logprob is not None and self.request.prompt_logprobs is not None:
@@ -153,7 +153,7 @@ class Sequence:
         return deltas if self.output.reason is None else [*deltas, self._finished(self.output.reason, now)]
 
     def end(self, reason: FinishReason, now: float) -> list[Event]:
-        """Ends the output where it is; returns the text held back so far and the last event."""
+        """Ends the output here; returns the text held back and Finished."""
         deltas: list[Event] = [*self.output.end(reason)]
         return [*deltas, self._finished(self.output.reason or reason, now)]
 
@@ -171,7 +171,7 @@ class Sequence:
         )
 
     def end_prefetch(self) -> None:
-        """Lets go of what was read ahead and is not needed any more."""
+        """Cancels a read from disk that is not needed any more."""
         if self.prefetch is not None:
             self.prefetch.cancel()
             self.prefetch = None

@@ -1,11 +1,9 @@
-"""The unfinished sequences, and every way in which one ends or starts over.
+"""The unfinished sequences, how each ends or starts over, and what the engine keeps of sessions.
 
 Invariants:
 
 * each sequence gets exactly one Finished or Failed, and each of its leases ends exactly once;
 * what a sequence computed stays in the cache, except after a failed step, which may have damaged its caches.
-
-All that the engine keeps of a session beyond the state of its tokens: last turn, pins, the claim to a slot.
 """
 
 import logging
@@ -34,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineSessions:
-    """Sessions by the namespace of their states and their id. Worker thread only."""
+    """Sessions by namespace of their states and id: last turn, pins, claim to a slot. Worker thread only.
+
+    Holds all that the engine keeps of a session beyond the state of its tokens.
+    """
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
@@ -49,13 +50,13 @@ class EngineSessions:
         self._history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
 
     def last_turn(self, namespace: str, session_id: str) -> TokenArray | None:
-        """Returns the tokens of a session's last turn; None for one that is not known."""
+        """Returns the tokens of a session's last turn; None for an unknown session."""
         return self._history.last(namespace, session_id)
 
     def pin(self, namespace: str, session_id: str) -> int:
-        """Keeps the state of a session's last turn, and of those to come, from being evicted.
+        """Keeps the state of a session's last turn, and of its later turns, from being evicted.
 
-        Returns how many tokens are pinned; 0 for a session of which nothing is held. Raises PinLimit.
+        Returns the number of pinned tokens, 0 where nothing of the session is held. Raises PinLimit.
         """
         tokens = self.last_turn(namespace, session_id)
         if tokens is None:
@@ -70,7 +71,7 @@ class EngineSessions:
         return was_pinned
 
     def forget(self, namespace: str, session_id: str) -> None:
-        """Drops all of it; the state of the session's tokens stays for others."""
+        """Drops last turn, pins and slot claim; the state of the tokens stays for others."""
         self._history.forget(namespace, session_id)
         for is_soft in (False, True):
             self._prefix_cache.unpin(PinName(namespace, session_id, is_soft))
@@ -102,7 +103,7 @@ class SequenceTable:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yields those of now, so that they may end meanwhile."""
+        """Iterates over a snapshot, so sequences may be removed meanwhile."""
         return iter(list(self._sequences.values()))
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -113,15 +114,15 @@ class SequenceTable:
         return self._sequences.get(request_id)
 
     def others(self, sequence: Sequence) -> list[Sequence]:
-        """Returns all but one."""
+        """Returns all sequences except this one."""
         return [other for other in self if other is not sequence]
 
     def leased(self) -> list[Sequence]:
-        """Returns those that hold a slot."""
+        """Returns the sequences with a slot."""
         return [sequence for sequence in self if sequence.lease is not None]
 
     def decoding(self) -> list[Sequence]:
-        """Returns those that decode, best rank first."""
+        """Returns the decoding sequences, best rank first."""
         return [self._sequences[ticket.request_id] for ticket in self._scheduler.in_phase(Phase.DECODING)]
 
     def add(self, sequence: Sequence) -> None:
@@ -137,37 +138,37 @@ class SequenceTable:
     # -- endings
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends an answer here, unless it has ended already, and its sequence; what it computed stays."""
+        """Ends the sequence, and its answer unless that has ended already; computed state stays."""
         if sequence.output.reason is None:
             self.post(sequence, sequence.end(reason, self._clock()))
         self.close(sequence)
 
     def end_truncated(self, sequence: Sequence) -> None:
-        """Ends an answer whose state the whole budget cannot hold any longer."""
+        """Ends an answer whose state has outgrown the whole budget."""
         logger.warning("request %s ends early: its state fills the cache memory", sequence.request.request_id)
         self.end(sequence, FinishReason.LENGTH)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence with an error; what it computed stays."""
+        """Ends a sequence with an error; computed state stays."""
         if sequence.output.reason is None:
             self.post(sequence, [Failed(error)])
         self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
-        """Ends a sequence whose client has got its last event; what it computed stays."""
+        """Ends a sequence whose client has got its last event; computed state stays."""
         self._forget(sequence)
         if sequence.lease is not None:
             self._sessions.record(sequence)
             self._release(sequence, sequence.lease, sequence.lease.close)
 
     def close_finished(self, sequences: list[Sequence]) -> None:
-        """Closes those whose answer has ended; they stayed only until a step has evaluated their last token."""
+        """Closes sequences whose answer has ended and whose last token a step has now evaluated."""
         for sequence in sequences:
             if sequence.output.reason is not None and sequence in self:
                 self.close(sequence)
 
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence that the model failed on, unless it lacked memory that there may be later."""
+        """Ends a sequence that the model failed on, unless it lacked memory that may be available later."""
         lacks_memory = is_out_of_memory(error)
         if lacks_memory and sequence.output.reason is None and self._try_later(sequence):
             logger.warning("request %s is tried again: %s", sequence.request.request_id, error)
@@ -184,28 +185,28 @@ class SequenceTable:
     # -- starting over
 
     def replay(self, sequence: Sequence) -> None:
-        """Puts a sequence back into the queue without its live state, which a failed step may have damaged."""
+        """Queues a sequence again without its live state, which a failed step may have damaged."""
         if sequence.lease is not None:
             sequence.lease.discard()
         self._requeue(sequence, is_suspect=True)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Takes a sequence's slot and queues it; it goes on later from what the trie still has then."""
+        """Takes a sequence's slot and queues it; later it goes on from what the trie still has."""
         assert sequence.lease is not None
         self.num_suspended += 1
         self._release(sequence, sequence.lease, sequence.lease.suspend)
         self._requeue(sequence, is_suspect=False)
 
     def hold_youngest(self, sequences: list[Sequence]) -> None:
-        """Has the youngest of those that are replayed wait for the end of another: together they would fail again."""
+        """Makes the youngest replayed sequence wait for the end of another: together they would fail again."""
         waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
         if waits is not None:
             self._hold(waits)
 
     def _try_later(self, sequence: Sequence) -> bool:
-        """Replays a sequence that found no memory: at once the first time, then after the end of one that has some.
+        """Replays a sequence that lacked memory: at once the first time, later after another sequence has ended.
 
-        Returns False where all else was given up and nobody else holds a slot.
+        Returns False where all else was given up and no other sequence holds a slot.
         """
         is_first = not sequence.was_out_of_memory
         if not is_first and all(other is sequence for other in self.leased()):
@@ -227,7 +228,7 @@ class SequenceTable:
         self._scheduler.replace(former, sequence.ticket)
 
     def _release(self, sequence: Sequence, lease: Lease, end: Callable[[], None]) -> None:
-        """Ends a lease in the way given; the state stays."""
+        """Ends a lease with `end`; the state stays."""
         try:
             if sequence.decode.row is not None:
                 self._runner.detach(sequence.decode.row)

@@ -1,8 +1,7 @@
-"""What the worker thread runs: requests and cancels in, one step at a time, events out.
+"""The work of the worker thread: requests and cancels in, one step at a time, events out.
 
 A step is: prompt tokens up to one prefill chunk, memory for the tokens to come, then one decode step for all live
-rows. The parts are `prefill`, `decode_pipeline` and `sequence_table`; the choices are `scheduler`'s and
-`preemption`'s.
+rows. The parts are `prefill`, `decode` and `sequence_table`; `scheduler` makes the choices.
 
 Invariants:
 
@@ -28,7 +27,7 @@ from server.engine.sequence_table import EngineSessions, SequenceTable
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 10.0
-"""How long the end of the engine may take to write to disk what the disk lacks."""
+"""Seconds that writing unsaved state to disk may take at the end of the engine."""
 
 
 class Worker:
@@ -47,7 +46,7 @@ class Worker:
         embedder: EmbedderPort,
         sessions: EngineSessions | None = None,
     ) -> None:
-        """`expected_tokens` is the output that live buffers are sized for; `sessions` are those of the same cache."""
+        """`expected_tokens` is the output that live buffers are sized for; `sessions` must be of the same cache."""
         self.prefix_cache = prefix_cache
         self.sessions = sessions or EngineSessions(prefix_cache)
         self.now = clock
@@ -95,7 +94,7 @@ class Worker:
             self.cancel(request.request_id)
 
     def embed(self, job: EmbeddingJob) -> None:
-        """Queues texts of which the vectors are wanted."""
+        """Queues texts to embed."""
         self._end_idle_work()
         self._embeddings.add(job)
 
@@ -106,12 +105,12 @@ class Worker:
             self._table.end(sequence, FinishReason.CANCELLED)
 
     def forget_session(self, namespace: str, session_id: str) -> None:
-        """Drops a session's turns, pins and claim to a slot; the state of its tokens stays for others."""
+        """Drops a session's turns, pins and slot claim; the state of its tokens stays for others."""
         self.close_answered(namespace)  # or its turn would be recorded after this
         self.sessions.forget(namespace, session_id)
 
     def close_answered(self, namespace: str) -> None:
-        """Ends the sequences whose clients have got all of their answer; they stayed for one more token only."""
+        """Ends sequences whose clients have the whole answer; they stayed for one more token only."""
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
@@ -121,9 +120,9 @@ class Worker:
         self._embeddings.fail_all(error)
 
     def stop(self, *, parks: bool = False) -> None:
-        """Ends every request because the engine ends, and what the runner holds of the device.
+        """Ends every request because the engine ends, and releases the runner's device.
 
-        With `parks` the state in memory refers to the model no more: another worker may go on with it, or drop it.
+        With `parks` the state in memory is detached from the model: another worker may go on with it, or drop it.
         """
         try:
             self.fail_all(EngineStopped("the server is shutting down"))
@@ -134,17 +133,17 @@ class Worker:
             self._close_runner()
 
     def stats(self) -> EngineStats:
-        """Returns counts and bytes of now, for reports."""
+        """Returns current counts and bytes, for reports."""
         count = self._scheduler.count
         requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
         return EngineStats(requests, self.num_preempted, self.prefix_cache.stats())
 
     def idle_work(self) -> Iterator[None]:
-        """Does what can wait until there are no requests, a piece with each step: idle state is written to disk."""
+        """Does one piece of work that can wait for a time without requests: idle state is written to disk."""
         return self.prefix_cache.save()
 
     def _end_idle_work(self) -> None:
-        """Makes way for a request that somebody waits for; what was evaluated so far stays."""
+        """Ends idle work for a request that somebody waits for; evaluated tokens stay."""
         for sequence in self._table:
             if sequence.request.is_idle_work:
                 self.cancel(sequence.request.request_id)
@@ -152,7 +151,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """Evaluates up to one chunk of prompt tokens and runs one decode step, whichever there is work for."""
+        """Evaluates up to one chunk of prompt tokens and runs one decode step, where there is work for each."""
         self._update_tickets()
         self._prefill.run_chunk(before_each=self._finish_decode_step)
         self._give_memory_to_answers()
@@ -162,7 +161,7 @@ class Worker:
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
 
     def _give_memory_to_answers(self) -> None:
-        """Has a text make way for a request that could not begin, unless what that waits for is a slot."""
+        """Makes a text give its memory to a request that could not begin, unless the request waits for a slot."""
         if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._scheduler.resume()
 
@@ -170,20 +169,20 @@ class Worker:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
     def _update_tickets(self) -> None:
-        """Notes, for the scheduler, whose state is still being read from disk, and whose client reads slowly."""
+        """Tells the scheduler whose state is still being read from disk, and whose client reads slowly."""
         for sequence in self._table:
             sequence.ticket.is_unread = sequence.sink.is_behind
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the tokens of the step under way and closes ended sequences, since a chunk would delay them."""
+        """Reads the launched step and closes ended sequences, since a chunk would delay both."""
         self._decode.read()
         self._table.close_finished(list(self._table))
 
     # -- memory
 
     def _reserve_next_step(self) -> None:
-        """Has memory set aside for what the next decode step adds; where there is none, the youngest waits."""
+        """Sets memory aside for the tokens of the next decode step; without enough memory, the youngest waits."""
         for sequence in self._decode.next_sequences():
             if sequence.lease is not None and not sequence.lease.has_capacity:
                 # A fault of the step under way is recovered from first, and who waits must have got its tokens.
@@ -191,7 +190,7 @@ class Worker:
                 self._grow(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Grows the buffers of a sequence; others, or it, wait for that. One that runs alone ends here."""
+        """Grows the buffers of a sequence. Others, or it, wait for the memory; a sequence that runs alone ends."""
         while sequence.lease is not None and sequence.lease.is_open:
             try:
                 if sequence.lease.try_grow(sequence.max_offset):
@@ -202,7 +201,7 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Frees memory: of a text, of ended sequences, else of the one that ranks last; one alone ends here."""
+        """Frees memory of a text, of ended sequences, or of the worst rank; a sequence that runs alone ends."""
         if self._embeddings.give_way():
             return
         running = self._table.leased()
@@ -217,7 +216,7 @@ class Worker:
             self._table.end_truncated(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's slot. It goes on when another has ended, from what the trie still has then."""
+        """Takes a running sequence's slot. It goes on after another has ended, from what the trie still has."""
         request_id = sequence.request.request_id
         if sequence.request.is_idle_work:
             self.cancel(request_id)

@@ -1,10 +1,8 @@
-"""Which models a server may be asked for, whether they are loaded or not.
+"""Which models a server may be asked for, loaded or not.
 
 A name from a request is never taken for a path: folders are served only where the command line named them, under the
-name of the folder. Everything else is built in, a name of our own, or a complete repository of the local Hugging Face
-cache. Whatever has the same folder has the same id.
-
-Finds the one model that a name stands for, loaded or not. For any thread; may read the disk.
+folder's name. All other models are built in, a name of our own, or a complete repository of the local Hugging Face
+cache. Models with the same folder have the same id. For any thread; may read the disk.
 """
 
 import logging
@@ -36,15 +34,16 @@ from server.pool.names import Alias, ModelSource, served_instead, spellings
 logger = logging.getLogger(__name__)
 
 LISTING_SECONDS = 5.0
-"""How old a list of what is installed may be where no folder of the cache has changed since; making it looks at every
-file of the cache."""
+"""Age limit in seconds of a list of installed models while no cache folder changed; a new list looks at every
+cached file.
+"""
 
 
 class Catalog(Protocol):
-    """Finds models by name. For any thread; may read the disk."""
+    """Finds models by name."""
 
     def find(self, name: str) -> ModelSource | None:
-        """Returns the model of that name; None where there is none."""
+        """Returns the model of that name; None for an unknown name."""
         ...
 
     def all(self) -> Sequence[ModelSource]:
@@ -53,7 +52,7 @@ class Catalog(Protocol):
 
 
 class FixedCatalog:
-    """Models that are known beforehand, by their ids."""
+    """Models known beforehand, by their ids."""
 
     def __init__(self, sources: Sequence[ModelSource]) -> None:
         self._sources = {source.name: source for source in sources}
@@ -71,7 +70,7 @@ class InstalledCatalog:
     """The models of the command line, and what is installed."""
 
     def __init__(self, named: Sequence[ModelSource], *, has_others: bool = True) -> None:
-        """`named` are those of the command line, with their adapters. Without `has_others` there are no more."""
+        """`named` are the models of the command line, with their adapters. Without `has_others` there are no more."""
         self._named: list[ModelSource] = []
         for source in named:
             self._named.append(self._identified(source))
@@ -79,11 +78,11 @@ class InstalledCatalog:
         self._listed: Sequence[ModelSource] = ()
         self._listed_at: float | None = None
         self._seen: object = None
-        """Our own names and the cache's folders as they were then."""
+        """Our own names and the cache's folders at the time of the last list."""
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ModelSource | None:
-        """Returns the model of that name, short name or address; raises ModelBroken for half a download."""
+        """Returns the model of that name, short name or address. Raises ModelBroken for half a download."""
         known = self._known(name)
         if known is not None or not self._has_others:
             return known
@@ -96,7 +95,7 @@ class InstalledCatalog:
         return self._known(found[0]) or self._identified(ModelSource(*found)).plain
 
     def all(self) -> Sequence[ModelSource]:
-        """Returns those of the command line, then the others."""
+        """Returns the models of the command line, then the others."""
         if not self._has_others:
             return self._named
         seen = _all_stored(), cache_stamp()
@@ -109,7 +108,7 @@ class InstalledCatalog:
         return [*self._named, *(one for one in others if not self._is_named(one))]
 
     def _known(self, name: str) -> ModelSource | None:
-        """Returns the model that the command line has named so, or under another name of the same repository."""
+        """Returns the command line's model of this name, or of another name of the same repository."""
         repository = parse_repository(name)
         for source in self._named:
             if source.name == name:
@@ -120,12 +119,14 @@ class InstalledCatalog:
         return next((source.plain for source in self._named if source.id == name), None)
 
     def _is_named(self, source: ModelSource) -> bool:
-        """Whether the command line names a model so; one that it has under a label only has its own name besides."""
+        """Whether the command line names this model. A model that it has under a label only also keeps its own
+        name.
+        """
         known = self._known(source.name)
         return any(known is named for named in self._named)
 
     def _identified(self, source: ModelSource) -> ModelSource:
-        """Returns a source under the id of the first model of the command line that has the same folder."""
+        """Returns a source under the id of the command line's first model with the same folder."""
         folder = os.path.realpath(source.path)
         for named in self._named:
             if named.adapter is None and named.id != source.id and os.path.realpath(named.path) == folder:
@@ -134,7 +135,7 @@ class InstalledCatalog:
         return source
 
     def _by_id(self, name: str) -> ModelSource | None:
-        """Returns the weights of stored models that have no other name than this id."""
+        """Returns the weights of stored models that have this id as their only name."""
         for stored in _all_stored():
             if stored.weights.kind == "folder" and name.startswith(f"{Path(stored.weights.name).name}-"):
                 source = self._identified(stored_source(stored))
@@ -144,7 +145,9 @@ class InstalledCatalog:
 
 
 def stored_source(stored: StoredModel) -> ModelSource:
-    """Returns the source of a name of our own; raises ModelBroken, which names no path, where it has no weights."""
+    """Returns the source of a name of our own. Raises ModelBroken, which names no path, where the weights are
+    missing.
+    """
     try:
         folder = folder_of(stored.weights)
         model_id = identity_of(stored.weights)
@@ -190,13 +193,13 @@ class ModelFinder:
     """Resolves names, aliases included, to identities."""
 
     def __init__(self, catalog: Catalog, aliases: Sequence[Alias] = (), default_id: str | None = None) -> None:
-        """`default_id` is the name of the model of requests that name none; without it, the only one there is."""
+        """`default_id` is the model of requests without a name; without it, the only model."""
         self._catalog = catalog
         self._aliases = aliases
         self._default_id = default_id
 
     def find(self, name: str | None) -> ModelSource:
-        """Returns the model that a name stands for; raises ModelNameNeeded, ModelUnknown and LoadFailed."""
+        """Returns the model that a name stands for. Raises ModelNameNeeded, ModelUnknown and LoadFailed."""
         if not name:
             return self._default()
         for spelling in spellings(name, self._aliases):

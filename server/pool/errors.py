@@ -1,4 +1,4 @@
-"""Errors of the model pool. None of them ends it.
+"""Errors of the model pool, and the changes that it reports. No error ends the pool. Pure.
 
 PoolError
 ├── ModelNameNeeded    a request names no model, and there is no default
@@ -8,8 +8,6 @@ PoolError
 ├── ModelTooLarge      the machine cannot hold the model beside what stays
 ├── PoolBusy           the model fits only once others have finished; come back after `retry_after_seconds`
 └── ModelInUse         a model that answers requests is not unloaded
-
-What happens to the models of a pool, for whoever is told. Pure.
 """
 
 from collections.abc import Callable
@@ -34,7 +32,7 @@ class ModelUnknown(PoolError):
     def __init__(self, name: str, instead: str) -> None:
         super().__init__(f"there is no model {name[:MAX_NAME_LENGTH]!r}: {instead}")
         self.instead = instead
-        """A clause on what may be asked for."""
+        """A clause naming models that may be asked for."""
 
 
 class ModelNotLoaded(PoolError):
@@ -74,14 +72,14 @@ class ChangeKind(StrEnum):
 
 @dataclass(frozen=True)
 class ModelChange:
-    """Something that happened to one model."""
+    """A change of one model."""
 
     kind: ChangeKind
     model_id: str
     seconds: float | None = None
     """How long loading took."""
     message: str | None = None
-    """Why it failed, as its clients are told."""
+    """Why loading failed, as the clients are told."""
 
 
 TellChange: TypeAlias = Callable[[ModelChange], None]

@@ -1,7 +1,4 @@
-"""Brings a model into memory on a thread of its own, so that neither the event loop nor another model waits.
-
-Who waits for models that are on their way. Event loop only.
-"""
+"""Loads a model on a thread of its own, so that neither the event loop nor another model waits. Event loop only."""
 
 import asyncio
 import contextlib
@@ -21,32 +18,32 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """What a model finds when it is loaded."""
+    """What else is in memory when a model is loaded."""
 
     weights: Sequence[int]
     """Bytes of weights of each model that stays loaded."""
     dormant_bytes: int = 0
-    """What state of models that are not loaded takes, this one's not counted."""
+    """Bytes of dormant state of other models that are not loaded."""
     dormant: DormantState | None = None
-    """This model's own, from before it was unloaded; consumed."""
+    """This model's dormant state from before it was unloaded; consumed."""
 
 
 class Opener(Protocol):
-    """Loads models. All methods block; the first two raise ModelError for files that cannot be used."""
+    """Loads models. All methods block; `measure` and `open` raise ModelError for unusable files."""
 
     def measure(self, source: ModelSource) -> int:
-        """Returns about how much memory the weights will take, after a look at whether all files are there."""
+        """Checks that all files are there; returns about how many bytes the weights will take."""
         ...
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
         """Returns the model with its engine running.
 
-        `tell` is told what is being done; what it raises ends the loading.
+        `tell` is told each step of the loading; an error that it raises ends the loading.
         """
         ...
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Returns what is known of a model that is not loaded; of damaged files, nothing but the name."""
+        """Returns what is known of a model that is not loaded; for damaged files, the name only."""
         ...
 
 
@@ -56,7 +53,7 @@ class LoadingAbandoned(Exception):
 
 @dataclass(eq=False)
 class Loading:
-    """A model on its way, who waits for it, and what is being done."""
+    """A model being loaded: who waits for it, and the current step."""
 
     source: ModelSource
     waiters: "list[asyncio.Future[None]]" = field(default_factory=list)
@@ -64,11 +61,11 @@ class Loading:
     """A few words for a person."""
     task: "asyncio.Task[None] | None" = None
     can_be_given_up: bool = True
-    """Whether it ends when nobody waits for it: until its files are being read."""
+    """Whether the loading ends when nobody waits; false once its files are being read."""
 
 
 async def on_thread(name: str, work: Callable[[], Result]) -> Result:
-    """Returns what `work` returns, called on a daemon thread: the end of the process does not wait for it."""
+    """Returns the result of `work`, called on a daemon thread, so the end of the process does not wait for it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Result] = loop.create_future()
 
@@ -93,24 +90,24 @@ async def on_thread(name: str, work: Callable[[], Result]) -> Result:
 
 
 class Loadings:
-    """The models on their way, each loaded once for all who wait for it."""
+    """The models being loaded, each once for everybody who waits for it."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self._loadings: dict[str, Loading] = {}
         self.is_closed = False
-        """Whether nothing is loaded any more, because the server stops."""
+        """Whether the server stops, so nothing is loaded any more."""
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._loadings
 
     @property
     def steps(self) -> Mapping[str, str]:
-        """What is being done, by model."""
+        """The current step of each loading model."""
         return {model_id: loading.step for model_id, loading in self._loadings.items()}
 
     def find(self, source: ModelSource) -> Loading | None:
-        """Returns the loading of a model, if it is on its way."""
+        """Returns the loading of a model, if there is one."""
         return self._loadings.get(source.id)
 
     def begin(self, source: ModelSource) -> Loading:
@@ -121,7 +118,7 @@ class Loadings:
         return loading
 
     async def wait(self, loading: Loading) -> ModelHold:
-        """Returns a hold on the model once it is loaded; raises what kept it from being loaded."""
+        """Returns a hold on the model once it is loaded. Raises the error that ended the loading."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         loading.waiters.append(waiter)
         try:
@@ -132,7 +129,7 @@ class Loadings:
         return self._members.adopt(loading.source.id)
 
     def end(self, loading: Loading, error: Exception | None) -> None:
-        """Lets go of all who wait. Where the model is loaded each of them holds it from now on."""
+        """Wakes everybody who waits. If the model was loaded, each of them holds it from now on."""
         self._loadings.pop(loading.source.id, None)
         for waiter in loading.waiters:
             if waiter.done():
@@ -149,7 +146,7 @@ class Loadings:
         loading.waiters.clear()
 
     def close(self) -> None:
-        """Gives up what is being loaded, and loads nothing more."""
+        """Gives up the current loadings, and refuses new ones."""
         self.is_closed = True
         for loading in list(self._loadings.values()):
             self.end(loading, EngineStopped("the server is stopping"))

@@ -1,10 +1,7 @@
-"""The loaded models: who uses them, and which of them take requests. Event loop only, but for what says otherwise.
+"""The loaded models, their users, and the dormant conversations of unloaded ones.
 
-A loaded model in the pool, and who holds it. Event loop only, but for what says otherwise.
-
-A request's use of a loaded model, which is not unloaded meanwhile. Event loop only.
-
-The conversations of unloaded models, as far as memory has a place for them. Event loop only.
+A request holds its model while it runs, and a model that is held is not unloaded. Event loop only, except where a
+docstring says otherwise.
 """
 
 import asyncio
@@ -27,22 +24,24 @@ class PooledEngine(EnginePort, Protocol):
     """An engine as the pool sees it."""
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Gives the state of conversations another budget; returns the bytes by which running requests exceed it.
+        """Changes the budget for state; returns the bytes by which running requests exceed it.
 
-        If there are any, the budget stays what it was.
+        If there are any, the budget stays as before.
         """
         ...
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests and waits for the running ones; False if some were still running then."""
+        """Takes no more requests and waits for the running ones; False if some still ran after the time."""
         ...
 
     def stop(self) -> None:
-        """Ends; with a disk, state is written first. Blocks; for any thread."""
+        """Ends the engine; with a disk, state is written first. Blocks; for any thread."""
         ...
 
     def park(self) -> DormantState | None:
-        """Ends, and returns the state that no disk has for the next engine of the model. Blocks; for any thread."""
+        """Ends the engine; returns the state that is on no disk, for the model's next engine. Blocks; for any
+        thread.
+        """
         ...
 
 
@@ -54,16 +53,16 @@ class OpenedModel:
     engine: PooledEngine
     weights_bytes: int = 0
     release: Callable[[], object] = lambda: None
-    """Lets go of the weights, once the engine has ended. For any thread."""
+    """Releases the weights, once the engine has ended. For any thread."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each of its adapters, by the adapter's name."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
-        """Returns the model, or one of its variants; None for one that it has not."""
+        """Returns the model, or its variant with an adapter; None for an unknown adapter."""
         return self.model if adapter is None else self.variants.get(adapter)
 
     def unload(self) -> DormantState | None:
-        """Ends the engine and lets go of the weights; returns the state that no disk has. Blocks; for any thread."""
+        """Ends the engine and releases the weights; returns the state that is on no disk. Blocks; for any thread."""
         dormant = self.engine.park()
         self.release()
         return dormant
@@ -71,33 +70,33 @@ class OpenedModel:
 
 @dataclass(eq=False)
 class Member:
-    """A loaded model, and whether it is used."""
+    """A loaded model in the pool, and who holds it."""
 
     source: ModelSource
     opened: OpenedModel
     last_used: float
-    """Reading of the pool's clock: when it was loaded, or when the last request for it ended."""
+    """When the model was loaded, or its last request ended, by the pool's clock."""
     keep_alive_seconds: float | None = None
-    """As a client asked for this model; None: as for all models."""
+    """Idle time that a client asked for this model; None: the time for all models."""
     is_leaving: bool = False
-    """Whether it takes no more requests, because another model waits for its memory."""
+    """Whether the model takes no more requests, because another model waits for its memory."""
     budget_bytes: int | None = None
-    """For the state of its conversations, as it was set last; None: as it was loaded with, its share."""
+    """Last budget set for its conversations; None: its share, as it was loaded."""
     is_lending: bool = False
-    """Whether it has less than its share, which it gets back before its next request."""
+    """Whether the model has less than its share; it gets the rest back before its next request."""
     num_holds: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _labelled: dict[str, ServedModel] = field(default_factory=dict)
-    """The model under the labels by which it was asked for, with their defaults."""
+    """The model under each label that was asked for, with the label's defaults."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.idle.set()
 
     def served(self, source: ModelSource) -> ServedModel | None:
-        """Returns the model as a source of the same id names it; None for an adapter that it has not. For any thread.
+        """Returns the model as a source of the same id names it; None for an unknown adapter. For any thread.
 
-        The same source is answered with the same object until the label's defaults change.
+        The same source gets the same object until the label's defaults change.
         """
         served = self.opened.served(source.adapter)
         if served is None or source.adapter is not None or source.label is None:
@@ -109,21 +108,21 @@ class Member:
         return known
 
     def has(self, model: ServedModel) -> bool:
-        """Whether `model` is one that `served` returned and still would."""
+        """Whether `served` returned this object and still would."""
         return model is self.opened.served(model.adapter_name) or self._labelled.get(model.id) is model
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody uses it now."""
+        """Whether a hold on the model is open."""
         return self.num_holds > 0
 
     def resident(self) -> Resident:
-        """Returns what matters for who makes way."""
+        """Returns the facts that decide which model makes way."""
         return Resident(self.source.id, self.opened.weights_bytes, self.last_used, self.is_busy)
 
 
 class ModelHold:
-    """Somebody's use of a loaded model; it stays loaded until `close`."""
+    """A request's hold on a loaded model, which stays loaded until `close`."""
 
     def __init__(self, member: Member, on_close: Callable[[Member], None]) -> None:
         self._member = member
@@ -138,11 +137,11 @@ class ModelHold:
         return self._member.opened.model
 
     def set_keep_alive(self, seconds: float) -> None:
-        """Has the model stay loaded for so long after its last request, from now on."""
+        """Sets how long the model stays loaded after its last request."""
         self._member.keep_alive_seconds = seconds
 
     def close(self) -> None:
-        """Ends the use; more than once is the same as once."""
+        """Ends the hold; closing twice is harmless."""
         if not self._is_open:
             return
         self._is_open = False
@@ -153,7 +152,7 @@ class ModelHold:
 
 
 def adopt(member: Member, on_close: Callable[[Member], None]) -> ModelHold:
-    """Returns the hold that was counted when the model had been loaded."""
+    """Returns the hold counted when the model was loaded."""
     member.num_holds -= 1
     return ModelHold(member, on_close)
 
@@ -165,15 +164,15 @@ class Members:
         self._clock = clock
         self._members: dict[str, Member] = {}
         self._ready: Mapping[str, Member] = {}
-        """Those of them that take requests. Replaced as a whole, since other threads read it."""
+        """Models that take requests. Replaced as a whole, since other threads read it."""
         self.on_release: Callable[[], None] = lambda: None
-        """Called when a use of a model has ended."""
+        """Called when a hold on a model has ended."""
 
     def __len__(self) -> int:
         return len(self._members)
 
     def __iter__(self) -> Iterator[Member]:
-        """The one used last comes last."""
+        """Iterates with the model used last at the end."""
         return iter(sorted(self._members.values(), key=lambda member: member.last_used))
 
     def find(self, model_id: str) -> Member | None:
@@ -185,18 +184,18 @@ class Members:
         return self._ready.get(model_id)
 
     def add(self, member: Member) -> None:
-        """Takes a model that was loaded."""
+        """Adds a loaded model."""
         self._members[member.source.id] = member
         self._publish()
 
     def remove(self, member: Member) -> None:
-        """Lets go of one that is about to be unloaded."""
+        """Removes a model about to be unloaded."""
         assert not member.is_busy, "a model was unloaded while it was held"
         del self._members[member.source.id]
         self._publish()
 
     def weights(self) -> list[int]:
-        """Returns the bytes of weights of each."""
+        """Returns the bytes of weights of each model."""
         return [member.opened.weights_bytes for member in self._members.values()]
 
     def hold(self, member: Member) -> ModelHold:
@@ -204,7 +203,7 @@ class Members:
         return ModelHold(member, self._released)
 
     def adopt(self, model_id: str) -> ModelHold:
-        """Returns the hold that was counted for somebody when the model had been loaded."""
+        """Returns the hold counted for a waiter when the model was loaded."""
         return adopt(self._members[model_id], self._released)
 
     def _released(self, member: Member) -> None:
@@ -213,7 +212,7 @@ class Members:
 
     @contextlib.contextmanager
     def closed_to_others(self, leaving: Sequence[Member]) -> Iterator[None]:
-        """Keeps new requests from models that make way, so that they become idle."""
+        """Keeps new requests from leaving models, so that they become idle."""
         for member in leaving:
             member.is_leaving = True
         self._publish()
@@ -229,23 +228,23 @@ class Members:
 
 
 class Dormitory:
-    """Dormant state by model, in the order in which the models were unloaded."""
+    """Dormant state by model, in the order of unloading, within a memory limit."""
 
     def __init__(self) -> None:
         self._states: dict[str, DormantState] = {}
         self.on_given_up: Callable[[str], None] = lambda model_id: None
-        """Called when nothing is held any more of the conversations of a model."""
+        """Called with a model whose last conversation is dropped."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all of it takes."""
+        """Bytes of all dormant state."""
         return sum(state.num_bytes for state in self._states.values())
 
     def __contains__(self, model_id: str) -> bool:
         return model_id in self._states
 
     def keep(self, model_id: str, state: DormantState, limit_bytes: int) -> None:
-        """Keeps the state of a model just unloaded within `limit_bytes` for all; others give way to it."""
+        """Keeps the state of a model just unloaded within `limit_bytes` for all; older state makes way."""
         self._states[model_id] = state
         self.drop_until(lambda num_bytes: num_bytes <= limit_bytes or len(self._states) == 1)
         if state.num_bytes > limit_bytes:
@@ -255,7 +254,7 @@ class Dormitory:
             self.on_given_up(model_id)
 
     def take(self, model_id: str) -> DormantState | None:
-        """Removes and returns the state of a model that is loaded again; None if there is none."""
+        """Removes and returns the state of a model being loaded again; None if there is none."""
         return self._states.pop(model_id, None)
 
     def give_back(self, model_id: str, state: DormantState) -> None:
@@ -263,12 +262,12 @@ class Dormitory:
         self._states[model_id] = state
 
     def forget(self, model_id: str, namespace: str) -> tuple[int, int]:
-        """Drops what is held for a namespace; returns how many tokens and bytes that were."""
+        """Drops a namespace of a model; returns the tokens and bytes dropped."""
         state = self._states.get(model_id)
         return (0, 0) if state is None else state.forget(namespace)
 
     def drop_until(self, is_enough: Callable[[int], bool]) -> None:
-        """Drops state, of the model unloaded first first, until `is_enough` of the bytes that are left."""
+        """Drops state, of the model unloaded first first, until `is_enough(bytes left)` is true."""
         while self._states and not is_enough(self.num_bytes):
             oldest = next(iter(self._states))
             self._states.pop(oldest).drop()

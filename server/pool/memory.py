@@ -1,17 +1,11 @@
-"""How the models of one process share the machine's memory, and which make way for another one. Pure.
+"""How the models of one process share the machine's memory, what they lend, and which make way. Pure.
 
-Weights and state of all loaded models together stay within one figure. What the weights leave is shared out evenly:
-each loaded model has the same budget for the state of its conversations. Sizes are bytes.
+Weights and state of all loaded models together stay within one figure. Each loaded model has the same share of the
+memory that the weights leave for the state of conversations. A loan is memory that an idle model gives a busy one for
+a time: first what it does not use, then what it does, down to a floor. The model idle longest lends first, and has
+its share back before its next request is planned, so a loan is never the reason for a refusal. Sizes are bytes.
 
-How a model that is short of memory for state borrows from models that are idle. Pure.
-
-Each loaded model has the same share of the memory for state. An idle one lends what it does not use, and then what it
-does, down to a floor; the one that was used longest ago lends first. It has its share back before its next request is
-planned, so a loan is never the reason for a refusal. Sizes are bytes.
-
-Invariants: the budgets add up to no more than before; only idle models get less, and none less than the floor.
-
-What may be loaded into a pool, and for how long it stays. Pure.
+Invariants of loans: the sum of the budgets never grows; only idle models get less, and none less than the floor.
 """
 
 from collections.abc import Sequence
@@ -22,24 +16,24 @@ from server.pool.errors import ModelTooLarge
 from server.pool.names import Alias
 
 SMALLEST_SHARE_BYTES = 64 << 20
-"""Less memory for state would hold no conversation worth the name: rather one model makes way for the other."""
+"""Less memory for state would hold no useful conversation: one model makes way for the other instead."""
 DORMANT_SHARE = 0.25
-"""Of the memory for state: what conversations of unloaded models may keep of it."""
+"""Part of the memory for state that conversations of unloaded models may keep."""
 SHORT_SHARE = 0.5
 """Memory is short where weights take more than this part of it."""
 
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """What the weights and the state of all models may take together."""
+    """Limits of the weights and the state of all models together."""
 
     total_bytes: int
     state_bytes: int | None = None
-    """The budget for the state of all models, where it was asked for; None: what the weights leave."""
+    """The requested budget for the state of all models; None: what the weights leave."""
     largest_alone_bytes: int = 0
-    """Weights up to this are loaded where they are alone, however little they leave for state."""
+    """Weights up to this are loaded if alone, however little they leave for state."""
     smallest_alone_bytes: int = 1
-    """The budget for state that a model alone is granted then."""
+    """The least budget for state of a model loaded alone."""
 
     def share_bytes(self, weights: Sequence[int], dormant_bytes: int = 0) -> int:
         """Returns each model's budget for state, where models of these weights are loaded together.
@@ -54,11 +48,11 @@ class PoolMemory:
         return self.total_bytes - sum(weights) if self.state_bytes is None else self.state_bytes
 
     def largest_dormant_bytes(self, weights: Sequence[int]) -> int:
-        """Returns how much state of unloaded models may stay in memory beside models of these weights."""
+        """Returns the limit of dormant state beside models of these weights."""
         return max(int(self._left_bytes(weights) * DORMANT_SHARE), 0)
 
     def fits(self, weights: Sequence[int]) -> bool:
-        """Whether models of these weights can be loaded together, each with a share that serves."""
+        """Whether models of these weights can be loaded together, each with a useful share."""
         if self.state_bytes is None:
             if len(weights) == 1 and weights[0] <= self.largest_alone_bytes:
                 return True
@@ -75,13 +69,13 @@ class PoolMemory:
         return self.total_bytes - sum(weights) - SMALLEST_SHARE_BYTES * (len(weights) + 1)
 
     def is_short(self, weights: Sequence[int]) -> bool:
-        """Whether the weights take so much that an idle model is better unloaded after a while."""
+        """Whether the weights take so much that an idle model should be unloaded after a while."""
         return sum(weights) > self.total_bytes * SHORT_SHARE
 
 
 @dataclass(frozen=True)
 class Resident:
-    """A loaded model, as far as it matters for what makes way."""
+    """The facts of a loaded model that decide which makes way."""
 
     id: str
     weights_bytes: int
@@ -95,8 +89,8 @@ def choose_to_leave(
 ) -> list[str]:
     """Returns the ids of the models that make way for another one, none where it fits beside all.
 
-    Idle models go before busy ones, and of these those that were used longest ago; no more than are needed.
-    Raises ModelTooLarge where the model does not even fit alone.
+    Idle models go before busy ones, then the one used longest ago; no more than are needed. Raises ModelTooLarge
+    where the model does not even fit alone.
     """
     if not memory.fits([weights_bytes]):
         raise ModelTooLarge(
@@ -121,22 +115,22 @@ def _fits(staying: Sequence[Resident], weights_bytes: int, memory: PoolMemory, m
 
 
 IDLE_SECONDS = 60.0
-"""A model that was used since is about to be used again: it lends nothing."""
+"""A model used within this time is likely to be used again soon, so it lends nothing."""
 FLOOR_PART = 4
-"""What a model keeps of its share at least is one part of so many; a loan is one more of them."""
+"""A model keeps at least a share / FLOOR_PART; a loan is another such part."""
 SHORT_PART = 0.9
-"""A model is short that uses more than this of what it may."""
+"""A model is short of memory above this fraction of its limit."""
 
 
 @dataclass(frozen=True)
 class StateUse:
-    """What a loaded model may take for state, and what it does."""
+    """Memory for state of a loaded model: budget, limit, use."""
 
     id: str
     budget_bytes: int
     used_bytes: int
     limit_bytes: int
-    """Of what it uses: the budget, less what is on its way to and from a disk."""
+    """Most bytes that it may use: the budget, less state on its way to and from a disk."""
     last_used: float
     """Reading of a clock."""
     is_idle: bool
@@ -148,15 +142,15 @@ class StateUse:
 
     @property
     def wanted_bytes(self) -> int:
-        """A budget that holds what it uses."""
+        """A budget that holds the used state."""
         return self.used_bytes + max(self.budget_bytes - self.limit_bytes, 0)
 
 
 def plan_loans(uses: Sequence[StateUse], share_bytes: int) -> dict[str, int]:
-    """Returns the new budgets of the models that lend and borrow, lenders first; empty where none is to change.
+    """Returns the new budgets of lenders and borrower, lenders first; empty for no change.
 
-    The one that borrows is the model used last of those that are short. No model grows without lenders: what they
-    turn out not to be able to give, it must not get.
+    The borrower is the model used last of those short of memory. It grows only by what lenders give: memory that they
+    turn out not to be able to give must not be promised.
     """
     short = [one for one in uses if one.is_short]
     if not short:
@@ -188,4 +182,4 @@ class PoolSettings:
     """How long an idle model stays; None: for ever while memory is ample, half an hour where it is short."""
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
-    """The model of requests that name none; None: the only one there is."""
+    """The model of requests that name none; None: the only one."""

@@ -1,8 +1,5 @@
-"""From the name in a request to the one identity of a model: aliases, Ollama's tag, near names. Pure.
-
-What a model is known by before it is loaded. Pure.
-
-How long a model that nobody uses stays loaded: durations as people and Ollama's clients write them. Pure.
+"""What models are called: identity, aliases, Ollama's tag, near names; and how long an idle one stays loaded.
+Pure.
 """
 
 import difflib
@@ -16,11 +13,11 @@ from pathlib import Path
 from models.store.stored_model import ModelDefaults
 
 LATEST = ":latest"
-"""What Ollama's clients may add to a name that has no tag, whichever API they then use."""
+"""Ollama's clients may add this to a name without a tag, whichever API they use."""
 MAX_NAME_LENGTH = 200
 """Characters of an unknown name that an error repeats."""
 MAX_LISTED = 8
-"""So many models are listed to who asked for none of them."""
+"""Models listed in an answer to an unknown name."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,9 @@ def parse_alias(text: str) -> Alias:
 
 
 def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
-    """Yields what a name may stand for, in order: itself, itself without `:latest`, what its first alias names.
+    """Yields the meanings of a name in order: itself, itself without `:latest`, the target of its first alias.
 
-    An alias that is a name without `*` and `?` comes before the name's own meaning, patterns come after it.
+    An alias without `*` and `?` comes before the name's own meaning; patterns come after it.
     """
     plain = name.removesuffix(LATEST)
     exact = next((alias.model for alias in aliases if alias.pattern in (name, plain)), None)
@@ -58,7 +55,7 @@ def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
 
 
 def served_instead(name: str, served: Collection[str]) -> str:
-    """Returns a clause on what may be asked for in place of an unknown name: names like it, else those there are."""
+    """Returns a clause on models to ask for instead of an unknown name: similar names, else those there are."""
     near = difflib.get_close_matches(name.lower(), served, n=3) if len(served) > 1 else []
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -69,18 +66,18 @@ def served_instead(name: str, served: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that may be served."""
+    """What is known of a model that may be served, before it is loaded."""
 
     id: str
-    """Its identity: the name under which it is listed, and by which it is compared."""
+    """Its identity: the listed name, by which models are compared."""
     path: Path
-    """The folder with its configuration and its weights."""
+    """The folder with configuration and weights."""
     adapter: str | None = None
-    """The name of an adapter of it that is meant, which is loaded with it."""
+    """The adapter that is meant; it is loaded with the model."""
     label: str | None = None
-    """What clients call it where that is not its id: a name of our own, say."""
+    """What clients call the model where that is not its id, such as a name of our own."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
-    """What requests under the label get where they say nothing."""
+    """Defaults of requests under the label."""
 
     @property
     def name(self) -> str:
@@ -95,7 +92,7 @@ class ModelSource:
 
 FOREVER = math.inf
 WHEN_SHORT_SECONDS = 30 * 60.0
-"""Where nothing was asked for and memory is short; forever where it is ample."""
+"""Idle time where memory is short and no time was asked for; with ample memory, for ever."""
 LONGEST_SECONDS = 1e9
 """Longer is for ever: some thirty years."""
 

@@ -1,18 +1,16 @@
-"""The models of one process: finds them by name, loads them when they are asked for, unloads what makes way.
+"""The models of one process: finds them by name, loads them on request, unloads those that make way or expire.
 
 Invariants:
 
 * a model has one identity, its `ModelSource.id`; every name is resolved to it before anything is compared;
-* whoever uses a model holds it meanwhile, and a model that is held is never unloaded;
-* one model at a time is loaded or unloaded, in the order in which they were asked for;
-* what makes way is unloaded only when the files of the other model were found in order and it is known to fit.
+* a user of a model holds it, and a model that is held is never unloaded;
+* one model at a time is loaded or unloaded, in the order of the requests;
+* a model makes way only when the files of the other model were found in order and it is known to fit.
 
-A model that is to make way takes no more requests: those wait behind the model that waits for its memory. So two
+A model that is to make way takes no more requests: new ones wait behind the model that waits for its memory. So two
 models that do not fit together take turns, and neither starves.
 
 `find` and `listed` may be called on any thread; everything else belongs to the event loop.
-
-When idle models are unloaded. Event loop only.
 """
 
 import asyncio
@@ -44,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class Expiry:
-    """Watches how long models have been idle."""
+    """Unloads models that were idle too long."""
 
     def __init__(self, members: Members, settings: PoolSettings, clock: Callable[[], float]) -> None:
         self._members = members
@@ -53,7 +51,7 @@ class Expiry:
         self._timer: asyncio.TimerHandle | None = None
 
     def expires(self, member: Member) -> float:
-        """Returns when a model will have been idle for so long that it is unloaded, by the clock."""
+        """Returns when an idle model is unloaded, by the clock."""
         asked = member.keep_alive_seconds
         if asked is None:
             asked = self._settings.keep_alive_seconds
@@ -62,7 +60,7 @@ class Expiry:
         return member.last_used + asked
 
     def seconds_left(self, member: Member) -> float:
-        """Returns how long a model stays if nobody asks for it; infinite if it is never unloaded."""
+        """Returns the seconds that a model stays if nobody asks for it; infinite if it is never unloaded."""
         return max(self.expires(member) - self._clock(), 0.0)
 
     def expired(self) -> list[Member]:
@@ -71,7 +69,7 @@ class Expiry:
         return [one for one in self._members if not one.is_busy and self.expires(one) <= now]
 
     def watch(self, unload: Callable[[], object] | None) -> None:
-        """Has `unload` called when the next model's time is over; None: never. Call it whenever anything changed."""
+        """Calls `unload` when the next model's time is over; None: never. Call it whenever anything changed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -82,7 +80,7 @@ class Expiry:
 
 
 class ModelPool:
-    """Owns the engines of all loaded models, by the identity of the model."""
+    """Owns the engines of all loaded models, by the id of the model."""
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class ModelPool:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`opened` are loaded already; the catalog knows them too. Without an `opener` no other is ever loaded."""
+        """`opened` are loaded already and known to the catalog. Without an `opener` no other model is ever loaded."""
         settings = settings or PoolSettings()
         self._catalog = catalog
         self._opener = opener
@@ -132,13 +130,13 @@ class ModelPool:
 
     @property
     def served(self) -> Sequence[ServedModel]:
-        """The loaded models, each with its variants behind it."""
+        """The loaded models, each followed by its variants."""
         opened = [member.opened for member in self._members]
         return [model for one in opened for model in (one.model, *one.variants.values())]
 
     @property
     def engines(self) -> Mapping[str, EnginePort]:
-        """Their engines, under the same ids."""
+        """The engines of the loaded models, by id."""
         return {member.source.id: member.opened.engine for member in self._members}
 
     @property
@@ -148,7 +146,7 @@ class ModelPool:
 
     @property
     def loading(self) -> Mapping[str, str]:
-        """The models on their way, each with what is being done."""
+        """The models being loaded, each with its current step."""
         return self._loadings.steps
 
     @property
@@ -177,11 +175,11 @@ class ModelPool:
         return self._opener.describe(source)
 
     def source_of(self, name: str | None) -> ModelSource:
-        """Returns which model a name stands for. For any thread; raises ModelNameNeeded and ModelUnknown."""
+        """Returns the source that a name stands for. For any thread; raises ModelNameNeeded and ModelUnknown."""
         return self._finder.find(name)
 
     def find(self, name: str | None) -> ServedModel:
-        """Returns the loaded model that a name stands for; the default one where no name is given. For any thread.
+        """Returns the loaded model that a name stands for; the default one without a name. For any thread.
 
         Raises ModelNameNeeded, ModelUnknown, and ModelNotLoaded for one that may be loaded.
         """
@@ -196,9 +194,9 @@ class ModelPool:
     # -------------------------------------------------------------------------------------------- using a model
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
-        """Returns a hold on a model that `find` returned; None if it has to be loaded, or to get its share of memory.
+        """Returns a hold on a model that `find` returned; None if `load` must bring back the model or its memory.
 
-        It may have been unloaded since, or be about to be, or have lent memory to another model.
+        The model may have been unloaded since, or be about to be, or have lent memory to another one.
         """
         member = self._members.find_ready(model.base_id)
         if member is None or member.is_lending or not member.has(model):
@@ -206,10 +204,10 @@ class ModelPool:
         return self._members.hold(member)
 
     async def load(self, source: ModelSource) -> ModelHold:
-        """Returns a hold on a model once it is loaded. Several who wait for it have it loaded once.
+        """Returns a hold on a model once it is loaded. Several waiters load it once.
 
-        Cancelled, it leaves the queue; a model whose files are being read already is loaded nevertheless.
-        Raises LoadFailed, ModelTooLarge, PoolBusy, ModelUnknown, and EngineStopped while the server stops.
+        A cancelled waiter leaves the queue; a model whose files are being read is loaded nevertheless. Raises
+        LoadFailed, ModelTooLarge, PoolBusy, ModelUnknown, and EngineStopped while the server stops.
         """
         member = self._members.find_ready(source.id)
         if member is not None and not member.is_lending:
@@ -221,15 +219,15 @@ class ModelPool:
         return await self._turnover.take_out(source)
 
     def forget_dormant(self, source: ModelSource, namespace: str) -> tuple[int, int]:
-        """Drops what memory holds for a namespace of a model that is not loaded; returns the tokens and the bytes."""
+        """Drops dormant state of a namespace of an unloaded model; returns the tokens and the bytes."""
         return self._dormitory.forget(source.id, namespace)
 
     def tell_changes(self, tell: TellChange) -> None:
-        """Has `tell` called when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        """Calls `tell` when a model is being loaded, was loaded or unloaded, or could not be loaded."""
         self._turnover.on_change = tell
 
     def tell_given_up(self, tell: Callable[[str], None]) -> None:
-        """Has `tell` called with the id of a model whose conversations are given up after it was unloaded."""
+        """Calls `tell` with the id of an unloaded model whose last conversation is dropped."""
         self._dormitory.on_given_up = tell
 
     # --------------------------------------------------------------------------------------------------- loading
@@ -242,7 +240,7 @@ class ModelPool:
         return loading
 
     async def _run(self, loading: Loading, opener: Opener) -> None:
-        """Loads one model, and tells all who wait for it how that went."""
+        """Loads one model, and tells the result to all who wait for it."""
         error: Exception | None = None
         try:
             await self._turnover.bring_in(loading, opener, lambda: self._loadings.end(loading, None))
@@ -264,13 +262,13 @@ class ModelPool:
             self._begin(source).can_be_given_up = False
 
     def _released(self) -> None:
-        """Called when a use of a model has ended: what it has gathered may need more memory than its share."""
+        """Called when a hold on a model has ended: its conversations may need more memory than its share."""
         self.watch()
         if len(self._members) > 1 and self._opener is not None and not self._loadings.is_closed:
             self._in_background(self._turnover.lend())
 
     def watch(self) -> None:
-        """Has idle models unloaded when their time is over."""
+        """Schedules the unloading of idle models."""
         can_unload = self._opener is not None and not self._loadings.is_closed
         self.expiry.watch((lambda: self._in_background(self._unload_expired())) if can_unload else None)
 
@@ -287,9 +285,9 @@ class ModelPool:
     # --------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests and waits for the running ones; False if some were still running then.
+        """Takes no more requests and waits for the running ones; False if some still ran after the time.
 
-        What is being loaded is given up.
+        Gives up the current loadings.
         """
         self._loadings.close()
         engines = [member.opened.engine for member in self._members]
@@ -297,11 +295,11 @@ class ModelPool:
 
     @property
     def num_running(self) -> int:
-        """Requests of all models that have not ended."""
+        """Unfinished requests of all models."""
         return sum(member.opened.engine.stats().num_open for member in self._members)
 
     def stop(self) -> None:
-        """Ends all engines. Blocks; for any thread, once nothing else happens here."""
+        """Ends all engines. Blocks; for any thread, once the pool is otherwise quiet."""
         self._loadings.is_closed = True
         for member in self._members:
             member.opened.engine.stop()

@@ -1,12 +1,9 @@
-"""Brings models into memory and out of it, one at a time, in the order in which that was asked for.
+"""Loads and unloads models one at a time, in the order of the requests, and shares memory out among them.
 
-What makes way is unloaded only when the files of the other model were found in order and it is known to fit.
-Event loop only.
+A model makes way only when the files of the other model were found in order and it is known to fit. Event loop only.
 
-Gives each loaded model its share of the memory for state, and has idle ones lend of theirs. Event loop only.
-
-Invariant: the budgets of all models add up to no more than their shares. So whoever gets less is told first, and
-what it cannot give, because running requests hold it, nobody else gets.
+Invariant: the budgets of all models add up to no more than their shares. So models that get less are told first, and
+memory that they cannot give, because running requests hold it, goes to nobody else.
 """
 
 import asyncio
@@ -27,32 +24,32 @@ from server.pool.names import ModelSource
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
-"""Pause before a model that stays is asked again for memory that its answers hold."""
+"""Pause in seconds before a model that stays is asked again for memory that its answers hold."""
 
 
 class StateShares:
-    """The shares of all loaded models, which are the same for each."""
+    """The shares of memory for state, equal for all loaded models, and the loans between them."""
 
     def __init__(self, memory: PoolMemory, members: Members, dormitory: Dormitory) -> None:
         self._memory = memory
         self._members = members
         self._dormitory = dormitory
         self.on_change: Callable[[], None] = lambda: None
-        """Called whenever what the models take has changed."""
+        """Called whenever the memory taken by models has changed."""
 
     @property
     def taken_bytes(self) -> int:
-        """What the loaded models may take together: weights, and budgets for state."""
+        """Bytes that the loaded models may take together: weights, and budgets for state."""
         weights = self._members.weights()
         return sum(weights) + self._share_bytes(weights) * len(weights) + self._dormitory.num_bytes
 
     @property
     def largest_dormant_bytes(self) -> int:
-        """How much state of unloaded models may stay in memory now."""
+        """Current limit of dormant state in bytes."""
         return self._memory.largest_dormant_bytes(self._members.weights())
 
     async def share_out(self) -> None:
-        """Gives each loaded model its share: more comes after less, and what is still lent comes back later."""
+        """Gives each loaded model its share, smaller budgets first; memory still lent comes back later."""
         share_bytes = self._share_bytes(self._members.weights())
         members = sorted(self._members, key=lambda member: -_budget(member, share_bytes))
         for member in members:
@@ -63,7 +60,7 @@ class StateShares:
         self.on_change()
 
     async def lend(self, now: float) -> None:
-        """Has idle models lend to one that is short of memory, if there are any."""
+        """Makes idle models lend to one that is short of memory, if there are any."""
         share_bytes = self._share_bytes(self._members.weights())
         members = {member.source.id: member for member in self._members}
         plan = plan_loans([_state_use(member, share_bytes, now) for member in members.values()], share_bytes)
@@ -80,7 +77,7 @@ class StateShares:
             lent_bytes += before - _budget(member, share_bytes)
 
     async def take_back(self, loading: Loading) -> None:
-        """Gives a model that has lent of its share all of it again; waits for answers that hold more."""
+        """Gives a lender its whole share back; waits for answers that hold more than the borrower's share."""
         share_bytes = self._share_bytes(self._members.weights())
         for member in [one for one in self._members if one.source.id != loading.source.id]:
             while _budget(member, share_bytes) > share_bytes and await _resized(member, share_bytes):
@@ -89,7 +86,7 @@ class StateShares:
         await self.share_out()
 
     async def shrink(self, loading: Loading, staying: Sequence[Member], weights_bytes: int) -> None:
-        """Gives the models that stay the share that they have beside one more; waits for answers that hold more."""
+        """Cuts the models that stay to their share beside one more; waits for answers that hold more."""
         weights = [*(member.opened.weights_bytes for member in staying), weights_bytes]
         limit_bytes = self._memory.largest_dormant_bytes(weights)
         self._dormitory.drop_until(lambda dormant_bytes: dormant_bytes <= limit_bytes)
@@ -134,7 +131,7 @@ def _state_use(member: Member, share_bytes: int, now: float) -> StateUse:
 
 
 MAX_WAIT_SECONDS = 120.0
-"""How long a model waits for others to finish their answers."""
+"""Seconds that a model waits for others to finish their answers."""
 
 Result = TypeVar("Result")
 
@@ -153,7 +150,7 @@ class Turnover:
         is_closed: Callable[[], bool],
         bring_back: Callable[[ModelSource], None],
     ) -> None:
-        """`is_closed` says, on any thread, whether the server stops; `bring_back` has a model loaded once more."""
+        """`is_closed` says, on any thread, whether the server stops; `bring_back` loads a model once more."""
         self._members = members
         self._dormitory = dormitory
         self._shares = shares
@@ -166,7 +163,7 @@ class Turnover:
         """Called when a model is being loaded, was loaded, or was unloaded."""
 
     async def bring_in(self, loading: Loading, opener: Opener, then: Callable[[], None]) -> None:
-        """Loads a model, unless it was loaded meanwhile, and calls `then` before another one gets its turn.
+        """Loads a model, unless it was loaded meanwhile, and calls `then` before the next model's turn.
 
         Raises LoadFailed, ModelTooLarge, PoolBusy and EngineStopped.
         """
@@ -190,20 +187,20 @@ class Turnover:
         return True
 
     async def take_out_expired(self, expired: Callable[[], Sequence[Member]]) -> None:
-        """Unloads the idle models that `expired` returns when it is their turn."""
+        """Unloads the idle models that `expired` returns at their turn."""
         async with self._changing:
             over = expired()
             if over:
                 await self._take_out_idle(over)
 
     async def lend(self) -> None:
-        """Has idle models lend memory to one that is short of it, unless models are being loaded or unloaded."""
+        """Makes idle models lend to one short of memory, unless models are being loaded or unloaded."""
         if not self._changing.locked():
             async with self._changing:
                 await self._shares.lend(self._clock())
 
     async def _take_back(self, loading: Loading) -> None:
-        """Gives a loaded model back what it has lent. Raises PoolBusy; the loan goes on then."""
+        """Gives a lender its share back. Raises PoolBusy; then the loan goes on."""
         async with self._time_limit(loading, list(self._members)):
             await self._shares.take_back(loading)
 
@@ -259,9 +256,9 @@ class Turnover:
         return opened
 
     async def _make_way(self, loading: Loading, weights_bytes: int) -> list[ModelSource]:
-        """Unloads what has to make way, once it is idle, and gives the others their new share; returns what went.
+        """Unloads the models that make way, once idle, and shrinks the others' shares; returns the unloaded ones.
 
-        Raises ModelTooLarge and PoolBusy; all stays as it was then.
+        Raises ModelTooLarge and PoolBusy; then nothing has changed.
         """
         settings, source = self._settings, loading.source
         residents = [member.resident() for member in self._members]
@@ -280,7 +277,7 @@ class Turnover:
 
     @contextlib.asynccontextmanager
     async def _time_limit(self, loading: Loading, members: Sequence[Member]) -> AsyncIterator[None]:
-        """Raises PoolBusy when the models have not become idle in time; shares are then as they were."""
+        """Raises PoolBusy when the models have not become idle in time, and restores the shares."""
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
                 yield
@@ -310,7 +307,7 @@ class Turnover:
 
 
 async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
-    """Returns the result of work with a model's files; raises LoadFailed for what is wrong with them."""
+    """Returns the result of work with a model's files. Raises LoadFailed for unusable files."""
     try:
         return await work
     except ModelError as error:
