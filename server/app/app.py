@@ -1,4 +1,4 @@
-"""Puts the HTTP side together: routes, the layers around them, and what they share."""
+"""Puts the HTTP side together: routes, the layers around them, and their shared state."""
 
 import asyncio
 import socket
@@ -70,7 +70,7 @@ from server.pool.members import OpenedModel, PooledEngine
 from server.pool.pool import ModelPool
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
-"""The dialects. The first one also answers where a path is no dialect's own."""
+"""The dialects. The first one also answers paths that belong to no dialect."""
 
 _ADMIN = (
     Route("/sessions", list_sessions, methods=["GET"]),
@@ -143,7 +143,7 @@ def create_pool_app(
 ) -> Starlette:
     """Returns the application that serves the models of `pool`. `app.state.api` is its `ApiContext`.
 
-    `keys` are those of `config` where they have been read already.
+    `keys` are the keys of `config`, where they were read already.
     """
     access = WebAccess.of(hosts=config.allowed_hosts, origins=config.cors, needs_key=config.needs_key)
     name = config.name or socket.gethostname()
@@ -169,7 +169,7 @@ def create_pool_app(
 
 
 def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
-    """Returns what `/openapi.json` answers with: the paths of `apis`, and the server's own."""
+    """Returns the document of `/openapi.json`: the paths of `apis`, and the server's own."""
     entries = [
         DescribedPath(
             route.path, route.methods or (), route.endpoint, operations.get(route.endpoint, Operation()), error
@@ -184,7 +184,7 @@ def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
 
 
 def replace_keys(app: Starlette, keys: KeyRing) -> None:
-    """Takes other keys from now on; running answers go on. Call it on the event loop."""
+    """Replaces the accepted keys; running answers go on. Call it on the event loop."""
     app.state.api.keys = keys
 
 

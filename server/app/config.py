@@ -1,18 +1,13 @@
-"""Every setting of the server: its default, range, unit and help text, in one place.
+"""Every setting of the server: its default, range, unit, help text and origin, in one place. Pure.
 
-The command line, `--help` and the documentation are made from the fields below, so a setting is added here
-and nowhere else. Nothing in the project reads environment variables for these: what a part needs is handed
-to it. `ServerConfig.check` is called once, where the process starts.
+The command line, `--help` and the documentation are made from the fields below, so a setting is added here and
+nowhere else. `ServerConfig.check` is called once, where the process starts; each part is handed its settings and
+reads no environment variable for them. A setting has one name, made of its flag: `--cache-memory` is `cache_memory`
+in the file and `MLX_SERVE_CACHE_MEMORY` in the environment. A flag goes before a variable, a variable before the
+file, the file before the default.
 
-What each setting is, and who said so: a flag, a variable of the environment, the file, or nobody. Pure.
-
-A setting has one name, made of its flag: `--cache-memory` is `cache_memory` in the file and `MLX_SERVE_CACHE_MEMORY`
-in the environment. A flag goes before a variable, a variable before the file, the file before the default.
-
-Errors of the process as a whole, told to the person who started it in one sentence.
-
-StartError    the server cannot start: its port is taken, its address is not ours, ...
-DoctorError   there is nothing to examine: no server there, another program, a file that cannot be read
+Also the errors of the process as a whole, told to the person who started it in one sentence: ConfigError, StartError,
+DoctorError.
 """
 
 import difflib
@@ -35,7 +30,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
-    """A setting cannot be used; the message names it, its value and what would be accepted."""
+    """A setting cannot be used; the message names the setting, its value and what would be accepted."""
 
 
 def _setting(
@@ -49,7 +44,7 @@ def _setting(
     choices: tuple[str, ...] | None = None,
     secret: bool = False,
 ) -> Any:
-    """Returns a dataclass field whose metadata is what a command line and a page of documentation need."""
+    """Returns a dataclass field with the metadata of the command line and the documentation."""
     metadata = {
         "help": help_text,
         "flag": flag,
@@ -357,7 +352,7 @@ def _check_number(name: str, value: Any, is_whole: bool, minimum: float | None, 
 
 PREFIX = "MLX_SERVE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-"""Names another file than the usual one."""
+"""Variable with the path of the settings file, in place of the usual file."""
 KEY_VARIABLE = f"{PREFIX}API_KEY"
 
 SETTINGS: Mapping[str, "Field[Any]"] = {setting.name: setting for setting in fields(ServerConfig)}
@@ -376,7 +371,7 @@ _INJECTED = re.compile(rf"{PREFIX}(SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+)")
 
 
 class SettingOrigin(StrEnum):
-    """Who said what a setting is, first come first."""
+    """Sources of a setting, the strongest first."""
 
     FLAG = "flag"
     VARIABLE = "variable"
@@ -386,21 +381,23 @@ class SettingOrigin(StrEnum):
 
 @dataclass(frozen=True)
 class ToldSetting:
-    """What was said of one setting."""
+    """A setting's value and its source."""
 
     value: Any
-    """As `ServerConfig` takes it."""
+    """The value in the type of `ServerConfig`."""
     origin: SettingOrigin
     where: str
-    """What a person changes to change it: `--port`, `MLX_SERVE_PORT`, `port in FILE`; the flag for a default."""
+    """What a person edits to change the setting: `--port`, `MLX_SERVE_PORT`, `port in FILE`; the flag for a
+    default.
+    """
 
 
 Layer = Mapping[str, ToldSetting]
-"""What one source said, by the name of the field of `ServerConfig`."""
+"""Settings of one source, by the name of the field of `ServerConfig`."""
 
 
 def key_of(setting: "Field[Any]") -> str:
-    """Returns a setting's name in the file. A switch that turns something off is named for what it turns off."""
+    """Returns a setting's key in the file. The key of a switch that turns something off names what it turns off."""
     flag = str(setting.metadata["flag"]).lstrip("-").lower()
     if setting.type is bool and setting.default is True:
         flag = flag.removeprefix("no-")
@@ -413,13 +410,13 @@ def variable_of(setting: "Field[Any]") -> str:
 
 
 def from_flags(given: Mapping[str, Any]) -> Layer:
-    """Returns what the command line says, by field name; None means not given. Raises ConfigError."""
+    """Returns the settings of the command line, by field name; None means not given. Raises ConfigError."""
     told = {name: value for name, value in given.items() if value not in (None, [], ())}
     return {name: _told(SETTINGS[name], _flag_value(name, value), SettingOrigin.FLAG) for name, value in told.items()}
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Returns what variables say; an empty one says nothing. Raises ConfigError for one that no setting has."""
+    """Returns the settings of variables; an empty variable is ignored. Raises ConfigError for an unknown variable."""
     names = {variable_of(setting): name for name, setting in SETTINGS.items()}
     layer = {}
     for variable, text in environment.items():
@@ -433,7 +430,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def from_file(text: str, path: str) -> Layer:
-    """Returns what the text of a file says; `path` is for messages. Raises ConfigError for an unknown key."""
+    """Returns the settings of a file's text; `path` is for messages. Raises ConfigError for an unknown key."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -449,9 +446,9 @@ def from_file(text: str, path: str) -> Layer:
 
 
 def merge(layers: Iterable[Layer]) -> Layer:
-    """Returns every setting, given what the sources say, the strongest first.
+    """Returns every setting, given the layers, the strongest first.
 
-    One key replaces the other: where a source names a key or a file of keys, those of weaker sources are not used.
+    Where a source names a key or a file of keys, the keys of weaker sources are not used.
     """
     merged: dict[str, ToldSetting] = {}
     is_key_told = False
@@ -465,7 +462,7 @@ def merge(layers: Iterable[Layer]) -> Layer:
 
 
 def checked(settings: Layer) -> ServerConfig:
-    """Returns the settings; raises ConfigError, which names the flag, the variable or the file that is wrong."""
+    """Returns the settings. Raises ConfigError, which names the wrong flag, variable or file."""
     config = ServerConfig(**{name: told.value for name, told in settings.items()})
     try:
         config.check()
@@ -476,7 +473,7 @@ def checked(settings: Layer) -> ServerConfig:
 
 
 def toml_value(setting: "Field[Any]", value: Any) -> str:
-    """Returns a value as the file has it; empty for None, which only stands for what is chosen at the start."""
+    """Returns a value as the file has it; empty for None, which stands for a choice made at the start."""
     if is_size(setting) and isinstance(value, int):
         return f'"{size_literal(setting, value)}"'
     if value is None:
@@ -489,7 +486,7 @@ def toml_value(setting: "Field[Any]", value: Any) -> str:
 
 
 def size_literal(setting: "Field[Any]", num_bytes: int) -> str:
-    """Returns a size so that reading it again gives the same number."""
+    """Returns a size as text that reads back as the same number."""
     suffix = "/day" if setting.metadata["unit"] == "bytes/day" else ""
     for unit, unit_bytes in (("GB", GIGABYTE), ("GiB", 2**30), ("MiB", MEBIBYTE), ("MB", 10**6)):
         if num_bytes and num_bytes % unit_bytes == 0:
@@ -549,7 +546,7 @@ def _file_value(setting: "Field[Any]", value: Any, where: str) -> Any:
 
 
 def _parsed(setting: "Field[Any]", text: str, where: str) -> Any:
-    """Returns what a text stands for; one that is no number stays a text, for the check to complain of."""
+    """Returns the value of a text; a text that is no number stays a text, for `check` to refuse."""
     if is_size(setting):
         return _size(setting, text, where)
     if setting.type == tuple[str, ...]:
@@ -593,8 +590,10 @@ def _quoted(text: str) -> str:
 
 
 class StartError(Exception):
-    """The server cannot start. The message is one sentence for a person."""
+    """The server cannot start, such as for a taken port. The message is one sentence for a person."""
 
 
 class DoctorError(Exception):
-    """`mlx-serve doctor` has nothing to examine. The message is one sentence for a person."""
+    """`mlx-serve doctor` has nothing to examine: no server, another program, an unreadable file. The message is
+    one sentence.
+    """

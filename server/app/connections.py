@@ -1,10 +1,9 @@
 """What one connection may cost: file descriptors, and time in which its client neither sends nor takes anything.
 
-uvicorn bounds neither. A client that stops in the middle of a request, or does not read its answer, is given
-`client_seconds` without progress; then its connection is closed, and whatever ran for it is cancelled as for any
-client that has left. Of connections there are at most `max_connections`: a newcomer takes the place of the one that
-has been without a whole request for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1;
-nothing of the application.
+uvicorn limits neither. A client that stops in the middle of a request, or does not read its answer, is given
+`client_seconds` without progress; then its connection is closed, and its request is cancelled as for any client that
+has left. There are at most `max_connections`: a newcomer takes the place of the connection without a whole request
+for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the application.
 """
 
 import asyncio
@@ -34,45 +33,45 @@ from server.app.config import StartError
 logger = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 16
-"""Connections that asyncio accepts before it lets us look at them."""
+"""Connections that asyncio accepts before our code sees one."""
 RESERVED_FILES = 4 * ACCEPTED_AT_ONCE
-"""Descriptors kept free: for connections being accepted or closed, which are not counted, and for the disk tier."""
+"""Descriptors kept free for connections being accepted or closed, which are not counted, and for the disk tier."""
 MIN_CONNECTIONS = 8
 MAX_CONNECTIONS = 4096
 MIN_BODY_BYTES = 4096
-"""What of a body must arrive in each `client_seconds`."""
+"""Bytes of a body that must arrive in each `client_seconds`."""
 UNSENT_BYTES = 1 << 16
 """Bytes of an answer that the kernel may hold unsent; with more, a client that reads nothing would go unnoticed."""
 CHECKS = 4
-"""How often a client is looked at in `client_seconds`."""
+"""Checks of a client per `client_seconds`."""
 RESET_SECONDS = 0.1
-"""How often a client that sends no more is looked at."""
+"""Seconds between checks of a client that sends no more."""
 REPORT_SECONDS = 60.0
 RETRY_SECONDS = 5
 MAX_LINGERING = ACCEPTED_AT_ONCE
-"""Connections that wait for their client to read why they are closed."""
+"""Closing connections that may wait for their client to read the reason."""
 LINGER_SECONDS = 1.0
-"""How long each of them waits."""
+"""Seconds that each of them waits."""
 CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the clients may take."""
+    """What clients may take."""
 
     client_seconds: float = 10.0
     max_connections: int = MAX_CONNECTIONS
 
 
 class Reports:
-    """Warnings about clients, each at most once a minute whatever the clients do. Event loop only."""
+    """Warnings about clients, each kind at most once a minute. Event loop only."""
 
     def __init__(self) -> None:
         self._next: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
     def add(self, text: str) -> None:
-        """Counts an event; logs it, with how many there were since it was logged last, unless that was just now."""
+        """Counts an event, and logs it with the count since the last log line, at most once a minute."""
         count, now = self._counts.get(text, 0) + 1, time.monotonic()
         self._counts[text] = count
         if now >= self._next.get(text, 0.0):
@@ -120,15 +119,15 @@ class Connection(H11Protocol):
         self._is_lingering = False
         self._num_received = 0
         self._awaited: tuple[str, int] | None = None
-        """What the client was to do at the last look, and how far it was."""
+        """The awaited action at the last look, and its progress."""
         self._since = 0.0
-        """When it got as far as that, by the loop's clock."""
+        """Time of that progress, by the loop's clock."""
         self._timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------------------------------- asyncio's protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes part among the connections, in place of an idle one if there are too many."""
+        """Joins the connections, in place of an idle one if there are too many."""
         super().connection_made(transport)
         # All that is unsent counts, or a small rest of an answer would wait for its client for ever.
         transport.set_write_buffer_limits(high=0)
@@ -147,16 +146,16 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what arrives; drops it where the last answer has been given."""
+        """Counts arriving bytes; drops them after the last answer."""
         if self._is_lingering:
             return
         self._num_received += len(data)
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Has the connection close behind a request with two lengths: a proxy may have seen another end of it.
+        """Closes the connection after a request with two lengths: a proxy may have seen another end of it.
 
-        RFC 9112, 6.1. uvicorn answers so to whoever asks for it.
+        RFC 9112, 6.1. uvicorn answers such a request if asked to.
         """
         super().handle_events()
         headers = self.headers or []
@@ -164,10 +163,10 @@ class Connection(H11Protocol):
             headers.append(CLOSE)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns whether the client, which sends no more, may still read: it has asked for all that it wants.
+        """Returns whether a client that sends no more may still read: it has sent all its requests.
 
-        A client that has left looks the same until something is written to it. Before an answer begins that can be
-        an interim one, which HTTP/1.1 clients skip. Once it has begun, the end of what a client sends is its leaving.
+        A client that has left looks the same until something is written to it. Before an answer begins that can be an
+        interim one, which HTTP/1.1 clients skip. Once the answer has begun, the end of sending counts as leaving.
         """
         if not self._may_say_continue:
             return False
@@ -190,7 +189,7 @@ class Connection(H11Protocol):
         return self.conn.our_state is h11.SEND_RESPONSE
 
     def _look_for_reset(self) -> None:
-        """Ends the connection once the client's kernel has refused what was written; nothing else would tell."""
+        """Ends the connection once the client's kernel has refused written bytes; nothing else would tell."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -201,7 +200,7 @@ class Connection(H11Protocol):
     # --------------------------------------------------------------------------------------- time that passes
 
     def _watch(self) -> None:
-        """Looks at the client, and again in a while."""
+        """Checks the client, and schedules the next check."""
         awaited, now = self._find_awaited(), self.loop.time()
         if awaited is None or awaited != self._awaited:
             self._awaited, self._since = awaited, now
@@ -210,7 +209,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self._limits.client_seconds / CHECKS, self._watch)
 
     def _find_awaited(self) -> tuple[str, int] | None:
-        """Returns what the client is to do, with a number that changes as it does so; None if it is not its turn."""
+        """Returns what the client must do, and a number that changes as it does so; None if it is not its turn."""
         unsent = self.transport.get_write_buffer_size()
         if self._is_lingering:
             return None
@@ -236,7 +235,7 @@ class Connection(H11Protocol):
             self._answer(ApiError(Code.REQUEST_TIMEOUT, "the request did not arrive in time"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP; uvicorn does it in plain text, and fails if an answer was given before."""
+        """Answers bytes that are no HTTP. uvicorn would answer in plain text, and fail after an earlier answer."""
         self._reports.add("closed a connection: what its client sent is no HTTP/1.1")
         if self._may_answer:
             self._answer(ApiError(Code.INVALID_HTTP, "what was sent is no HTTP/1.1 request"))
@@ -259,16 +258,16 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request has begun on it, or its last one has ended."""
+        """Whether no request has begun on the connection, or the last one has ended."""
         return self._is_between_requests and not self.transport.get_write_buffer_size()
 
     @property
     def is_sending(self) -> bool:
-        """Whether a request has begun on it that has not arrived yet."""
+        """Whether a request has begun that has not arrived completely."""
         return not self._is_between_requests and self.cycle.more_body and not self.cycle.response_started
 
     def drop(self) -> None:
-        """Closes it at once; the kernel forgets what it holds for the client too."""
+        """Closes the connection at once; the kernel drops its buffers for the client too."""
         self.connections.discard(self)
         connection = self.transport.get_extra_info("socket")
         if connection is not None:
@@ -279,12 +278,14 @@ class Connection(H11Protocol):
 
     @property
     def _may_answer(self) -> bool:
-        """Whether no answer has begun to what the client is sending; a second one would be taken for its rest."""
+        """Whether the client's current request has no answer yet; a second answer would be taken for the rest of
+        the first.
+        """
         is_unsent = self.transport.get_write_buffer_size() > 0
         return not is_unsent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     def _answer(self, error: ApiError) -> None:
-        """Writes an answer that no application gave, and closes the connection."""
+        """Writes an answer without the application, and closes the connection."""
         # No path is known for certain, hence no dialect: it is told in the commonest one.
         response = error_response(error)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
@@ -293,7 +294,9 @@ class Connection(H11Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closes it once its client has had time to read: closing it with bytes unread takes the answer back."""
+        """Closes the connection once the client has had time to read: closing with unread bytes takes the answer
+        back.
+        """
         if self._is_lingering or self._http_config.num_lingering >= MAX_LINGERING:
             self.transport.close()
             return
@@ -310,7 +313,7 @@ class Connection(H11Protocol):
 
 
 def _hold_little(connection: socket.socket | None) -> None:
-    """Has the kernel take no more of an answer than it can send soon, where it knows how."""
+    """Limits what the kernel buffers of an answer to what it can send soon, where the system supports it."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if option is not None and connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
@@ -332,7 +335,7 @@ def find_max_connections() -> int:
 
 
 def quieten_accept_errors(loop: asyncio.AbstractEventLoop, reports: Reports) -> None:
-    """Reports want of descriptors once a minute; asyncio would log a traceback for each attempt to accept."""
+    """Reports a lack of descriptors once a minute; asyncio would log a traceback for each attempt to accept."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -1,8 +1,8 @@
-"""The configuration with which HAProxy stands in front of several servers, for `mlx-serve gateway-config`. Pure.
+"""The HAProxy configuration in front of several servers, for `mlx-serve gateway-config`. Pure.
 
-A conversation stays with the server that holds its state: its name and its client's key are looked up in a stick
-table. The name is the session, found where `server.api.session_id` finds it; of a conversation without one it is its
-first message behind the system prompt. New conversations go to the server with the fewest requests.
+A conversation stays with the server that holds its state: a stick table looks up its name with its client's key. The
+name is the session, found where `server.api.session_id` finds it; without one it is the first message behind the
+system prompt. New conversations go to the server with the fewest requests.
 """
 
 import re
@@ -23,19 +23,19 @@ _UNSAFE_IN_PATH = re.compile(r"[\s\"'#$\\]")
 
 @dataclass(frozen=True)
 class Gateway:
-    """What one gateway is made of; each address is `HOST:PORT`."""
+    """Parameters of one gateway; each address is `HOST:PORT`."""
 
     replicas: Sequence[str]
     listen: str = DEFAULT_LISTEN
     admin_socket: str = DEFAULT_ADMIN_SOCKET
-    """Where HAProxy takes commands: to add a replica, or to drain one."""
+    """Address where HAProxy takes commands: to add a replica, or to drain one."""
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
-    """How much of a body is held, to look for the session in it and to send it again where a replica fails."""
+    """Bytes of a body held, to look for the session in it and to send it again where a replica fails."""
     certificate: str | None = None
     """The PEM file of certificate and key; without one the gateway speaks plain HTTP."""
 
     def check(self) -> None:
-        """Raises ConfigError for what HAProxy would misunderstand."""
+        """Raises ConfigError for values that HAProxy would misunderstand."""
         if not self.replicas:
             raise ConfigError("--replica must name at least one server, as HOST:PORT")
         if len(set(self.replicas)) != len(self.replicas):
@@ -63,7 +63,7 @@ def gateway_config(gateway: Gateway) -> str:
 
 
 def name_of(replica: str) -> str:
-    """Returns what HAProxy calls the server at an address; the same whatever else is configured."""
+    """Returns HAProxy's name of the server at an address, independent of the other replicas."""
     return replica.replace("[", "").replace("]", "")
 
 
@@ -74,7 +74,7 @@ def _check_address(flag: str, address: str) -> None:
 
 
 def _session_lines() -> Iterator[str]:
-    """Yields the rules that set `txn.session`: the first that finds a text has it."""
+    """Yields the rules that set `txn.session`; the first rule that finds a text wins."""
     path = """'path,regsub("^/(v1/)?sessions/",""),regsub("/(un)?pin$","")'"""
     yield f"http-request set-var(txn.session) {path} if of_session"
     for name in SESSION_HEADERS:
@@ -93,9 +93,9 @@ def _session_lines() -> Iterator[str]:
 
 
 def _stored_lines() -> Iterator[str]:
-    """Yields the rules that set `txn.stored`: what a server keeps and a request goes on from, or asks for.
+    """Yields the rules that set `txn.stored`: the id of stored content that a request continues or asks for.
 
-    It is called like the request that made it, behind a prefix of its own.
+    Such an id is the id of the request that stored it, behind a prefix of its own.
     """
     path = """'path,regsub("^(/v1)?/(responses|conversations)/[a-z]+_",""),field(1,"/")'"""
     yield f"http-request set-var(txn.stored) {path} if of_stored"

@@ -1,8 +1,7 @@
-"""The keys that clients may send: who each belongs to, what it may use, and the file that lists them. Pure.
+"""The keys that clients may send: the owner and rights of each, and the file that lists them. Pure.
 
-Of a key only its digest is kept. Whatever names a key, in logs and answers, uses the name that it has in the file.
-
-Reads the keys that a server takes: the one of its settings, and those of a file that only its owner may read.
+A server takes the key of its settings, and the keys of a file that only its owner may read. Only the digest of a key
+is kept. Logs and answers name a key by its name in the file.
 """
 
 import hashlib
@@ -35,18 +34,18 @@ class ApiKey:
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     is_operator: bool = False
-    """Whether it sees the sessions and the cache of all keys."""
+    """Whether the key sees the sessions and the cache of all keys."""
 
 
 class KeyRing:
-    """All keys that are taken; none where the server asks for none."""
+    """All accepted keys; none where the server needs no key."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self.keys = tuple(keys)
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Returns the key that was sent, or None; in a time that says nothing of which or how much is right."""
+        """Returns the key that was sent, or None, in a time that reveals nothing of which or how much matches."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -54,22 +53,22 @@ class KeyRing:
         return found
 
     def name_of(self, namespace: str) -> str | None:
-        """Returns the name of the key that a namespace belongs to, or None where no key with a name does."""
+        """Returns the name of the key of a namespace; None without one."""
         return self._names.get(namespace.partition("/")[0]) or None
 
 
 def digest_of(key: str) -> bytes:
-    """Returns what is kept of a key, and what it is compared by."""
+    """Returns the digest by which a key is kept and compared."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def namespace_of_key(key: str) -> str:
-    """Returns the name under which requests with a key share state, from which the key cannot be told."""
+    """Returns the namespace in which requests with a key share state; the key cannot be derived from it."""
     return digest_of(key).hex()[:32]
 
 
 def parse_keys(text: str) -> KeyRing:
-    """Returns the keys of a TOML text with a table `[[keys]]` for each; raises ConfigError, which holds no key."""
+    """Returns the keys of a TOML text with a table `[[keys]]` for each. Raises ConfigError, which contains no key."""
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -129,7 +128,7 @@ SHARED = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_keys(config: ServerConfig) -> KeyRing:
-    """Returns all keys of the settings; raises ConfigError for a file that cannot be used."""
+    """Returns all keys of the settings. Raises ConfigError for a file that cannot be used."""
     single = () if config.api_key is None else (ApiKey("", digest_of(config.api_key)),)
     if config.api_keys_file is None:
         return KeyRing(single)

@@ -1,8 +1,8 @@
-"""How the process writes its log to standard error: for a terminal, for a file, or as JSON lines.
+"""Writes the process's log to standard error: for a terminal, for a file, or as JSON lines.
 
-In a terminal a line has the time of day, is coloured unless NO_COLOR is set, and is broken where the terminal ends;
-how far a long prompt is stands on one line that is written again and again. In a file each event is one line with
-date and level. Whatever a client sent is escaped, so that no name can forge a line or reach the terminal.
+In a terminal a line has the time of day, is coloured unless NO_COLOR is set, and is broken at the terminal's width;
+one line, rewritten again and again, shows the progress of a long prompt. In a file each event is one line with date
+and level. Text from a client is escaped, so that no name can forge a line or reach the terminal.
 """
 
 import json
@@ -30,9 +30,9 @@ NOISY_LOGGERS = (
 """Libraries whose INFO and DEBUG lines say nothing about this server."""
 
 PROGRESS_SECONDS = 2.0
-"""The line in a terminal changes no faster than this, however many prompts are evaluated."""
+"""Seconds between changes of the progress line, however many prompts are evaluated."""
 PROGRESS_IN_FILES = 5
-"""A file gets the first of so many entries about one prompt."""
+"""A file gets one of this many progress entries of a prompt, beginning with the first."""
 DEFAULT_COLUMNS = 80
 
 _ERASE_LINE = "\r\x1b[K"
@@ -53,7 +53,7 @@ def configure_logging(level: str, log_format: str = "text") -> None:
 
 
 def make_handler(stream: TextIO, log_format: str) -> logging.Handler:
-    """Returns what writes the log to `stream` in the way that suits it."""
+    """Returns the handler that writes the log to `stream` in the way that suits the stream."""
     console = Console(file=stream)
     if log_format == "text" and console.is_terminal and not console.is_dumb_terminal:
         return _TerminalHandler(stream, is_coloured=not console.no_color)
@@ -106,11 +106,11 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self._is_coloured = is_coloured
         self._has_progress = False
-        """Whether the cursor stands behind a line that the next one replaces."""
+        """Whether the cursor is behind a line that the next one replaces."""
         self._progress_at = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes one record; a failure to do so is logging's to handle."""
+        """Writes one record; logging handles a failure."""
         try:
             is_progress = isinstance(record.msg, PrefillProgress)
             if is_progress and record.created - self._progress_at < PROGRESS_SECONDS:
@@ -130,7 +130,7 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         return f"{lines}\n{trace}" if trace else lines
 
     def _progress_line(self, record: logging.LogRecord) -> str:
-        """Returns what must not reach the end of the line, or erasing it would leave the rest."""
+        """Returns the progress line, shorter than the terminal: erasing a full line would leave its rest."""
         words = "  ".join([_time_of_day(record), *(part.text for part in _parts(record))])
         return self._paint(one_line(words, self._num_columns() - 1), Tone.QUIET)
 

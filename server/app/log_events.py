@@ -1,10 +1,8 @@
-"""What the log tells of requests: figures for programs, and the same in words for people.
+"""Log entries about requests: figures for programs, and the same in words for people, with line breaking. Pure.
 
 An entry is handed to `logging` as the message itself. Its `str` is one line for a file; `parts` are the pieces of a
-line for a terminal, each with its tone, between which the line may be broken. Nothing here is text of a prompt, and
-no key. Pure: no clock, no stream.
-
-Breaks a line of the log where a terminal ends, between its parts first. Pure.
+line for a terminal, each with its tone. A long line is broken between its parts first. Contains no text of a prompt
+and no key; knows no clock and no stream.
 """
 
 import re
@@ -17,13 +15,13 @@ from rich.cells import cell_len, set_cell_size
 
 SHORT_ID_LENGTH = 6
 MAX_SESSION_LENGTH = 24
-"""Letters of a session's name that a line for people shows."""
+"""Letters of a session's name shown in a line for people."""
 MAX_REASON_LENGTH = 300
 MAX_PATH_LENGTH = 200
 
 
 class Tone(StrEnum):
-    """How a part of a line is to be read."""
+    """The tone of a part of a line."""
 
     PLAIN = "plain"
     QUIET = "quiet"
@@ -49,35 +47,35 @@ class LogEntry:
         raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
-        """Returns all that is known, ready for JSON."""
+        """Returns all known figures, ready for JSON."""
         return {"event": self.event, **asdict(self)}  # type: ignore[call-overload]
 
     def __str__(self) -> str:
-        """Returns the line for a file, the request's whole name included."""
+        """Returns the line for a file, with the request's whole name."""
         return "  ".join([*(part.text for part in self.parts()), *self.names()])
 
     def names(self) -> list[str]:
-        """Returns the names by which the request can be found, where `parts` has them only in short."""
+        """Returns the full names of which `parts` shows an abbreviation only."""
         return []
 
 
 @dataclass(frozen=True)
 class PrefillProgress(LogEntry):
-    """A prompt that is being evaluated for seconds already."""
+    """A prompt whose evaluation has lasted for seconds."""
 
     event: ClassVar[str] = "prefill"
 
     request_id: str
     session_id: str | None
     evaluated_tokens: int
-    """Of the prompt, restored ones included."""
+    """Evaluated prompt tokens, restored ones included."""
     prompt_tokens: int
     tokens_per_second: float
     number: int
-    """How many such entries the request has had before."""
+    """Number of earlier progress entries of the request."""
 
     def parts(self) -> list[EntryPart]:
-        """Returns how far the prompt is and for how long still, first of all, and then whose it is and how fast."""
+        """Returns progress and time left first, then the request and its speed."""
         share, left = percent_text(self.evaluated_tokens, self.prompt_tokens), ""
         amount = f"{grouped(self.evaluated_tokens)} of {grouped(self.prompt_tokens)} tokens"
         if self.tokens_per_second > 0:
@@ -98,7 +96,7 @@ class MissFigures:
 
     reason: str
     cause: str
-    """What kind of change it was, in words."""
+    """The kind of change, in words."""
     message_index: int | None
     role: str | None
     token: int | None
@@ -108,7 +106,7 @@ class MissFigures:
 
 @dataclass(frozen=True)
 class RequestEnded(LogEntry):
-    """A request that was taken, however it ended. Times count from its arrival, in milliseconds."""
+    """An accepted request that has ended in any way. Times count from its arrival, in milliseconds."""
 
     event: ClassVar[str] = "request"
 
@@ -116,7 +114,7 @@ class RequestEnded(LogEntry):
     session_id: str | None
     model: str
     turn: int | None
-    """Of its session, from 1."""
+    """Turn of the session, from 1."""
     prompt_tokens: int
     cached_tokens: int
     evaluated_tokens: int
@@ -124,7 +122,7 @@ class RequestEnded(LogEntry):
     first_token_ms: float | None
     total_ms: float
     tokens_per_second: float | None
-    """Of the answer, from its first token to its last."""
+    """Speed of the answer, from its first token to its last."""
     finish: str
     error: str | None
     kept: float | None
@@ -132,10 +130,10 @@ class RequestEnded(LogEntry):
     tier: str | None
     miss: MissFigures | None
     key: str | None = None
-    """The name of the key that it was sent with, where it has one."""
+    """The name of the request's key, where it has one."""
 
     def parts(self) -> list[EntryPart]:
-        """Returns who asked, what was reused, how fast it came, and what broke."""
+        """Returns the client, the reuse, the speed, and the error."""
         reused = percent_text(self.cached_tokens, self.prompt_tokens)
         parts = [EntryPart(label(self.request_id, self.session_id)), *_key_parts(self.key)]
         if self.turn is not None:
@@ -175,19 +173,19 @@ class RequestEnded(LogEntry):
 
 @dataclass(frozen=True)
 class RequestRefused(LogEntry):
-    """A request that was answered with an error instead."""
+    """A request that was answered with an error only."""
 
     event: ClassVar[str] = "refused"
 
     request_id: str
     method: str
     path: str
-    """Without the query, which may hold a key."""
+    """Path without the query, which may hold a key."""
     status: int
     code: str
     reason: str
     key: str | None = None
-    """The name of the key that it was sent with, where it has one."""
+    """The name of the request's key, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns what was asked for and why it was refused."""
@@ -218,7 +216,7 @@ class TextsEmbedded(LogEntry):
     prompt_tokens: int
     total_ms: float
     key: str | None = None
-    """The name of the key that it was sent with, where it has one."""
+    """The name of the request's key, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns what was asked for and what it took."""
@@ -244,12 +242,12 @@ def _key_parts(key: str | None) -> list[EntryPart]:
 
 
 def label(request_id: str, session_id: str | None) -> str:
-    """Returns what a line for people calls a request: its session, or the beginning of its own name."""
+    """Returns a request's label for people: its session, or the beginning of its own name."""
     return cut(session_id, MAX_SESSION_LENGTH) if session_id else short_id(request_id)
 
 
 def short_id(request_id: str) -> str:
-    """Returns the first letters of what is unique in `chatcmpl-3f9a…` and the like."""
+    """Returns the first letters of the unique part of `chatcmpl-3f9a…` and the like."""
     return request_id.replace("_", "-").rpartition("-")[2][:SHORT_ID_LENGTH]
 
 
@@ -264,7 +262,7 @@ def grouped(number: int) -> str:
 
 
 def percent_text(part: int, whole: int) -> str:
-    """Returns a share such as `98 %`; 100 % is said of the whole only, 0 % of nothing only."""
+    """Returns a share such as `98 %`; 100 % only for the whole, 0 % only for nothing."""
     percent = 100 * part / whole if whole else 0.0
     rounded = round(percent)
     if part and rounded == 0:
@@ -283,12 +281,12 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(per_second: float) -> str:
-    """Returns a speed with as many digits as it is known to."""
+    """Returns a speed with as many digits as are certain."""
     return f"{per_second:.1f}" if per_second < 9.95 else grouped(round(per_second))
 
 
 def printable(text: str) -> str:
-    """Returns a text in which nothing moves a cursor, breaks a line or reverses a direction: those are escaped."""
+    """Returns a text with escapes in place of characters that move a cursor, break a line or reverse a direction."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
@@ -304,7 +302,8 @@ Paint = Callable[[str, Tone], str]
 
 
 def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> str:
-    """Returns `head` and the parts on lines of at most `width` cells, further lines indented below the first part.
+    """Returns `head` and the parts on lines of at most `width` cells; later lines are indented below the first
+    part.
 
     A part is broken, at spaces, only if it is longer than a line of its own. Words are never broken.
     """
@@ -329,7 +328,6 @@ def one_line(text: str, width: int) -> str:
 
 
 def _fit(text: str, columns: int) -> list[str]:
-    """Returns the text as it is if it fits, else filled into lines."""
     if cell_len(text) <= columns:
         return [text]
     lines = [""]

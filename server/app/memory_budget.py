@@ -1,13 +1,11 @@
-"""How much memory the state of past tokens may take: the machine's, less what the rest needs.
+"""How much memory the state of past tokens may take: the machine's, less what the rest needs and others claim.
 
-Sizes are bytes. The arithmetic is pure; `read_machine` asks the operating system and the device.
+The arithmetic is pure; `read_machine` asks the operating system and the device. Sizes are bytes.
 
-What each server of this user has claimed of the machine's memory, so that the next one leaves it alone.
-
-One file for each process, in a folder that only the user can enter. A process keeps its file locked while it lives
-(flock(2)), so a file that can be locked was left by one that has ended, however it ended, and is removed. Taking a
-claim and reading those of others is one step under a lock of the folder. Only the process that starts a server uses
-this; nothing here is asked while requests run.
+Each server claims its memory in a file, so that the next server leaves that memory alone. The files are in a folder
+that only the user can enter. A process keeps its file locked while it lives (flock(2)), so a file that can be locked
+was left by an ended process and is removed. Taking a claim and reading the others' is one step under a lock of the
+folder. Only the process that starts a server uses claims; running requests never do.
 """
 
 import contextlib
@@ -27,51 +25,52 @@ logger = logging.getLogger(__name__)
 
 USABLE_SHARE = 0.75
 """The share of the machine's memory for weights and state; the rest is for the system, other programs and a step's
-buffers."""
+buffers.
+"""
 RECOMMENDED_SHARE = 0.9
-"""The share of what the device recommends that is used: above that, Metal pages and everything becomes slow."""
+"""The used share of what the device recommends: above that, Metal pages and everything becomes slow."""
 WEIGHTS_SHARE = 0.8
-"""The share of what is usable that weights may take where there is a choice of models."""
+"""The share of the usable memory for weights, where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
-"""The least budget, even where the weights leave nothing: less would hold no conversation at all."""
+"""The least budget, even where the weights leave nothing: less would hold no conversation."""
 POOL_SHARE = 1 / 16
-"""Bytes of freed buffers that MLX may keep to use again, as a share of the budget, in which they are not counted."""
+"""Freed buffers that MLX may keep to use again, as a share of the budget; they do not count towards the budget."""
 SMALLEST_POOL_BYTES = 128 << 20
 LARGEST_POOL_BYTES = 1 << 30
-"""What the buffers of one step take, with a reserve: a smaller pool would have each step allocate them anew."""
+"""Buffers of one step with a reserve, in bytes: a smaller pool would make each step allocate them again."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is to share out."""
+    """Memory of a machine."""
 
     memory_bytes: int
-    """Memory that state may live in: a card's own, else the machine's, or less inside a container."""
+    """Memory where state may live: a card's own, else the machine's, or less inside a container."""
     recommended_bytes: int | None = None
-    """What the device recommends to use at most; None where it says nothing, as on a CPU."""
+    """The most that the device recommends to use; None where it says nothing, as on a CPU."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How one server shares out a machine."""
+    """How one server divides a machine's memory."""
 
     machine_bytes: int
     weights_bytes: int
     budget_bytes: int
     """For the state of past tokens."""
     others_bytes: int
-    """What other servers of this user have claimed."""
+    """Claims of this user's other servers."""
 
     @property
     def rest_bytes(self) -> int:
-        """What is left for everything else; negative if more is promised than there is."""
+        """Memory left for everything else; negative if more is promised than there is."""
         return self.machine_bytes - self.weights_bytes - self.budget_bytes - self.others_bytes
 
 
 def usable_bytes(machine: Machine) -> int:
-    """Returns how much of the machine weights and state may take together when nothing was asked for."""
+    """Returns how much weights and state may take together when no budget was asked for."""
     usable = int(machine.memory_bytes * USABLE_SHARE)
     if machine.recommended_bytes is not None:
         usable = min(usable, int(machine.recommended_bytes * RECOMMENDED_SHARE))
@@ -85,17 +84,17 @@ def largest_weights_bytes(machine: Machine) -> int:
 
 
 def comfortable_weights_bytes(machine: Machine) -> int:
-    """Returns the most that weights should take, so that there is memory for conversations too."""
+    """Returns the most that weights should take, so that conversations have memory too."""
     return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
 def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int = 0) -> int:
-    """Returns the budget for state when none was asked for, beside what others have claimed."""
+    """Returns the budget for state when none was asked for, beside the claims of others."""
     return max(usable_bytes(machine) - others_bytes - weights_bytes, SMALLEST_BUDGET_BYTES)
 
 
 def find_excess(plan: MemoryPlan) -> str | None:
-    """Returns why a machine cannot hold a plan, whatever other servers do; None if it can."""
+    """Returns why a machine cannot hold a plan even without other servers; None if it can."""
     if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
         return None
     return (
@@ -105,12 +104,14 @@ def find_excess(plan: MemoryPlan) -> str | None:
 
 
 def choose_pool_bytes(budget_bytes: int) -> int:
-    """Returns how many bytes of freed buffers MLX may keep; Metal's own limit is all that the device has."""
+    """Returns how many bytes of freed buffers MLX may keep; by default Metal's limit is all of the device's
+    memory.
+    """
     return min(max(int(budget_bytes * POOL_SHARE), SMALLEST_POOL_BYTES), LARGEST_POOL_BYTES)
 
 
 def read_machine(device_info: dict[str, Any]) -> Machine:
-    """Returns this machine's memory. `device_info` is what `mx.device_info()` says."""
+    """Returns this machine's memory. `device_info` is the result of `mx.device_info()`."""
     if device_info.get("total_memory"):
         return Machine(int(device_info["total_memory"]))
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
@@ -120,7 +121,7 @@ def read_machine(device_info: dict[str, Any]) -> Machine:
 
 
 def _read_limit(path: Path) -> int | None:
-    """Returns a container's limit, None if there is none ("max") or no such file."""
+    """Returns a container's limit; None for no limit ("max") or no such file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -132,18 +133,18 @@ _SUFFIX = ".json"
 
 @dataclass(frozen=True)
 class Claim:
-    """What one server told others about itself."""
+    """The memory and address of one server, for other servers."""
 
     pid: int
     model: str
     memory_bytes: int
     """Weights, and the budget for the state of past tokens."""
     url: str
-    """Where it can be asked, such as `http://127.0.0.1:8080`; empty while it starts."""
+    """The server's address, such as `http://127.0.0.1:8080`; empty while it starts."""
 
 
 class OwnClaim:
-    """The claim of this process; gone when closed, or when the process ends."""
+    """The claim of this process, until it is closed or the process ends."""
 
     def __init__(self, path: Path, descriptor: int, claim: Claim) -> None:
         self._path = path
@@ -151,7 +152,7 @@ class OwnClaim:
         self.tell(claim)
 
     def tell(self, claim: Claim) -> None:
-        """Replaces what others read."""
+        """Replaces the claim that others read."""
         text = json.dumps(asdict(claim)).encode()
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
 
@@ -162,9 +163,9 @@ class OwnClaim:
 
 
 def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
-    """Makes a claim and returns it with those of the servers that run already. Raises OSError.
+    """Makes a claim and returns it with the claims of running servers. Raises OSError.
 
-    The folder is created if it is missing; PermissionError if it is not this user's alone.
+    The folder is created if it is missing; PermissionError if others than this user may enter it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(folder)
@@ -177,7 +178,7 @@ def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
 
 
 def running(folder: Path) -> list[Claim]:
-    """Returns the claims of the servers that run now; none if the folder cannot be read."""
+    """Returns the claims of the running servers; none if the folder cannot be read."""
     try:
         _check_owner(folder)
         with _locked(folder / "lock"):

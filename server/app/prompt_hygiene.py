@@ -1,8 +1,8 @@
-"""Replaces values that a client changes with every request at the head of the prompt by constants.
+"""Replaces values at the head of the prompt that a client changes with every request by constants. Pure.
 
-One such value makes every prompt differ from the last one at its first line, so that nothing could be reused; no
-answer depends on it. A known line is matched as a whole, and only as the first line of a leading system message. The
-values that change become constants, and every other character stays. Pure: knows messages, no client, no tokens.
+One such value makes every prompt differ from the last one in its first line, so that nothing could be reused; no
+answer depends on it. A known line is matched as a whole, and only as the first line of a leading system message. Only
+the changing values become constants. Knows messages, no client, no tokens.
 
 Known lines:
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
-"""As templates read it: `role`, and `content` as a text or a list of text parts."""
+"""A message of a template: `role`, and `content` as a text or a list of text parts."""
 
 _BILLING_LINE = re.compile(r"x-anthropic-billing-header:(?: ?[a-z][a-z0-9_]*=[\w.+-]*;)+ ?(?=\r?\n|\Z)", re.ASCII)
 _CHANGING_VALUES = (
@@ -25,13 +25,13 @@ _CHANGING_VALUES = (
 
 
 def with_constant_headers(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with constants for the changing values of leading system messages; copies what changes."""
+    """Returns the messages with constants in leading system messages; changed messages are copies."""
     num_system = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     return [*map(_cleaned, messages[:num_system]), *messages[num_system:]]
 
 
 def with_constant_header(text: str) -> str:
-    """Returns the text of a system message with constants for the changing values of its first line."""
+    """Returns the text of a system message with constants in its first line."""
     line = _BILLING_LINE.match(text)
     if line is None:
         return text

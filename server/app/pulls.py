@@ -1,7 +1,7 @@
-"""Downloads that clients ask for: one for each repository at a time, whoever waits for it.
+"""Downloads that clients ask for: one at a time for each repository, shared by all who wait for it.
 
-A download runs on a thread of its own. It goes on as long as anybody listens; what came until then is kept, so that
-the next one goes on there. Event loop only, but for what says otherwise.
+A download runs on a thread of its own, as long as anybody listens. The next download continues from the bytes already
+here. Event loop only, except where a docstring says otherwise.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from server.app.memory_budget import Machine, read_machine
 from server.pool.loading import on_thread
 
 MAX_TOGETHER = 2
-"""More share the same line; they wait."""
+"""Downloads at once; more would share the same line, so they wait."""
 
 
 def this_machine() -> Machine:
@@ -27,7 +27,7 @@ def this_machine() -> Machine:
 
 
 class Fetch(Protocol):
-    """Downloads a model and blocks meanwhile; `models.hub.pull` is the real one."""
+    """Downloads a model, blocking; `models.hub.pull` is the real one."""
 
     def __call__(self, name: str, tell: TellPull, /, *, max_weights_bytes: int | None) -> Path:
         """Returns the model's folder; raises ModelError."""
@@ -35,21 +35,21 @@ class Fetch(Protocol):
 
 
 class PullAbandoned(Exception):
-    """Raised into a download for which nobody waits any more."""
+    """Raised into a download that nobody waits for any more."""
 
 
 class Pulls:
     """The downloads of one server."""
 
     def __init__(self, fetch: Fetch, max_weights_bytes: Callable[[], int]) -> None:
-        """`max_weights_bytes` is what this machine has memory for; called on the download's thread."""
+        """`max_weights_bytes` returns what this machine has memory for; called on the download's thread."""
         self._fetch = fetch
         self._max_weights_bytes = max_weights_bytes
         self._running: dict[str, _Pull] = {}
         self._places = asyncio.Semaphore(MAX_TOGETHER)
 
     async def steps(self, name: str) -> AsyncIterator[PullEvent]:
-        """Yields how the download of a model goes on, until it is here; raises ModelError.
+        """Yields the steps of a download to its end. Raises ModelError.
 
         A slow listener misses steps of one file, but never its end.
         """
@@ -79,7 +79,7 @@ class Pulls:
             pull.end(None)
 
     async def _is_done(self, key: str, name: str, pull: "_Pull") -> bool:
-        """Downloads; False where that was given up, because nobody waited for it."""
+        """Downloads; False if abandoned because nobody waited."""
         try:
             await on_thread(f"pull {key}", lambda: self._fetch_on_thread(name, pull))
         except PullAbandoned:
@@ -91,12 +91,12 @@ class Pulls:
 
 
 class _Pull:
-    """One download, and who listens to it."""
+    """One download and its listeners."""
 
     def __init__(self) -> None:
         self._listeners: list[_Listener] = []
         self._told: list[PullEvent] = []
-        """What somebody who comes later must know."""
+        """The steps that a later listener must know."""
         self._loop = asyncio.get_running_loop()
         self._is_over = False
         self._error: Exception | None = None
@@ -117,7 +117,7 @@ class _Pull:
         self.is_wanted = bool(self._listeners)
 
     def tell(self, event: PullEvent) -> None:
-        """Takes a step of the download. On its thread; raises PullAbandoned."""
+        """Passes on a step, on the download's thread. Raises PullAbandoned."""
         if not self.is_wanted:
             raise PullAbandoned
         # The loop has ended where the server has: then nobody is told, and the process ends.
@@ -138,7 +138,7 @@ class _Pull:
 
 
 class _Listener:
-    """What one client has not been told yet."""
+    """Steps that one client has still to read."""
 
     def __init__(self, told: list[PullEvent]) -> None:
         self._waiting = list(told)
@@ -156,7 +156,7 @@ class _Listener:
         self._has_more.set()
 
     async def events(self) -> AsyncIterator[PullEvent]:
-        """Yields what happens, to the end; raises what ended the download."""
+        """Yields the steps to the end. Raises the error of the download."""
         while True:
             await self._has_more.wait()
             self._has_more.clear()
@@ -170,7 +170,7 @@ class _Listener:
 
 
 def _add(events: list[PullEvent], event: PullEvent) -> None:
-    """Adds an event; of one file's progress the last step says all."""
+    """Adds an event; a file's newer progress replaces the older one."""
     last = events[-1] if events else None
     if isinstance(event, PullProgress) and isinstance(last, PullProgress) and last.file == event.file:
         events.pop()

@@ -61,31 +61,31 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """One model, ready to answer, and what its start-up report says. The engine is not started yet."""
+    """One model, ready to answer, with the facts of its start-up report. The engine is not started yet."""
 
     model: ServedModel
     engine: Engine
     num_parameters: int
-    """Weights; a quantized matrix counts those that it stands for."""
+    """Number of weights; a quantized matrix counts the weights that it represents."""
     memory: MemoryPlan
     precision: Precision
     """How the weights are held."""
     stored_bytes: int
-    """What the weights take on disk."""
+    """Size of the weights on disk."""
     seconds_per_token: float | None
     """About how long a token of an answer takes, measured on one matrix; None on a graphics processor."""
     model_context_tokens: int
     """The model's own limit; `model.context_tokens` may be lower."""
     release: Callable[[], object] = lambda: None
-    """Lets go of the weights, once the engine has ended."""
+    """Releases the weights, once the engine has ended."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each of its adapters, by the adapter's name."""
     named: ServedModel | None = None
-    """The model under the name of our own by which it was asked for, if it was."""
+    """The model under our own name, if it was asked for by that name."""
 
     @property
     def asked_for(self) -> ServedModel:
-        """The model under the name that the command line gives it."""
+        """The model under its name on the command line."""
         return self.named or self.model
 
     @property
@@ -97,10 +97,10 @@ class Service:
 def open_service(
     config: ServerConfig, others: Sequence[Claim] = (), tell: Callable[[str], object] = lambda step: None
 ) -> Service:
-    """Loads the first of the configured models; blocks while it does.
+    """Loads the first of the configured models, blocking.
 
-    `others` are servers that have claimed memory; `tell` is told what is being done. Raises ModelError, and
-    StartError for a model or a budget that this machine cannot hold.
+    `others` are servers that have claimed memory; `tell` is told each step. Raises ModelError, and StartError for a
+    model or a budget that this machine cannot hold.
     """
     name = config.models[0]
     source = source_of(name)
@@ -133,7 +133,7 @@ def open_service(
 
 
 def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim]) -> PoolMemory:
-    """Returns what the models of one server may take of a machine, beside other servers."""
+    """Returns the memory limits of one server's models, beside other servers."""
     if config.cache_memory_bytes is not None:
         return PoolMemory(machine.memory_bytes, config.cache_memory_bytes)
     left_bytes = max(usable_bytes(machine) - sum(claim.memory_bytes for claim in others), 0)
@@ -152,14 +152,14 @@ class ServiceOpener:
     memory: PoolMemory
 
     def measure(self, source: ModelSource) -> int:
-        """Returns what the weights take as they are stored; raises ModelError for files that cannot be used."""
+        """Returns the stored size of the weights. Raises ModelError for unusable files."""
         check(source.path, source.id)
         return weights.total_bytes(source.path)
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
         """Returns the model with its engine running.
 
-        Raises ModelError, and ModelTooLarge where the weights take more than they seemed to.
+        Raises ModelError, and ModelTooLarge where the weights take more than measured.
         """
         try:
             return self._open(source, around, tell)
@@ -169,7 +169,7 @@ class ServiceOpener:
             mx.clear_streams()
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Returns what the files of a model tell without being loaded; of damaged ones, nothing but the name."""
+        """Returns what the files tell of a model without loading it; for damaged files, the name only."""
         parent_id = None if source.name == source.id else source.id
         try:
             config, limit = read_config(source.path)
@@ -206,7 +206,8 @@ class ServiceOpener:
         return OpenedModel(served, engine, weights_bytes, partial(_release, loaded), _variants(served, loaded))
 
     def _float32_bytes(self, others: Sequence[int]) -> int:
-        """Returns how much float32 weights may take: the same at each loading, unless other models leave less.
+        """Returns the most that float32 weights may take: the same at each loading, unless other models leave
+        less.
 
         Stored state fits weights of the same precision only.
         """
@@ -226,7 +227,7 @@ def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
 
 
 def _plan(config: ServerConfig, machine: Machine, weights_bytes: int, others_bytes: int) -> MemoryPlan:
-    """Returns how the machine is shared out; raises StartError for more than it has."""
+    """Returns the memory plan. Raises StartError for more memory than there is."""
     budget_bytes = config.cache_memory_bytes
     if budget_bytes is None:
         budget_bytes = choose_budget_bytes(machine, weights_bytes, others_bytes)
@@ -260,15 +261,15 @@ def _active_share(config: dict[str, Any]) -> float:
 
 
 def _bound_pool(num_bytes: int) -> None:
-    """Has MLX keep no more freed buffers than this; where it keeps fewer by itself, as on a CPU, that stays."""
+    """Limits MLX's freed buffers; a lower limit of MLX, as on a CPU, stays."""
     mx.set_cache_limit(min(num_bytes, mx.set_cache_limit(num_bytes)))
 
 
 def model_id(name: str) -> str:
-    """Returns the id of the model that was named `name` on the command line; raises ModelError.
+    """Returns the id of the model that was named `name` on the command line. Raises ModelError.
 
-    For a folder that is its own name, and a folder is what `models.names.resolve` takes for one. For a name of our
-    own it is that of its weights.
+    A folder is its own id; `models.names.resolve` decides what is a folder. The id of a name of our own is the id of
+    its weights.
     """
     stored = find_stored(name)
     if stored is not None:
@@ -281,7 +282,7 @@ def model_id(name: str) -> str:
 
 
 def source_of(name: str) -> ModelSource:
-    """Returns the model that was named `name` on the command line, with its defaults; raises ModelError."""
+    """Returns the model that was named `name` on the command line, with its defaults. Raises ModelError."""
     stored = find_stored(name)
     if stored is not None:
         return stored_source(stored)
@@ -330,7 +331,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
 
 
 def _opens_thoughts(renderer: ChatRenderer, markers: ReasoningFormat | None) -> bool:
-    """Returns whether a prompt that asks for a thought begins it."""
+    """Returns whether a prompt that asks for a thought also begins it."""
     if markers is None:
         return False
     asked = {"enable_thinking": True, "thinking": True}
@@ -355,7 +356,7 @@ def _rerank_format(loaded: LoadedModel) -> RerankFormat | None:
 
 
 def _describe_tokenizer(loaded: LoadedModel) -> str:
-    """Returns the text of a model's `tokenizer.json`; raises AttributeError for a tokenizer of another kind."""
+    """Returns the text of a model's `tokenizer.json`. Raises AttributeError for a tokenizer of another kind."""
     backend = copy.copy(loaded.tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -363,7 +364,7 @@ def _describe_tokenizer(loaded: LoadedModel) -> str:
 
 
 def _template_owner(loaded: LoadedModel) -> Any:
-    """Returns what renders conversations: the tokenizer, whose template then decides by itself whether to think.
+    """Returns the renderer of conversations: the tokenizer, whose template decides by itself whether to think.
 
     mlx-lm's wrapper asks every template to think; it is needed for the models whose template is code of mlx-lm.
     """
@@ -371,7 +372,7 @@ def _template_owner(loaded: LoadedModel) -> Any:
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
-    """Returns the sampling that a model's makers recommend; the usual defaults where they say nothing usable."""
+    """Returns the sampling recommended by a model's makers; the usual defaults where that is missing or unusable."""
     try:
         recommended: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         given = {key: recommended[key] for key in _SAMPLING_KEYS if recommended.get(key) is not None}
@@ -397,14 +398,14 @@ def _release(loaded: LoadedModel) -> None:
 
 
 def _weights_bytes(loaded: LoadedModel) -> int:
-    """Returns what the weights take in memory, those of adapters included."""
+    """Returns the bytes of the weights in memory, adapters included."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(cast(Any, loaded.model).parameters()))
     own_bytes = sum(array.nbytes for _, array in parameters)
     return own_bytes + (loaded.adapters.num_bytes if loaded.adapters is not None else 0)
 
 
 def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[str], object]) -> LoadedModel:
-    """Returns the model with the adapters that are configured, which are on the first one; raises ModelError."""
+    """Returns the model with the configured adapters, which belong to the first model. Raises ModelError."""
     if not config.adapters or loaded.name != model_id(config.models[0]):
         return loaded
     # Brings along all of mlx-lm's training.

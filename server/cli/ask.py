@@ -1,8 +1,6 @@
-"""A running server, asked by a command over one connection.
+"""A running server, asked by a command over one connection: `ps`, `stop`, and the conversation of `run`.
 
-`mlx-serve ps` and `mlx-serve stop`: what the servers of this user have loaded, and unloading it.
-
-Answers from a server on this machine that has the model loaded: a second copy would take as much memory.
+`run` uses the model of a server that has it loaded: a second copy would take as much memory.
 """
 
 import json
@@ -38,7 +36,7 @@ TIMEOUT_SECONDS = 30.0
 
 
 class AskedServer:
-    """What is there at an address."""
+    """A connection to the server at an address."""
 
     def __init__(self, url: str, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -46,7 +44,7 @@ class AskedServer:
         self._client = httpx2.Client(timeout=timeout_seconds, trust_env=False, headers=headers)
 
     def get(self, path: str, query: Mapping[str, str | int] | None = None) -> Any:
-        """Returns the answer's object; raises StartError with a sentence where there is none."""
+        """Returns the answer's object. Raises StartError with a sentence where there is none."""
         try:
             answer = self._client.get(self.url + path, params=dict(query or {}))
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -64,7 +62,7 @@ class AskedServer:
 
 
 FOR_EVER_DAYS = 3650
-"""A model that is to be unloaded so late stays for ever."""
+"""A model that expires later than this stays for ever."""
 
 HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 
@@ -77,11 +75,11 @@ class LoadedEntry:
     size_bytes: int
     context_tokens: int
     idle_seconds_left: float
-    """After which it is unloaded if nobody asks for it; infinite if it stays."""
+    """Idle time until the model is unloaded; infinite if it stays."""
     url: str
 
     def record(self) -> dict[str, Any]:
-        """Returns it for programs."""
+        """Returns the entry for programs."""
         return {
             "name": self.name,
             "size_bytes": self.size_bytes,
@@ -91,14 +89,14 @@ class LoadedEntry:
         }
 
     def cells(self) -> tuple[str, ...]:
-        """Returns it as a person reads it, under `HEADINGS`."""
+        """Returns the entry for a person, under `HEADINGS`."""
         minutes = self.idle_seconds_left / 60
         until = "for ever" if math.isinf(minutes) else f"{max(minutes, 0):.0f} minutes from now, if not used"
         return self.name, size_text(self.size_bytes), str(self.context_tokens), until, self.url
 
 
 def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Prints the models that the servers have loaded; raises StartError where one refuses to say."""
+    """Prints the models that the servers have loaded. Raises StartError where a server refuses to say."""
     found = [entry for url in urls for entry in _loaded_at(url, api_key)]
     if as_json:
         typer.echo(json.dumps([entry.record() for entry in found], indent=2))
@@ -109,7 +107,9 @@ def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> N
 
 
 def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Unloads a model wherever it is loaded and idle; raises StartError where it is not loaded, or answers."""
+    """Unloads a model from every server where it is loaded and idle. Raises StartError where it is not loaded, or
+    answers.
+    """
     done = [url for url in urls if _unload_at(url, name, api_key)]
     if as_json:
         typer.echo(json.dumps({"name": name, "servers": done}, indent=2))
@@ -120,7 +120,7 @@ def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool
 
 
 def _unload_at(url: str, name: str, api_key: str | None) -> bool:
-    """Returns whether a server had the model loaded, and has it no more."""
+    """Returns whether a server had the model loaded and has unloaded it."""
     answer = _ask("POST", url, "/v1/models/unload", api_key, {"model": name})
     if answer is None or answer.status_code == httpx2.codes.NOT_FOUND:
         return False
@@ -148,7 +148,7 @@ def _entry(model: dict[str, Any], url: str) -> LoadedEntry:
 def _ask(
     method: str, url: str, path: str, api_key: str | None, body: dict[str, Any] | None = None
 ) -> httpx2.Response | None:
-    """Returns a server's answer; None where none answers."""
+    """Returns a server's answer; None if there is none."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with httpx2.Client(timeout=TIMEOUT_SECONDS, trust_env=False, headers=headers) as client:
@@ -168,16 +168,16 @@ def _message(answer: httpx2.Response, url: str) -> str:
 
 
 ASK_SECONDS = 1.0
-"""How long a server may take to say which models it has; one on this machine that is well needs far less."""
+"""Seconds that a server may take to list its models; a healthy one on this machine needs far less."""
 OWNER = "mlx-serve/"
-"""Begins the owner that our servers name, with their version behind it; another program calls itself the same."""
+"""Prefix of our servers' owner, before the version; another program has another owner."""
 
 _MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model as a server calls it."""
+    """A model as a server names it."""
 
     url: str
     """Such as `http://127.0.0.1:8080`."""
@@ -205,7 +205,7 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
 
 
 def _models_at(url: str, api_key: str | None) -> list[str]:
-    """Returns the models of one of our servers; none where something else answers, or nothing."""
+    """Returns the models of one of our servers; none if another program answers, or nothing."""
     try:
         with httpx2.Client(timeout=ASK_SECONDS, trust_env=False) as client:
             answer = client.get(f"{url}/v1/models", headers=_headers(api_key))
@@ -218,7 +218,7 @@ def _models_at(url: str, api_key: str | None) -> list[str]:
 
 
 def _is_same(name: str, served: str) -> bool:
-    """Returns whether two names are of one model: a short name and an address stand for a repository."""
+    """Whether two names are of one model: a short name and an address stand for a repository."""
     repository = parse_repository(name)
     return name == served or (repository is not None and repository == parse_repository(served))
 
@@ -243,7 +243,9 @@ class JoinedModel:
     async def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last; raises AnswerFailed. When cancelled, the server notices by itself."""
+        """Yields an answer, and its costs last. Raises AnswerFailed. On a cancel, the server notices the closed
+        connection.
+        """
         body = {
             "model": self._served.model,
             "messages": list(turns),
@@ -270,7 +272,7 @@ class JoinedModel:
 
 
 class JoinedModels:
-    """The models of one server, which loads those that are asked for."""
+    """The models of one server, which loads the one asked for."""
 
     def __init__(self, served: Served, api_key: str | None = None) -> None:
         self._url, self._api_key = served.url, api_key
@@ -281,7 +283,7 @@ class JoinedModels:
         return _models_at(self._url, self._api_key)
 
     def change(self, name: str) -> None:
-        """Talks to another model of the server; raises AnswerFailed."""
+        """Changes to another model of the server. Raises AnswerFailed."""
         found = find_served(name, [self._url], self._api_key)
         if found is None:
             raise AnswerFailed(f"the server at {self._url} has no model {name!r}; /model lists those it has")
@@ -289,7 +291,7 @@ class JoinedModels:
 
 
 def _parts_of(line: str) -> list[Said | AnswerCosts]:
-    """Returns what one line of the stream says; raises AnswerFailed for the server's own error."""
+    """Returns the parts in one line of the stream. Raises AnswerFailed for the server's own error."""
     if not line.startswith("data: {"):
         return []
     chunk = json.loads(line.removeprefix("data: "))

@@ -1,7 +1,4 @@
-"""What `mlx-serve service install|status|logs|remove` do.
-
-Installing, asking after and removing the server, by the programs of launchd and of systemd.
-"""
+"""`mlx-serve service install|status|logs|remove`: a server at login, by launchd or systemd."""
 
 import json
 import os
@@ -23,7 +20,7 @@ from server.cli.config import config_file, load_config
 from server.cli.units import LABEL, MARK, PASSED_ON, ServiceSpec, launchd_plist, passed_on, systemd_unit
 
 Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
-"""Runs a program to its end and returns what it said; raises OSError where there is none."""
+"""Runs a program to its end and returns its output. Raises OSError where there is none."""
 
 LOG_LINES = 100
 NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
@@ -31,13 +28,13 @@ NO_SESSION = "; this user has no session of systemd here: log in as that user, n
 
 @dataclass(frozen=True)
 class ServiceState:
-    """What becomes of the server."""
+    """Whether the server is installed and running."""
 
     is_installed: bool
     is_running: bool = False
     pid: int | None = None
     detail: str = ""
-    """In the words of the system, such as `active (running)`."""
+    """The system's words, such as `active (running)`."""
 
 
 def run_program(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -46,7 +43,7 @@ def run_program(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 
 
 class ServiceManager(ABC):
-    """A file that describes the server, and a program that acts on it."""
+    """A file that describes the server, and a program that acts on the file."""
 
     file: Path
 
@@ -59,15 +56,15 @@ class ServiceManager(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Has the server of the file start now and at each login, anew if it runs; raises StartError."""
+        """Starts the server now and at each login, or restarts it if it runs. Raises StartError."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Has it end now, and start no more; nothing if it does not run."""
+        """Ends the server now and at later logins; no error if it does not run."""
 
     @abstractmethod
     def ask(self) -> ServiceState:
-        """Returns what becomes of the server of the file, which is there."""
+        """Returns the state of the server of an existing file."""
 
     @abstractmethod
     def log_command(self, *, follow: bool) -> Sequence[str]:
@@ -75,10 +72,10 @@ class ServiceManager(ABC):
 
     @abstractmethod
     def forgotten(self) -> None:
-        """Clears up behind a file that has gone."""
+        """Cleans up after the file was removed."""
 
     def install(self, spec: ServiceSpec) -> None:
-        """Writes the file and starts the server; raises StartError, and then nothing new is left."""
+        """Writes the file and starts the server. Raises StartError, and then nothing new is left."""
         before = self._read()
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -107,11 +104,11 @@ class ServiceManager(ABC):
         return True
 
     def state(self) -> ServiceState:
-        """Returns what becomes of the server; raises StartError."""
+        """Returns the state of the server. Raises StartError."""
         return ServiceState(False) if self._read() is None else self.ask()
 
     def _read(self) -> str | None:
-        """Returns the text of the file; None where there is none. Raises StartError for somebody else's."""
+        """Returns the text of the file; None where there is none. Raises StartError for a file of another program."""
         try:
             text = self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -137,7 +134,7 @@ class ServiceManager(ABC):
 
 
 class Systemd(ServiceManager):
-    """The manager of a user, on Linux."""
+    """systemd's user manager, on Linux."""
 
     def __init__(self, environment: Mapping[str, str], run: Runner = run_program) -> None:
         super().__init__(run)
@@ -156,17 +153,17 @@ class Systemd(ServiceManager):
         self._must("systemctl", "--user", "restart", self._unit)
 
     def stop(self) -> None:
-        """Stops and disables it. Without a manager nothing runs, and only the link of `enable` is left."""
+        """Stops and disables the unit. Without a manager nothing runs, and only the link of `enable` is left."""
         self._call("systemctl", "--user", "disable", "--now", self._unit)
         (self.file.parent / "default.target.wants" / self._unit).unlink(missing_ok=True)
 
     def forgotten(self) -> None:
-        """Has the manager forget the unit, and that it failed."""
+        """Makes the manager forget the unit and its failure."""
         self._call("systemctl", "--user", "daemon-reload")
         self._call("systemctl", "--user", "reset-failed", self._unit)
 
     def ask(self) -> ServiceState:
-        """Asks for properties, which are made for programs."""
+        """Reads properties, which are made for programs."""
         shown = "ActiveState,SubState,MainPID,ExecMainStatus"
         done = self._call("systemctl", "--user", "show", self._unit, f"--property={shown}")
         if done.returncode:
@@ -179,12 +176,12 @@ class Systemd(ServiceManager):
         return ServiceState(True, values.get("ActiveState") == "active", pid or None, detail)
 
     def log_command(self, *, follow: bool) -> Sequence[str]:
-        """The journal of the unit."""
+        """Returns the command for the journal of the unit."""
         return ["journalctl", "--user", "--unit", self._unit, "--lines", str(LOG_LINES), *(["--follow"] * follow)]
 
 
 class Launchd(ServiceManager):
-    """The agents of a user, on macOS."""
+    """launchd's agents of a user, on macOS."""
 
     def __init__(self, home: Path, run: Runner = run_program) -> None:
         super().__init__(run)
@@ -197,14 +194,14 @@ class Launchd(ServiceManager):
         return launchd_plist(spec)
 
     def start(self) -> None:
-        """Loads the file, which starts the server; an older one is unloaded first."""
+        """Loads the file, which starts the server; a loaded older one is unloaded first."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.stop()
         self._must("launchctl", "enable", f"{self._domain}/{LABEL}")
         self._must("launchctl", "bootstrap", self._domain, str(self.file))
 
     def stop(self) -> None:
-        """Unloads it; returns once it has ended."""
+        """Unloads the agent; returns once it has ended."""
         self._call("launchctl", "bootout", f"{self._domain}/{LABEL}")
 
     def forgotten(self) -> None:
@@ -212,7 +209,7 @@ class Launchd(ServiceManager):
         self.log_file.unlink(missing_ok=True)
 
     def ask(self) -> ServiceState:
-        """Reads what launchctl prints for people: it has nothing else."""
+        """Parses launchctl's output for people, the only one there is."""
         done = self._call("launchctl", "print", f"{self._domain}/{LABEL}")
         if done.returncode:
             return ServiceState(True, detail="not loaded")
@@ -221,12 +218,12 @@ class Launchd(ServiceManager):
         return ServiceState(True, state == "running", int(pid) if pid else None, f"{state or 'unknown'}{ended}")
 
     def log_command(self, *, follow: bool) -> Sequence[str]:
-        """The file to which launchd writes."""
+        """Returns the command for the file to which launchd writes."""
         return ["tail", "-n", str(LOG_LINES), *(["-F"] * follow), str(self.log_file)]
 
 
 def _printed(text: str, name: str) -> str:
-    """Returns the value of the first line `name = value`, which is that of the service itself."""
+    """Returns the value of the first line `name = value`, which belongs to the service itself."""
     match = re.search(rf"^\s*{name} = (.*)$", text, re.MULTILINE)
     return match[1].strip() if match else ""
 
@@ -269,7 +266,7 @@ def show_state(environment: Mapping[str, str], *, as_json: bool) -> int:
 
 
 def show_log(environment: Mapping[str, str], *, follow: bool) -> int:
-    """Shows the end of the log, or what is added to it until Ctrl-C; returns the exit status. Raises StartError."""
+    """Shows the end of the log, or follows it until Ctrl-C; returns the exit status. Raises StartError."""
     manager = find_manager(environment)
     if not manager.state().is_installed:
         raise StartError("there is no service; `mlx-serve service install` makes one")

@@ -28,9 +28,10 @@ def show(cache_dir: str, *, as_json: bool) -> None:
 
 
 def remove_folders(names: Sequence[str], cache_dir: str, *, everything: bool) -> None:
-    """Deletes the folders of `names`, or all; raises StartError for an unknown name or one in use, and deletes none.
+    """Deletes the folders of `names`, or all. Raises StartError for an unknown name or one in use, and then
+    deletes none.
 
-    A name is the folder's, or the model's where only one folder has it.
+    A name is the folder's, or the model's where only one folder belongs to that model.
     """
     found = _find(Path(cache_dir).expanduser())
     chosen = found if everything else [_named(name, found) for name in names]

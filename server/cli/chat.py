@@ -1,9 +1,8 @@
 """`mlx-serve run`: a conversation in the terminal with a model in this process, or one that a server has loaded.
 
-Ctrl-C stops the answer, not the program; what was said until then stays in the conversation. Twice at the prompt it
-ends the program. With a question, or when standard input is no terminal, there is one answer, and the program ends.
-
-Where answers and notes are shown: wrapped and with dim thoughts on a terminal, as plain text anywhere else.
+Ctrl-C stops the answer, not the program; the text so far stays in the conversation. Twice at the prompt it ends the
+program. With a question, or when standard input is no terminal, there is one answer, and the program ends. Answers
+and notes are wrapped, with dim thoughts, on a terminal, and are plain text anywhere else.
 """
 
 import asyncio
@@ -33,13 +32,13 @@ _TWO_COLUMNS = re.compile(r"\S.*?\s{2,}")
 class Screen:
     """Shows one answer after another. Not for several threads.
 
-    Without `columns` the text is left as it is, and thoughts are left out: what is kept is the answer.
+    Without `columns` the text is left as it is, without thoughts: only the answer is kept.
     """
 
     def __init__(
         self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
     ) -> None:
-        """`columns` returns the width of the terminal, asked again and again since it may change."""
+        """`columns` returns the width of the terminal, and is called repeatedly since the width may change."""
         self._write = write
         self._columns = columns
         self._is_coloured = is_coloured
@@ -53,7 +52,7 @@ class Screen:
         self._write(f"{_DIM}{text}{_RESET}\n" if is_quiet and self._is_coloured else f"{text}\n")
 
     def complain(self, text: str) -> None:
-        """Shows what went wrong, apart from the answer where that goes to a file."""
+        """Shows an error, apart from the answer where the answer goes to a file."""
         if self._columns is None:
             sys.stderr.write(f"mlx-serve: {text}\n")
         else:
@@ -86,7 +85,7 @@ class Screen:
 
 
 def fold(line: str, width: int) -> str:
-    """Returns a line broken at words; of a line of two columns the second stays one, where there is space for it."""
+    """Returns a line broken at words; the second column of a two-column line stays a column, where there is space."""
     column = _TWO_COLUMNS.match(line)
     if column is None or 2 * column.end() > width:
         wrap = WordWrap()
@@ -122,12 +121,12 @@ _LEAVE = ("bye", "exit", "quit")
 
 @dataclass(frozen=True)
 class Opening:
-    """How a person began: the words on the command line."""
+    """How the conversation begins: the words on the command line."""
 
     system: str = ""
     question: str = ""
     history: Path | None = None
-    """Where what is typed is kept, if anywhere."""
+    """File for typed lines, if they are kept."""
 
 
 def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
@@ -157,15 +156,15 @@ def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
 
 @dataclass
 class Chat:
-    """One person's conversations, one after another. Used on one thread, which it blocks."""
+    """A person's conversations, one after another. Blocks its thread."""
 
     models: ModelChoice
     screen: Screen
     dialogue: Dialogue = field(default_factory=Dialogue)
     read_line: Callable[[str], str] = input
-    """Shows a prompt and returns one line, or the lines that were pasted; raises EOFError at the end."""
+    """Shows a prompt and returns one line, or the pasted lines. Raises EOFError at the end."""
     was_interrupted: bool = False
-    """Whether the last answer was stopped by the person."""
+    """Whether the person stopped the last answer."""
 
     def __post_init__(self) -> None:
         self._commands = Commands(self.dialogue, self.models, self.answer)
@@ -215,7 +214,7 @@ class Chat:
         return True
 
     def _hear_reply(self) -> str:
-        """Shows what is answered and returns it, as far as it came."""
+        """Shows the reply and returns it, as far as it came."""
         reply: list[str] = []
         try:
             with keys_unseen():
@@ -264,7 +263,7 @@ class Chat:
 
 
 def _answer_once(talk: Chat, question: str) -> int:
-    """Answers the question, with what comes through a pipe below it."""
+    """Answers the question, with the text from a pipe below it."""
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     text = "\n\n".join(part for part in (question.strip(), piped) if part)
     if not text:

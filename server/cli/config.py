@@ -1,4 +1,4 @@
-"""`mlx-serve config`, and reading the settings of a server from where they may stand: flags, environment, file."""
+"""`mlx-serve config`, and reading a server's settings from flags, environment and file."""
 
 import json
 import os
@@ -42,7 +42,7 @@ _HEAD = """\
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
-    """Returns where this user's settings stand; the file need not exist."""
+    """Returns the path of this user's settings file, which need not exist."""
     named = environment.get(FILE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -56,14 +56,14 @@ def read_settings(given: Mapping[str, Any], environment: Mapping[str, str]) -> L
 
 
 def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """Returns the checked settings, with the key that a file holds; raises ConfigError."""
+    """Returns the checked settings, with the key from a key file. Raises ConfigError."""
     return checked(_with_key(read_settings(given, environment)))
 
 
 def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """Returns what `load_config` does; where nobody named a model, with the one that was used last, if there is one.
+    """Returns the result of `load_config`; without a named model, with the model used last, if there is one.
 
-    Then it says so on standard error.
+    Reports such a choice on standard error.
     """
     settings = read_settings(given, environment)
     found = used_last() if settings["models"].origin is SettingOrigin.DEFAULT else None
@@ -74,7 +74,7 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
 
 
 def show_settings(given: Mapping[str, Any], environment: Mapping[str, str], *, as_json: bool) -> None:
-    """Prints each setting, its value and where it comes from; raises ConfigError."""
+    """Prints each setting, its value and its source. Raises ConfigError."""
     settings = read_settings(given, environment)
     checked(settings)
     file = config_file(environment)
@@ -87,7 +87,7 @@ def show_settings(given: Mapping[str, Any], environment: Mapping[str, str], *, a
 
 
 def template() -> str:
-    """Returns a file of all settings with their defaults, each line of it a comment."""
+    """Returns a file of all settings with their defaults, each line a comment."""
     return "\n".join([_HEAD, *(_template_entry(name) for name in SETTINGS)])
 
 

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM while something runs that Python cannot leave by itself.
+"""Signals and typed keys: Ctrl-C and SIGTERM during calls that Python cannot leave by itself, keys during an
+answer.
 
-What a person types while nothing is read: it is not shown, and none of it is lost. Imports nothing slow.
+Typed keys are not shown while nothing reads them, and none is lost. Imports nothing slow.
 """
 
 import contextlib
@@ -17,10 +18,10 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Has Ctrl-C end the process at once, as it ends any program, while the block runs; main thread only.
+    """Makes Ctrl-C end the process at once, like any program, while the block runs; main thread only.
 
-    Python would wait for the end of the current call, and reading weights is one call that may take a minute; what is
-    imported may also turn the interrupt into an error of its own.
+    Python would wait for the end of the current call, and reading weights is one call that may take a minute;
+    imported code may also turn the interrupt into an error of its own.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -31,10 +32,10 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Has a Ctrl-C wait until the block is left; main thread only.
+    """Delays a Ctrl-C until the block is left; main thread only.
 
-    Threads that start in the block never take one. The C library's `system()` has the whole process ignore Ctrl-C
-    while its command runs, and then it is lost, unless every thread holds it back.
+    Threads that start in the block never take one. The C library's `system()` makes the whole process ignore Ctrl-C
+    while its command runs, and then Ctrl-C is lost, unless every thread holds it back.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -76,15 +77,15 @@ class Sigterm:
 
 
 _LOCAL_MODES, _CONTROL_CHARACTERS = 3, 6
-"""Places in what `termios.tcgetattr` returns."""
+"""Indexes in the result of `termios.tcgetattr`."""
 
 
 @contextlib.contextmanager
 def keys_unseen() -> Iterator[None]:
-    """Keeps what is typed, `^C` too, from showing up in the middle of an answer; it is read afterwards.
+    """Hides typed keys, `^C` too, during an answer; they are read afterwards.
 
-    The terminal hands keys over one by one meanwhile. With lines it would take Ctrl-D for the end of one and
-    forget it as soon as somebody asks for keys.
+    The terminal hands keys over one by one meanwhile. In line mode it would take Ctrl-D for the end of a line and
+    forget it when a program asks for keys.
     """
     try:
         terminal = sys.stdin.fileno()

@@ -1,6 +1,6 @@
 """`mlx-serve launch`: finds or starts a server, runs an agent against it, and says what was saved.
 
-The server that an agent asks: one that runs, or one that is started for it and ended with it.
+A server that is started for the agent ends with the agent.
 """
 
 import contextlib
@@ -42,11 +42,11 @@ from server.cli.recipes import (
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0
-"""For what it has to write to the disk."""
+"""Seconds for the server to write its state to the disk."""
 
 
 def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | None:
-    """Returns a running server that has the model loaded; raises StartError where one asks for a key."""
+    """Returns a running server that has the model loaded. Raises StartError where one asks for a key."""
     try:
         return find_served(model, urls, key)
     except KeyNeeded as error:
@@ -55,9 +55,9 @@ def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | N
 
 @contextlib.contextmanager
 def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], object]) -> Iterator[str]:
-    """Starts a server, and ends it in the end; gives its address. Raises StartError with the server's own words.
+    """Starts a server, yields its address, and ends it. Raises StartError with the server's own words.
 
-    `runtime` is the folder in which servers tell each other what they do.
+    `runtime` is the folder of the servers' claims.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         # In a session of its own Ctrl-C is for the agent alone.
@@ -93,14 +93,14 @@ def _is_ready(url: str) -> bool:
 
 
 def describe_target(served: Served, key: str | None) -> LaunchTarget:
-    """Returns the model as an agent is to be told of it."""
+    """Returns the model as an agent must see it."""
     models = _get(f"{served.url}/v1/models", key).get("data", [])
     found: dict[str, Any] = next((model for model in models if model.get("id") == served.model), {})
     return LaunchTarget(served.url, served.model, int(found.get("context_length") or 0), key or "")
 
 
 def look_at_sessions(target: LaunchTarget) -> SessionCounts:
-    """Returns what the server's sessions have cost so far; nothing where it does not say."""
+    """Returns the counts of the server's sessions; none where the server does not say."""
     try:
         return count_sessions(_get(f"{target.url}/v1/sessions", target.key)["data"])
     except (KeyError, TypeError):
@@ -108,7 +108,7 @@ def look_at_sessions(target: LaunchTarget) -> SessionCounts:
 
 
 def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
-    """Returns the prompt tokens per second of the sessions that were asked something in between."""
+    """Returns the prompt tokens per second of the sessions with new requests between two looks."""
     turns: list[Any] = []
     for namespace, name in changed(before, after):
         query = httpx2.QueryParams({"namespace": namespace} if namespace and not target.key else {})
@@ -125,7 +125,7 @@ def _quoted(name: str) -> str:
 
 
 def _get(url: str, key: str | None) -> dict[str, Any]:
-    """Returns what a server answers; empty where it does not."""
+    """Returns a server's answer; empty if there is none."""
     try:
         with _client(key) as client:
             answer = client.get(url)
@@ -148,15 +148,15 @@ class Launch:
     model: str | None
     api_key: str | None
     arguments: Sequence[str]
-    """For the agent."""
+    """Arguments for the agent."""
     is_shown: bool = False
-    """Whether the command is only shown."""
+    """Whether the command is only shown, not run."""
 
 
 def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mapping[str, str]) -> int:
-    """Runs the agent and returns its exit status; raises ConfigError, ModelError or StartError.
+    """Runs the agent and returns its exit status. Raises ConfigError, ModelError or StartError.
 
-    `urls` are the servers that may be asked, `runtime` the folder in which they tell each other what they do.
+    `urls` are the servers that may be asked, `runtime` the folder of the servers' claims.
     """
     recipe = RECIPES.get(asked.client)
     if recipe is None:
@@ -208,7 +208,7 @@ def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environ
 
 @contextlib.contextmanager
 def _interrupts_left_to_the_agent() -> Iterator[None]:
-    """Has Ctrl-C reach the agent only. A handler, for what is ignored would be ignored by the agent as well."""
+    """Leaves Ctrl-C to the agent. Uses a handler, since the agent would inherit an ignored signal."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield
@@ -218,7 +218,7 @@ def _interrupts_left_to_the_agent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Has a closed terminal, or SIGTERM, end the agent and the server that was started for it as well."""
+    """Makes a closed terminal, or SIGTERM, also end the agent and its server."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, _leave) for number in numbers]
     try:

@@ -1,8 +1,8 @@
 """The command line: one function per command of `mlx-serve`.
 
-The flags of `serve` are made from the fields of `ServerConfig`, so there is nothing here to keep in step with it.
-What a person can mend is told in one line on standard error: exit status 2 for wrong arguments, 1 for the rest.
-MLX and transformers are imported only by the commands that need them: `--help`, `--version` and `list` are quick.
+The flags of `serve` are made from the fields of `ServerConfig`, so no code here must follow them. An error that a
+person can mend is one line on standard error: exit status 2 for wrong arguments, 1 for the rest. Only the commands
+that need MLX and transformers import them: `--help`, `--version` and `list` are quick.
 """
 
 import inspect
@@ -58,7 +58,7 @@ MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a 
 
 
 def main() -> NoReturn:
-    """Runs the command that the process was started with, and ends the process."""
+    """Runs the command of the process, and ends the process."""
     status = execute(sys.argv[1:])
     sys.stdout.flush()
     if "mlx.core" in sys.modules:
@@ -70,7 +70,7 @@ def main() -> NoReturn:
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Runs one command and returns its exit status; what went wrong is told on standard error."""
+    """Runs one command and returns its exit status; errors go to standard error."""
     try:
         return int(app(list(arguments), "mlx-serve", standalone_mode=False) or 0)
     except typer.TyperException as error:
@@ -166,7 +166,7 @@ def _run(
 
 
 def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, opening: "Opening") -> int:
-    """Talks with a model of a server, or one that is loaded here, and returns the exit status."""
+    """Talks with a model of a server, or with one loaded here, and returns the exit status."""
     from server.cli.chat import chat
 
     if served is not None:
@@ -184,7 +184,7 @@ def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, op
 
 
 def _known_urls() -> list[str]:
-    """Returns where servers of this machine may be asked: those that this user runs, and the usual address."""
+    """Returns the addresses of this user's running servers, and the usual address."""
     from server.app.memory_budget import running
     from server.doctor.report import DEFAULT_URL
 
@@ -194,13 +194,15 @@ def _known_urls() -> list[str]:
 
 
 def _usual_url() -> str:
-    """Returns the usual address or, where a server of this user runs at others only, the first of these."""
+    """Returns the usual address or, where this user's servers run only at others, the first of these."""
     *own, usual = _known_urls()
     return own[0] if own else usual
 
 
 def _find_served(model: str, api_key: str | None) -> "Served | None":
-    """Returns the model as a server on this machine has it loaded, if one has; a server without its key is named."""
+    """Returns the model as a server on this machine has it loaded, if one has. Names a server that refuses the
+    key.
+    """
     from server.cli.ask import KeyNeeded, find_served
 
     try:
@@ -569,13 +571,13 @@ def _cache_folder(cache_dir: str | None) -> str:
 
 
 def runtime_folder(environment: Mapping[str, str], temporary: str) -> Path:
-    """Returns this user's folder for what running servers tell each other; it need not exist."""
+    """Returns this user's folder for the claims of running servers; it need not exist."""
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return Path(runtime) / "mlx-serve" if runtime else Path(temporary) / f"mlx-serve-{os.geteuid()}"
 
 
 def _parameter(setting: "Field[Any]") -> inspect.Parameter:
-    """Returns what typer needs to know about one setting."""
+    """Returns typer's description of one setting."""
     metadata = setting.metadata
     if metadata["flag"] == "MODEL":
         info: Any = typer.Argument(metavar="MODEL", help=f"{metadata['help']} {_MODEL_DEFAULT}")
@@ -596,7 +598,7 @@ def _option_type(setting: "Field[Any]") -> Any:
 
 
 def _default(setting: "Field[Any]") -> str:
-    """Returns what to add to the help text; that of a switch, or with a default of None, says itself what happens."""
+    """Returns what to add to the help text; nothing for a switch or a default of None, whose own text says it."""
     default: Any = setting.default
     if default is None or default == () or setting.type is bool:
         return ""
@@ -613,7 +615,7 @@ def _metavar(setting: "Field[Any]") -> str:
 
 
 def _with_settings(command: Callable[..., None], *others: inspect.Parameter) -> Callable[..., None]:
-    """Gives `command` one parameter per setting, and `others`, as typer reads them from a signature."""
+    """Gives `command` one parameter per setting, and `others`, in the signature that typer reads."""
     parameters = [*(_parameter(setting) for setting in fields(ServerConfig)), *others]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -634,9 +636,9 @@ def _usage_message(error: typer.TyperException) -> str:
 
 @contextmanager
 def _loading(model: str) -> Iterator[str | None]:
-    """Tells a person at a terminal that something happens while MLX and transformers are imported.
+    """Tells a person at a terminal that MLX and transformers are being imported.
 
-    Gives the name of the fast BLAS that was loaded for MLX, if there is one.
+    Yields the name of the fast BLAS that was loaded for MLX, if there is one.
     """
     from rich.console import Console
 
@@ -655,7 +657,7 @@ def _loading(model: str) -> Iterator[str | None]:
 
 
 def _prepare_mlx() -> str | None:
-    """Imports MLX so that no Ctrl-C is lost meanwhile; returns the name of the fast BLAS that it uses, if any."""
+    """Imports MLX without losing a Ctrl-C; returns the name of its fast BLAS, if any."""
     with held_back():
         fast_blas = load_fast_blas()
     from models.precision import find_compiler

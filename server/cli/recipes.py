@@ -1,8 +1,8 @@
-"""How each coding agent is pointed at a server: by variables and flags of one run of it. Pure.
+"""How each coding agent is pointed at a server, by variables and flags of one run, and what the server saved.
+Pure.
 
-Nothing is written into an agent's own configuration, so there is nothing to ask consent for or to take back.
-
-What a server did not evaluate while an agent ran: the difference between two looks at its sessions. Pure.
+Nothing is written into an agent's own configuration, so nothing needs consent or must be taken back. The savings of a
+run are the difference between two looks at the server's sessions.
 """
 
 import json
@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_KEY = "none"
-"""Agents want some key; a server that asks for none takes any."""
+"""A key for agents that want one, on a server that needs none."""
 CODEX_KEY = "MLX_LAUNCH_KEY"
 """Codex takes a key from a variable that its settings name."""
 COMPACT_FROM_TOKENS = 100_000
-"""With a shorter context Claude Code takes no notice of `CLAUDE_CODE_AUTO_COMPACT_WINDOW`."""
+"""With a shorter context Claude Code ignores `CLAUDE_CODE_AUTO_COMPACT_WINDOW`."""
 LONGEST_ANSWER_TOKENS = 32_000
 
 Variables = Mapping[str, str | None]
-"""None: the agent must not see what the shell has under that name."""
+"""None removes the shell's variable of that name for the agent."""
 
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """The model that an agent is to ask."""
+    """The model for an agent."""
 
     url: str
-    """Of the server, such as `http://127.0.0.1:8080`."""
+    """The server's address, such as `http://127.0.0.1:8080`."""
     model: str
     context_tokens: int = 0
-    """0 where it is not known."""
+    """0 if unknown."""
     key: str = ""
-    """Empty where the server asks for none."""
+    """Empty where the server needs none."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recipe:
     title: str
     program: str
     advice: str
-    """How it is installed."""
+    """How the agent is installed."""
     variables: Callable[[LaunchTarget], Variables]
     arguments: Callable[[LaunchTarget], Sequence[str]] = lambda target: ()
 
@@ -114,18 +114,18 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def environment_of(recipe: Recipe, target: LaunchTarget, environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that the agent sees, given those of the shell."""
+    """Returns the agent's environment, given the shell's."""
     merged = {**environment, **recipe.variables(target)}
     return {name: value for name, value in merged.items() if value is not None}
 
 
 def command_of(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> list[str]:
-    """Returns the command line; `rest` is what the person gave for the agent."""
+    """Returns the command line; `rest` are the person's arguments for the agent."""
     return [recipe.program, *recipe.arguments(target), *rest]
 
 
 def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
-    """Returns a line that does the same in a shell."""
+    """Returns a shell line that does the same."""
     variables = recipe.variables(target)
     unset = [f"-u {name}" for name, value in variables.items() if value is None]
     told = [f"{name}={shlex.quote(value)}" for name, value in variables.items() if value is not None]
@@ -134,17 +134,17 @@ def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
 
 
 SessionCounts = Mapping[tuple[str, str], tuple[int, int]]
-"""Of each session, by namespace and id: prompt tokens restored, and evaluated."""
+"""Prompt tokens restored and evaluated, by namespace and id of the session."""
 
 
 @dataclass(frozen=True)
 class LaunchSavings:
-    """Prompt tokens, and how long they took or would have taken."""
+    """Prompt tokens, and the time they took or would have taken."""
 
     cached_tokens: int
     evaluated_tokens: int
     tokens_per_second: float = 0.0
-    """Of prompts; 0 where it is not known."""
+    """Speed of prompts; 0 if unknown."""
 
     def describe(self) -> str:
         """Returns one line for a person."""
@@ -158,7 +158,7 @@ class LaunchSavings:
 
 
 def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
-    """Returns the counts of `GET /v1/sessions`; raises KeyError or TypeError for what is none."""
+    """Returns the counts of `GET /v1/sessions`. Raises KeyError or TypeError for any other object."""
     return {
         (str(session["namespace"]), str(session["id"])): (
             int(session["cached_tokens"]),
@@ -169,12 +169,12 @@ def count_sessions(sessions: Iterable[Mapping[str, Any]]) -> SessionCounts:
 
 
 def changed(before: SessionCounts, after: SessionCounts) -> list[tuple[str, str]]:
-    """Returns the sessions that were asked something in between."""
+    """Returns the sessions with new requests between two looks."""
     return [name for name, counts in after.items() if before.get(name) != counts]
 
 
 def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_second: float) -> LaunchSavings:
-    """Returns what was restored and evaluated in between. A session that began anew counts from its beginning."""
+    """Returns the tokens restored and evaluated in between. A session that began again counts from its beginning."""
     cached = evaluated = 0
     for name in changed(before, after):
         old_cached, old_evaluated = before.get(name, (0, 0))

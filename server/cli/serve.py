@@ -1,13 +1,9 @@
-"""`mlx-serve serve`: one process from the command line to its exit status.
+"""`mlx-serve serve`: one process from the command line to its exit status, its sockets, and its start-up report.
 
-The order matters. The address is bound before the model is loaded, so that a taken port costs no waiting; it
-listens only when everything behind it is ready. On the first SIGTERM or Ctrl-C running answers have `drain_seconds`
-to finish, and what still runs then is told so; new requests are answered with status 503 meanwhile. Then it listens
-no longer. A second signal ends the process at once.
-
-What `serve` says of itself when it is ready: one fact a line, each no wider than a terminal.
-
-Which addresses a listening socket can be reached at, and by whom.
+The order matters. The address is bound before the model is loaded, so that a taken port costs no waiting; the server
+listens only when everything behind the socket is ready. On the first SIGTERM or Ctrl-C running answers have
+`drain_seconds` to finish, and answers still running after that are told so; new requests get status 503 meanwhile.
+Then the server stops listening. A second signal ends the process at once.
 """
 
 import asyncio
@@ -59,7 +55,7 @@ from server.pool.pool import ModelPool
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5
-"""A token that takes longer is worth a warning before anyone waits for an answer."""
+"""A slower token is worth a warning before anyone waits for an answer."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +63,15 @@ class Surroundings:
     """What a start found on the machine."""
 
     others: Sequence[Claim]
-    """Servers that run already."""
+    """Claims of servers that run already."""
     fast_blas: str | None
     """The library that multiplies matrices in place of MLX's own."""
     urls: Sequence[str]
-    """Where the server is reached, from this machine first."""
+    """Addresses of the server, the one for this machine first."""
 
 
 def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
-    """Yields a label and a text for each fact; a label is empty where the line goes on with the one before."""
+    """Yields a label and a text for each fact, one line each; an empty label continues the line before."""
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(service.num_parameters)} parameters"
     yield "weights", weights_text(service)
@@ -109,7 +105,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
 
 
 def weights_text(service: Service) -> str:
-    """Returns what the weights take in memory, and why that is not what they take on disk."""
+    """Returns the size of the weights in memory, and why it differs from the size on disk."""
     held = size_text(service.memory.weights_bytes)
     if service.precision is Precision.STORED:
         return held
@@ -117,7 +113,7 @@ def weights_text(service: Service) -> str:
 
 
 def slowness(service: Service) -> str | None:
-    """Returns a warning for a model that this processor is too slow for; None if it is not."""
+    """Returns a warning for a model that this processor is too slow for; None if it is fast enough."""
     seconds = service.seconds_per_token
     if seconds is None or seconds < SLOW_SECONDS:
         return None
@@ -140,7 +136,7 @@ def _cache_text(service: Service, config: ServerConfig) -> str:
 
 
 def _room_bytes(service: Service, config: ServerConfig) -> int | None:
-    """Returns what the disk has free, and what of it is state already; None where it cannot be looked at."""
+    """Returns the free bytes of the disk, and its bytes of state; None where it cannot be read."""
     try:
         free_bytes = shutil.disk_usage(Path(config.cache_dir).expanduser()).free
     except OSError:
@@ -156,7 +152,7 @@ def _rest_text(service: Service) -> str:
 
 
 def example_call(url: str, model: str, needs_key: bool) -> str:
-    """Returns a command for the shell that asks the server something."""
+    """Returns a shell command that asks the server something."""
     key = "-H 'Authorization: Bearer YOUR_KEY' " if needs_key else ""
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]}, ensure_ascii=False)
     return (
@@ -173,7 +169,7 @@ def count_text(number: int) -> str:
 
 
 def round_count(number: float) -> str:
-    """Returns an estimate as people read it: two digits that mean something, such as `137 000` or `1.4 million`."""
+    """Returns an estimate as people read it: two significant digits, such as `137 000` or `1.4 million`."""
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
@@ -181,28 +177,28 @@ def round_count(number: float) -> str:
 
 
 _ELSEWHERE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1", 9)}
-"""Addresses of documentation (RFC 5737, RFC 3849): choosing a way to them sends nothing."""
+"""Addresses of documentation (RFC 5737, RFC 3849): choosing a route to them sends nothing."""
 
 
 def is_for_this_machine(address: str) -> bool:
-    """Returns whether only programs on this machine reach an address, given as numbers."""
+    """Returns whether only programs on this machine reach a numeric address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def is_any(address: str) -> bool:
-    """Returns whether an address, given as numbers, stands for all of the machine's."""
+    """Returns whether a numeric address stands for all of the machine's."""
     return ipaddress.ip_address(address.partition("%")[0]).is_unspecified
 
 
 def urls(address: str, port: int) -> list[str]:
-    """Returns the base addresses at which a socket bound to `address` is reached, the one for this machine first."""
+    """Returns the base addresses of a socket bound to `address`, the one for this machine first."""
     if not is_any(address):
         return [_url(address, port)]
     return [_url(host, port) for host in ("127.0.0.1", *_own_addresses(is_ipv6=":" in address))]
 
 
 def _own_addresses(*, is_ipv6: bool) -> list[str]:
-    """Returns the addresses of this machine in its networks: of its main way out and of its name."""
+    """Returns this machine's network addresses: of its main route out and of its name."""
     families = (socket.AF_INET, socket.AF_INET6) if is_ipv6 else (socket.AF_INET,)
     found = [address for family in families if (address := _way_out(family)) is not None]
     try:
@@ -232,9 +228,9 @@ def _url(host: str, port: int) -> str:
 
 
 CLOSE_SECONDS = 5
-"""Time for the last bytes to reach their clients once every answer has ended."""
+"""Seconds for the last bytes to reach their clients once every answer has ended."""
 SWITCH_SECONDS = 0.001
-"""After so long a thread that plans a prompt hands Python's lock to one that waits: the engine, or the event loop."""
+"""Seconds after which a thread that plans a prompt gives Python's lock to a waiting engine or event loop."""
 KERNEL_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
@@ -242,8 +238,8 @@ KERNEL_BACKLOG = 2048
 def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
     """Serves until asked to stop and returns the exit status.
 
-    `runtime` is the folder in which this user's servers tell each other what they take; `fast_blas` is the library
-    that was loaded to multiply matrices. Raises ConfigError, StartError, ModelError and FolderError.
+    `runtime` is the folder of this user's claims; `fast_blas` is the library loaded to multiply matrices. Raises
+    ConfigError, StartError, ModelError and FolderError.
     """
     configure_logging(config.log_level, config.log_format)
     sigterm = Sigterm(lambda: os._exit(0))
@@ -281,7 +277,7 @@ def _check_exposure(config: ServerConfig, address: str) -> None:
 
 
 def _check_cache_dir(config: ServerConfig) -> None:
-    """Raises FolderError, before a model is loaded, for a folder that cannot be used or another server has open."""
+    """Raises FolderError, before a model is loaded, for an unusable folder or one that another server has open."""
     if config.cache_disk_bytes is None:
         return
     folder = Path(config.cache_dir).expanduser()
@@ -298,7 +294,7 @@ def _check_cache_dir(config: ServerConfig) -> None:
 
 
 def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None, list[Claim]]:
-    """Returns this server's claim, given up at the end, and those of servers that run already."""
+    """Returns this server's claim, given up at the end, and the claims of running servers."""
     try:
         own, others = memory_budget.take(runtime, Claim(os.getpid(), "", 0, ""))
     except OSError as error:
@@ -328,9 +324,9 @@ def _start(config: ServerConfig, console: Console, around: Surroundings, claim: 
 
 
 def _make_pool(service: Service, config: ServerConfig, around: Surroundings, claim: OwnClaim | None) -> ModelPool:
-    """Returns the pool that has the first model, and loads the others that are named or installed when asked to.
+    """Returns the pool with the first model loaded; named and installed models are loaded on request.
 
-    Raises ModelError for a model of the command line that is not there.
+    Raises ModelError for a missing model of the command line.
     """
     first = source_of(config.models[0])
     others = [source_of(name) for name in config.models[1:]]
@@ -354,13 +350,13 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
 
 
 def _tell_claim(pool: ModelPool, claim: OwnClaim, url: str) -> None:
-    """Tells other servers what the loaded models take together."""
+    """Tells other servers the memory of the loaded models."""
     claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.shares.taken_bytes, url))
 
 
 @contextlib.contextmanager
 def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]:
-    """Gives a function that shows what is being done, in place of what was done before; on a terminal only."""
+    """Yields a function that shows the current step in place of the one before; on a terminal only."""
     if not (console.is_terminal and sys.stderr.isatty()):
         yield lambda step: logger.debug("%s: %s", model, step)
         return
@@ -378,7 +374,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address but not listening yet; raises StartError."""
+    """Returns a socket bound to the address but not listening yet. Raises StartError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -433,7 +429,7 @@ async def _serve(
 
 
 def _reload_keys(app: Starlette, config: ServerConfig) -> None:
-    """Takes the keys of the file as it is now; keeps those it has where the file cannot be used. Event loop only."""
+    """Reads the file of keys again; an unusable file changes nothing. Event loop only."""
     try:
         keys = read_keys(config)
     except ConfigError as error:
@@ -444,7 +440,7 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that signals are ours and that somebody is told when it listens."""
+    """uvicorn, except that signals are ours and that a callback learns when it listens."""
 
     def __init__(self, app: Starlette, limits: Limits, on_listening: Callable[[], None]) -> None:
         super().__init__(
@@ -490,7 +486,7 @@ class _Stopper:
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def finish(self) -> None:
-        """Returns when everything that was under way has ended."""
+        """Returns when all running work has ended."""
         if self._draining is not None:
             await self._draining
 

@@ -1,6 +1,5 @@
-"""What a person may type behind a slash.
-
-Files that a person in the terminal names: saved conversations, and images that no model here can see.
+"""The slash commands of a chat, and the files they name: saved conversations, and images that no model here can
+see.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ NO_IMAGES = "models here take text only, so {} cannot be shown to them; describe
 
 _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
 _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
-"""How images begin that were read as text."""
+"""First characters of image files that were read as text."""
 
 
 class FileRefused(Exception):
@@ -36,9 +35,9 @@ class FileRefused(Exception):
 
 
 def save_text(path: Path, text: str) -> None:
-    """Writes a conversation, readable by its owner only, whole or not at all; raises FileRefused.
+    """Writes a conversation, readable by its owner only, completely or not at all. Raises FileRefused.
 
-    A file that is there is replaced if it is a saved conversation itself.
+    Replaces an existing file only if that is a saved conversation.
     """
     if path.exists() and not (path.is_file() and is_conversation(read_text(path))):
         raise FileRefused(f"{path} is there already and is no saved conversation; choose another name")
@@ -70,9 +69,9 @@ def read_text(path: Path) -> str:
 
 
 def find_image(text: str) -> str | None:
-    """Returns the first path in a message that leads to an image, as a terminal writes one that is dropped on it.
+    """Returns the first path in a message that leads to an image, as a terminal writes a dropped file.
 
-    A bare name is none: it may only be spoken of.
+    A bare name is no path: a person may only mention it.
     """
     for match in _PATH.finditer(text):
         path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
@@ -83,7 +82,7 @@ def find_image(text: str) -> str | None:
 
 
 def is_image(text: str) -> bool:
-    """Returns whether a text that was read from a pipe is really an image."""
+    """Returns whether text read from a pipe is really an image."""
     return text.startswith(_SIGNATURES)
 
 
@@ -118,7 +117,7 @@ _COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 
 
 class Commands:
-    """The commands of one chat. Each returns what is to be shown, empty for nothing."""
+    """The commands of one chat. Each returns the text to show, empty for nothing."""
 
     def __init__(self, dialogue: Dialogue, models: ModelChoice, ask: Callable[[str], object]) -> None:
         """`ask` sends a message and shows the answer."""
@@ -141,7 +140,7 @@ class Commands:
         }
 
     def try_run(self, text: str) -> str | None:
-        """Does what a command says; None for a message. Pasted lines are a message whatever they begin with."""
+        """Runs a command; None for a message. Pasted lines are always a message."""
         match = _COMMAND.fullmatch(text)
         if match is None:
             return None

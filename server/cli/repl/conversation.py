@@ -1,14 +1,6 @@
-"""A conversation in the terminal, and the text of the file that `/save` makes of it. Pure.
+"""A conversation in the terminal: its turns, parameters, saved file, and the wrapping of streamed text. Pure.
 
-What comes back for a message, whoever answers: parts of speech as they are said, and what they cost. Pure.
-
-What a person may set of how a model answers: `/set temperature 0.2`. Pure.
-
-Breaks text at words while it streams in, for a terminal of a given width. Pure.
-
-A word is shown once it is complete, so that it never has to move. Lines are broken at spaces, and beside wide letters
-such as Chinese ones. A word that is wider than the terminal is left to it. What stands between lines of ``` is shown
-as it is, for it is to be copied.
+Knows messages, parts of answers and their costs, but not who answers nor how text reaches the terminal.
 """
 
 import difflib
@@ -26,7 +18,7 @@ from models.inference.sampling_params import SamplingParams, check
 
 
 class Manner(StrEnum):
-    """How a part is meant."""
+    """The meaning of a part: answer, thought."""
 
     ANSWER = "answer"
     THOUGHT = "thought"
@@ -73,19 +65,19 @@ Turn: TypeAlias = dict[str, Any]
 
 
 class Answerer(Protocol):
-    """A model that can be talked to."""
+    """A model that can answer."""
 
     @property
     def name(self) -> str:
-        """What the model is called."""
+        """The model's name."""
         ...
 
     def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first.
+        """Yields an answer, and its costs last. Raises AnswerFailed. When cancelled it stops the model first.
 
-        `parameters` are those of `server.cli.repl.conversation`; what is not there is as the model recommends.
+        Missing `parameters` are as the model recommends.
         """
         ...
 
@@ -95,20 +87,20 @@ class ModelChoice(Protocol):
 
     @property
     def current(self) -> Answerer:
-        """The one that is talked to."""
+        """The current model."""
         ...
 
     def names(self) -> Sequence[str]:
-        """Returns what `change` takes; may read the disk, or ask a server."""
+        """Returns the names that `change` takes; may read the disk, or ask a server."""
         ...
 
     def change(self, name: str) -> None:
-        """Makes another one current; raises ModelError or AnswerFailed, and then the current one stays."""
+        """Makes another model current. Raises ModelError or AnswerFailed, and then the current one stays."""
         ...
 
 
 class OneModel:
-    """No choice."""
+    """A choice of one."""
 
     def __init__(self, current: Answerer) -> None:
         self.current = current
@@ -124,7 +116,7 @@ class OneModel:
 
 
 def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
-    """Returns the costs that an answer of the API reports as `timings`; raises KeyError or ValueError."""
+    """Returns the costs in an API answer's `timings`. Raises KeyError or ValueError."""
     return AnswerCosts(
         int(timings["cache_n"]),
         int(timings["prompt_n"]),
@@ -135,7 +127,7 @@ def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
 
 
 _FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
-"""Beginnings of the names that are no numbers, or of use only beside such ones."""
+"""First parts of names that are no numbers, or useful only beside such ones."""
 SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
 MAX_TOKENS, THINK = "max_tokens", "think"
 NAMES = (*SAMPLING, MAX_TOKENS, THINK)
@@ -145,7 +137,7 @@ _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, 
 
 
 class ParameterError(ValueError):
-    """There is no such parameter, or it cannot be so; the message is one sentence."""
+    """The parameter does not exist, or refuses the value; the message is one sentence."""
 
 
 def parse_parameter(name: str, text: str) -> Any:
@@ -186,20 +178,20 @@ def check_name(name: str) -> None:
 
 
 def describe(parameters: Mapping[str, Any]) -> str:
-    """Returns one line for each parameter that was set."""
+    """Returns one line for each parameter set."""
     if not parameters:
         return "Nothing is set: the model's own recommendations hold."
     return "\n".join(f"{name} {_text(value)}" for name, value in sorted(parameters.items()))
 
 
 def body_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a chat completion that say the same."""
+    """Returns the parameters as fields of a chat completion."""
     fields_said = {name: value for name, value in parameters.items() if name != THINK}
     return fields_said | template_fields(parameters)
 
 
 def template_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a chat template is told besides the messages, as the field of a body; empty if nothing."""
+    """Returns a chat template's arguments besides the messages, as the field of a body; empty if none."""
     return {"chat_template_kwargs": {"enable_thinking": parameters[THINK]}} if THINK in parameters else {}
 
 
@@ -210,24 +202,24 @@ def _text(value: Any) -> str:
 
 
 FORMAT = "mlx-serve conversation 1"
-"""Stands in every saved file, so that no other file is taken for one, or written over."""
+"""Begins every saved file, so that no other file is mistaken for one, or overwritten."""
 
 
 class NotAConversation(ValueError):
-    """A text is none that `/save` wrote; the message says why, without the file's name."""
+    """The text is no saved conversation; the message says why, without the file's name."""
 
 
 @dataclass
 class Dialogue:
-    """What was said, and how the model is to answer."""
+    """The messages so far, and how the model must answer."""
 
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     number: int = 1
-    """Tells it from those before, so that a server knows them apart."""
+    """Number of this conversation, so that a server can tell it from earlier ones."""
     costs: AnswerCosts | None = None
-    """Of the last answer."""
+    """Costs of the last answer."""
     last_message: str = ""
     is_answered: bool = False
     """Whether the last message and its answer are the last two turns."""
@@ -238,7 +230,7 @@ class Dialogue:
         return [*system, *self.turns]
 
     def start_anew(self) -> None:
-        """Forgets what was said; the system message and the parameters stay."""
+        """Forgets all messages; the system message and the parameters stay."""
         self.turns.clear()
         self.costs, self.last_message, self.is_answered = None, "", False
         self.number += 1
@@ -249,7 +241,7 @@ class Dialogue:
             del self.turns[-2:]
 
     def dump(self, model: str) -> str:
-        """Returns the text of a file that holds the conversation."""
+        """Returns the text of a file with the conversation."""
         record = {
             "format": FORMAT,
             "model": model,
@@ -260,9 +252,9 @@ class Dialogue:
         return json.dumps(record, indent=2, ensure_ascii=False) + "\n"
 
     def load(self, text: str) -> str:
-        """Goes on with the conversation of a file and returns the model it was with; raises NotAConversation.
+        """Continues a file's conversation and returns its model's name. Raises NotAConversation.
 
-        After an error it is what it was before.
+        After an error the dialogue is unchanged.
         """
         record = _record(text)
         turns = [_turn(message) for message in record["messages"]]
@@ -276,7 +268,7 @@ class Dialogue:
 
 
 def is_conversation(text: str) -> bool:
-    """Returns whether a text is one that `/save` wrote."""
+    """Returns whether `/save` wrote a text."""
     try:
         _record(text)
     except NotAConversation:
@@ -322,7 +314,12 @@ _TAB = " " * 4
 
 
 class WordWrap:
-    """The state of one text: where its line is, and the word that is not complete yet."""
+    """Breaks text at words while it streams in: the state of the line, and the incomplete word.
+
+    A word is shown once it is complete, so that it never has to move. Lines are broken at spaces, and beside wide
+    letters such as Chinese ones. A word wider than the terminal is left to the terminal. Text between lines of ``` is
+    unchanged, since people copy it.
+    """
 
     def __init__(self) -> None:
         self._column = 0
@@ -333,16 +330,16 @@ class WordWrap:
         """Whether the line began with a fence."""
 
     def feed(self, text: str, width: int) -> str:
-        """Returns what can be shown now of all text so far, for lines of `width` cells."""
+        """Returns the text that can be shown now, for lines of `width` cells."""
         return "".join(self._take(letter, width) for letter in text if _is_shown(letter))
 
     def finish(self, width: int) -> str:
-        """Returns what was held back."""
+        """Returns the text held back."""
         return self._end_word(width)
 
     @property
     def is_at_start(self) -> bool:
-        """Whether nothing stands on the line yet."""
+        """Whether the line is empty."""
         return self._column == 0 and not self._word and not self._spaces
 
     def _take(self, letter: str, width: int) -> str:
@@ -400,5 +397,5 @@ def _is_joined(before: str, letter: str) -> bool:
 
 
 def _base(word: str) -> str:
-    """Returns the last letter of a word that takes place of its own."""
+    """Returns the last letter of a word that takes space of its own."""
     return next((letter for letter in reversed(word) if cell_len(letter)), word[-1])

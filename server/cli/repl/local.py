@@ -33,12 +33,12 @@ from server.engine.generation import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
 
 MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.THOUGHT}
-"""How each kind of piece is said; a kind that is not here is not shown."""
+"""The manner of each kind of piece; other kinds are not shown."""
 
 
 @contextmanager
 def local_model(config: ServerConfig) -> "Iterator[LocalModel]":
-    """Loads the model, and ends its engine in the end. Raises ModelError."""
+    """Loads the model, and ends its engine on exit. Raises ModelError."""
     configure_logging("warning")
     console = Console()
     with console.status(f"Loading {config.models[0]} …") if console.is_terminal else nullcontext():
@@ -51,7 +51,7 @@ def local_model(config: ServerConfig) -> "Iterator[LocalModel]":
 
 
 class LocalModel:
-    """A model and its engine. Used on one event loop at a time."""
+    """A model and its engine, used on one event loop at a time."""
 
     def __init__(self, model: ServedModel, engine: EnginePort) -> None:
         self._model = model
@@ -66,7 +66,7 @@ class LocalModel:
     async def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last; raises AnswerFailed. When cancelled it stops the model first."""
+        """Yields an answer, and its costs last. Raises AnswerFailed. When cancelled it stops the model first."""
         try:
             defaults = self._model.defaults
             arguments = {**defaults.template_arguments, **(_template_arguments(parameters) or {})}
@@ -108,7 +108,7 @@ class LocalModel:
 
 
 class LocalModels:
-    """The model of this process. Another takes its place: memory may not hold both. Leave it as a context."""
+    """The model of this process. A change replaces it, since memory may not hold two. A context manager."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Loads the first model of the settings; raises ModelError."""
@@ -127,7 +127,7 @@ class LocalModels:
         return [shorten(model.name) for model in installed()]
 
     def change(self, name: str) -> None:
-        """Loads another model in place of this one; raises ModelError, and then this one is loaded again."""
+        """Loads another model in place of this one. Raises ModelError, and then this model is loaded again."""
         if name == self.current.name:
             return
         resolve(name)
@@ -148,7 +148,7 @@ class LocalModels:
 
 
 class _Nobody:
-    """Stands for the model while there is none, so that the memory of the last one is free."""
+    """Stands for the model between two models, so that the memory of the last one is free."""
 
     name = "none"
 

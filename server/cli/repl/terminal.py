@@ -1,8 +1,7 @@
 """Reads lines from a person at a terminal, with editing, history, and pasted lines as one message.
 
-`readline` cannot do the last everywhere: the libedit that Python comes with on macOS knows no bracketed paste.
-
-What a person typed, kept for the arrow keys of the next time; readable by its owner only.
+`readline` cannot read pasted lines as one message everywhere: the libedit of Python on macOS knows no bracketed
+paste. The history of typed lines is kept for the next time, readable by its owner only.
 """
 
 import contextlib
@@ -24,13 +23,13 @@ _ENTRY = b"\n# "
 
 
 def history_file(environment: Mapping[str, str]) -> Path:
-    """Returns where it is kept; the file need not exist."""
+    """Returns the path of the history; the file need not exist."""
     folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(folder).expanduser() / "mlx-serve" / "history"
 
 
 def open_history(path: Path | None) -> History:
-    """Returns what was typed before; without a path, or where the file cannot be used, nothing is kept."""
+    """Returns the earlier lines; without a path, or with an unusable file, nothing is kept."""
     if path is None:
         return InMemoryHistory()
     try:
@@ -44,7 +43,7 @@ def open_history(path: Path | None) -> History:
 
 
 class _PatientHistory(FileHistory):
-    """One that goes on where the disk is full: a chat is worth more than its history."""
+    """A history that ignores a full disk: a chat is worth more than its history."""
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError):
@@ -52,7 +51,7 @@ class _PatientHistory(FileHistory):
 
 
 def _shorten(path: Path) -> None:
-    """Drops the oldest entries of a file that has become long."""
+    """Drops the oldest entries of a long file."""
     if path.stat().st_size <= MAX_BYTES:
         return
     kept = path.read_bytes()[-MAX_BYTES // 2 :]
@@ -63,7 +62,7 @@ class Keyboard:
     """The terminal's keys."""
 
     def __init__(self, history: Path | None = None) -> None:
-        """What is typed is kept for the arrow keys: in the file `history`, or while the program runs."""
+        """Typed lines are kept for the arrow keys: in the file `history`, or while the program runs."""
         # Standard output may be a file; the prompt then goes to standard error.
         output = create_output(always_prefer_tty=True)
         if isinstance(output, Vt100_Output):
@@ -74,6 +73,6 @@ class Keyboard:
         )
 
     def read(self, prompt: str) -> str:
-        """Returns a line, or the lines that were pasted into it; raises EOFError and KeyboardInterrupt."""
+        """Returns a line, or the lines pasted into it. Raises EOFError and KeyboardInterrupt."""
         margin = "... ".rjust(len(prompt))
         return self._session.prompt(prompt, prompt_continuation=margin)
