@@ -1,12 +1,7 @@
-"""Scripts by which a shell completes our command line. Pure.
+"""Shell completion, examples and the manual page, all made from the commands' own definitions. Pure.
 
-They hold every word themselves: only the names of models are asked of the program, which takes half a second.
-
-The commands with their options and arguments, as completion and the manual need them. Pure.
-
-An example of each command, as its `--help` and the manual show it. Pure.
-
-The manual page, made of what `--help` is made of. Pure.
+The completion scripts contain every word; they run the program, which takes half a second, only for the names of
+models.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +19,7 @@ _MODEL_METAVARS = ("MODEL", "NAME")
 
 
 class ValueKind(StrEnum):
-    """What may stand behind an option, or as an argument."""
+    """Kinds of values of an option or an argument."""
 
     NOTHING = "nothing"
     TEXT = "text"
@@ -42,11 +37,11 @@ class OptionOutline:
     """Empty for a switch."""
     text: str
     variable: str = ""
-    """Of the environment, that says the same."""
+    """The environment variable of the same setting."""
 
     @property
     def kind(self) -> ValueKind:
-        """What stands behind it."""
+        """The kind of its value."""
         if not self.metavar:
             return ValueKind.NOTHING
         if self.choices:
@@ -56,7 +51,7 @@ class OptionOutline:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that may stand behind it, if only some may."""
+        """The possible words, if there are only some."""
         return _choices(self.metavar)
 
 
@@ -71,7 +66,7 @@ class ArgumentOutline:
 
     @property
     def kind(self) -> ValueKind:
-        """What it is."""
+        """The kind of its value."""
         if self.choices:
             return ValueKind.CHOICE
         if self.metavar in _MODEL_METAVARS:
@@ -80,12 +75,12 @@ class ArgumentOutline:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that it may be, if only some may."""
+        """The possible words, if there are only some."""
         return _choices(self.metavar)
 
     @property
     def usage(self) -> str:
-        """How it is shown in a line of usage."""
+        """Its form in a line of usage."""
         shown = f"{self.metavar}…" if self.is_repeated else self.metavar
         return shown if self.is_needed else f"[{shown}]"
 
@@ -95,7 +90,7 @@ class CommandOutline:
     """A command, or a group of them."""
 
     words: tuple[str, ...]
-    """Behind the name of the program; none for the program itself."""
+    """Words behind the name of the program; none for the program itself."""
     text: str
     options: Sequence[OptionOutline]
     arguments: Sequence[ArgumentOutline]
@@ -112,7 +107,7 @@ class CommandOutline:
         return self.text.partition(". ")[0].rstrip(".")
 
     def walk(self) -> "Iterator[CommandOutline]":
-        """Yields itself and everything below."""
+        """Yields this command and all commands below it."""
         yield self
         for command in self.commands:
             yield from command.walk()
@@ -122,7 +117,7 @@ HELP = OptionOutline(("-h", "--help"), "", "Show this message and exit.")
 
 
 def outline(command: Any, words: tuple[str, ...] = ()) -> CommandOutline:
-    """Returns what a command of typer's says of itself."""
+    """Returns the outline of a typer command."""
     options = [_option(one) for one in command.params if one.param_type_name == "option" and not one.hidden]
     arguments = [_argument(one) for one in command.params if one.param_type_name == "argument" and not one.hidden]
     below = getattr(command, "commands", {})
@@ -408,11 +403,11 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "cache list": ("mlx-serve cache list --json",),
     "cache rm": ("mlx-serve cache rm --all",),
 }
-"""By the words behind `mlx-serve`."""
+"""Examples by the words behind `mlx-serve`."""
 
 
 def epilog(command: str) -> str | None:
-    r"""Returns what stands at the end of a command's help; None without an example. `\b` keeps its lines."""
+    r"""Returns the end of a command's help; None without an example. `\b` keeps its lines."""
     examples = EXAMPLES.get(command)
     if examples is None:
         return None
@@ -496,6 +491,6 @@ def _terms(terms: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _roff(text: str) -> str:
-    """Returns a text of which roff takes nothing for a command."""
+    """Returns a text with roff's commands escaped."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped

@@ -1,6 +1,7 @@
-"""`mlx-serve show`, `cp`, `tag`, `rm`, `create` and `verify`: the models of this machine, and names of one's own.
+"""`mlx-serve pull`, `show`, `cp`, `tag`, `rm`, `create` and `verify`: models of this machine, and names of one's
+own.
 
-`mlx-serve pull` as a person sees it, and what a family's name stands for on this machine.
+A family's name stands for the largest of its models that this machine has memory for.
 """
 
 import json
@@ -72,13 +73,13 @@ def show(name: str, *, as_modelfile: bool, as_json: bool) -> None:
 
 
 def copy(source: str, name: str, *, replaces: bool, as_json: bool) -> None:
-    """Gives a model another name; raises ModelError."""
+    """Gives a model another name. Raises ModelError."""
     made = library.copy(source, place_of(source), name, replaces=replaces)
     _tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 
 def tag(name: str, tag_name: str, *, replaces: bool, as_json: bool) -> None:
-    """Gives a name of one's own another tag; raises ModelError."""
+    """Gives a name of one's own another tag. Raises ModelError."""
     stored = find_stored(name)
     if stored is None:
         raise StoreError(f"{name} is no name of your own; give it one first: mlx-serve cp {name} NAME")
@@ -107,7 +108,9 @@ def create(name: str, file: str, *, as_json: bool) -> None:
 
 
 def remove(name: str, *, is_forced: bool, as_json: bool) -> None:
-    """Removes a name of one's own, or the files of a repository; asks first. Raises ModelError and StartError."""
+    """Removes a name of one's own, or the files of a repository, after a question. Raises ModelError and
+    StartError.
+    """
     if name in BUILT_IN:
         raise StoreError(f"{name} comes with mlx-serve and cannot be removed")
     stored = find_stored(name)
@@ -120,9 +123,9 @@ def remove(name: str, *, is_forced: bool, as_json: bool) -> None:
 
 
 def check_files(name: str, *, removes_damaged: bool, as_json: bool) -> int:
-    """Prints what is wrong with the files of a model, and returns the exit status; raises ModelError.
+    """Prints the faults of a model's files, and returns the exit status. Raises ModelError.
 
-    Those of the cache that are damaged are removed if that is asked for, so that they are pulled anew.
+    On request, damaged files of the cache are removed, so that they are pulled anew.
     """
     place, folder = files_of(name)
     found = verify(folder)
@@ -148,7 +151,7 @@ def check_files(name: str, *, removes_damaged: bool, as_json: bool) -> int:
 
 
 def _remove_files(folder: Path, faults: Sequence[FileFault]) -> Iterator[str]:
-    """Removes the files of the cache that are not what the hub gave, and yields their names."""
+    """Removes files of the cache that differ from the hub's, and yields their names."""
     for fault in faults:
         file = folder / fault.name
         if file.exists():
@@ -229,7 +232,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _read(file: str) -> tuple[str, Path]:
-    """Returns a Modelfile and the folder that its paths begin at; raises StartError."""
+    """Returns a Modelfile and the folder of its relative paths. Raises StartError."""
     try:
         if file == STANDARD_INPUT:
             return sys.stdin.read(), Path.cwd()
@@ -240,7 +243,7 @@ def _read(file: str) -> tuple[str, Path]:
 
 
 def _base(name: str, folder: Path) -> str:
-    """Returns what FROM names; a path begins at the Modelfile's folder."""
+    """Returns the value of FROM; a path is relative to the Modelfile's folder."""
     return str(folder / name) if name.startswith(("./", "../")) or name in (".", "..") else name
 
 
@@ -277,7 +280,7 @@ def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
 
 
 def _confirm(question: str, *, is_forced: bool) -> None:
-    """Asks, unless it was said already; raises StartError where nobody can be asked, or the answer is no."""
+    """Asks, unless already confirmed. Raises StartError where nobody can be asked, or the answer is no."""
     if is_forced:
         return
     if not sys.stdin.isatty():
@@ -291,17 +294,17 @@ def _tell(record: dict[str, Any], sentence: str, as_json: bool) -> None:
 
 
 LINE_SHARE = 0.1
-"""Without a terminal, a line is printed each time that so much more is here."""
+"""Without a terminal, a line is printed for each further part of this size."""
 LINE_SECONDS = 15.0
-"""Or after this time, if any more is."""
+"""Seconds after which a line is printed anyway, if there is progress."""
 JSON_SECONDS = 0.5
 
 
 def pull_for_person(name: str, *, as_json: bool = False, is_forced: bool = False) -> None:
-    """Downloads a model and shows how far it is; raises ModelError. Ctrl-C ends the process and says how to go on.
+    """Downloads a model with progress. Raises ModelError. Ctrl-C ends the process and says how to go on.
 
-    A family stands for the largest of its models that this machine has memory for. `is_forced` fetches what it has no
-    memory for, too.
+    A family stands for the largest of its models that fits this machine's memory. `is_forced` also fetches a model
+    that does not fit.
     """
     from models.hub import pull
 
@@ -328,7 +331,7 @@ def pull_for_person(name: str, *, as_json: bool = False, is_forced: bool = False
 
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:
-    """Returns the model of a family that fits a machine, the largest; None for a name that is no family's.
+    """Returns the largest model of a family that fits a machine; None for a name that is no family's.
 
     Raises ModelNotFound where none fits.
     """
@@ -346,9 +349,9 @@ def choose(name: str, limit_bytes: int) -> ShortName | None:
 
 
 def offer(name: str) -> str | None:
-    """Asks at a terminal whether to download a model that is not here; returns its name once it is.
+    """Asks at a terminal whether to download a missing model; returns its name once it is here.
 
-    None where the name stands for a model that is here, or for none that could be downloaded. Raises ModelError.
+    None for a model that is here, or one that cannot be downloaded. Raises ModelError.
     """
     if _is_here(name):
         return None
@@ -367,12 +370,12 @@ def offer(name: str) -> str | None:
 
 
 def about(model: ShortName) -> str:
-    """Returns about how large a model is."""
+    """Returns the approximate size of a model."""
     return f"about {size_text(model.num_bytes)}"
 
 
 def this_machine() -> Machine:
-    """Returns how much memory there is."""
+    """Returns the machine's memory in bytes."""
     # It takes a moment, and says what the device has.
     import mlx.core as mx
 
@@ -392,21 +395,21 @@ def _is_here(name: str) -> bool:
 
 
 class _Reporter:
-    """Shows a download. Leave it as a context."""
+    """Shows a download. A context manager."""
 
     def __enter__(self) -> "_Reporter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left behind."""
+        """Leaves nothing behind."""
 
     def tell(self, event: PullEvent) -> None:
-        """Shows what happened."""
+        """Shows one step."""
         raise NotImplementedError
 
 
 class _Bars(_Reporter):
-    """Bars at a terminal: one for all files, one for that which is being fetched."""
+    """Bars at a terminal: one for all files, one for the file being fetched."""
 
     def __init__(self, console: Console, name: str) -> None:
         columns = (
@@ -449,7 +452,7 @@ class _Bars(_Reporter):
 
 
 class _Lines(_Reporter):
-    """Now and then a line, where there is no terminal."""
+    """Occasional lines, where there is no terminal."""
 
     def __init__(self, console: Console, name: str) -> None:
         self._console = console

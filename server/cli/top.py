@@ -1,10 +1,7 @@
-"""`mlx-serve top`: looks at a server again and again, and draws what it sees until the user leaves.
+"""`mlx-serve top` and `mlx-serve cache tree`: a running server's figures, drawn for a terminal of any size.
 
-What `mlx-serve top` shows of a server, from the object of `/v1/stats`: lines for a terminal of any size.
-
-The prefix tree as `mlx-serve cache tree` shows it, from the object of `/v1/cache`.
-
-`mlx-serve cache tree`: asks a server for its prefix tree, and prints it.
+`top` draws the object of `/v1/stats` again and again until the user leaves; `cache tree` prints the prefix tree of
+`/v1/cache` once.
 """
 
 import contextlib
@@ -47,27 +44,27 @@ HELP = (
 
 @dataclass(frozen=True)
 class TopPage:
-    """What is looked at, besides the figures."""
+    """The view, besides the figures."""
 
     url: str
     width: int
     height: int
     first: int = 0
-    """How many requests are scrolled past."""
+    """Number of requests scrolled past."""
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """Tokens per second by request, where they are known."""
+    """Tokens per second by request, where known."""
     problem: str | None = None
     """Why the figures are old."""
     shows_help: bool = False
 
 
 def clean(text: str) -> str:
-    """Returns a text in which nothing can move the cursor."""
+    """Returns a text without cursor movements."""
     return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 
 def lines(stats: Mapping[str, Any] | None, screen: TopPage) -> list[Text]:
-    """Returns the lines, no more than fit."""
+    """Returns as many lines as fit."""
     found = [_head(stats, screen)]
     if screen.problem is not None:
         found.append(Text(f"{screen.problem}; trying again", "red"))
@@ -179,7 +176,7 @@ def _again(stats: Mapping[str, Any]) -> list[Text]:
 
 
 def gauge(parts: Sequence[tuple[float, str]], whole: float, width: int) -> Text:
-    """Returns a bar of `width` columns; anything above nothing has a column at least."""
+    """Returns a bar of `width` columns; any part above 0 fills at least one."""
     bar, used = Text("["), 0
     for amount, style in parts:
         columns = min(width - used, round(width * amount / whole) if whole else 0)
@@ -224,13 +221,13 @@ class Watched:
         self.speeds: dict[str, float] = {}
 
     def stats(self) -> dict[str, Any]:
-        """Returns what the server does; raises StartError where it does not say."""
+        """Returns the server's figures. Raises StartError where it gives none."""
         found: dict[str, Any] = self._server.get("/v1/stats")
         self._measure(found)
         return found
 
     def _measure(self, found: dict[str, Any]) -> None:
-        """Notes how fast each request decodes, by how far it has come since the last look."""
+        """Computes the decoding speed of each request since the last look."""
         before = {one["id"]: one for one in self._before["requests"]} if self._before else {}
         passed = found["time"] - self._before["time"] if self._before else 0.0
         self.speeds = {
@@ -242,7 +239,7 @@ class Watched:
 
 
 def show_once(url: str, api_key: str | None, *, as_json: bool) -> None:
-    """Prints what the server does now; raises StartError where it does not say."""
+    """Prints the server's figures once. Raises StartError where it gives none."""
     stats = Watched(url, api_key).stats()
     if as_json:
         typer.echo(json.dumps(stats, indent=2, ensure_ascii=False))
@@ -254,7 +251,7 @@ def show_once(url: str, api_key: str | None, *, as_json: bool) -> None:
 
 
 def watch(url: str, api_key: str | None, interval_seconds: float) -> None:
-    """Draws until the user leaves; raises StartError where no server answers at first."""
+    """Draws until the user leaves. Raises StartError where no server answers at first."""
     watched = Watched(url, api_key)
     stats: dict[str, Any] | None = watched.stats()
     console = Console(highlight=False)
@@ -286,7 +283,7 @@ def _moved(screen: TopPage, key: str, last: int) -> TopPage:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Has keys read as they are pressed; the terminal is as it was afterwards, whatever happens."""
+    """Reads keys as they are pressed; restores the terminal in any case."""
     import termios
     import tty
 
@@ -314,7 +311,7 @@ _Edge = Mapping[str, Any]
 
 
 def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
-    """Yields the tree of what memory holds, then that of what is on disk only, and sums."""
+    """Yields the tree of the memory, then the tree of the disk only, and sums."""
     yield Text.assemble((clean(cache["model"]), "bold"), f"  {_sums(cache)}")
     nodes: Sequence[_Edge] = cache["nodes"]
     yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))
@@ -336,7 +333,7 @@ def _sums(cache: Mapping[str, Any]) -> str:
 
 
 def _rooted(edges: Sequence[_Edge]) -> list[_Edge]:
-    """Returns edges of which those whose parent is not among them begin a tree."""
+    """Returns the edges, with those whose parent is missing as roots."""
     ids = {edge["id"] for edge in edges}
     return [{**edge, "parent": edge["parent"] if edge["parent"] in ids else None} for edge in edges]
 
@@ -383,7 +380,7 @@ def _said(edge: _Edge, tier: str) -> Text:
 def show_tree(
     url: str, api_key: str | None, query: dict[str, str | int], max_depth: int | None, *, as_json: bool
 ) -> None:
-    """Prints the tree, a line for each edge; raises StartError where the server does not show it."""
+    """Prints the tree, a line for each edge. Raises StartError where the server does not show it."""
     cache = AskedServer(url, api_key).get("/v1/cache", query)
     if as_json:
         typer.echo(json.dumps(cache, indent=2, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""What launchd and systemd are told of the server. Pure."""
+"""The service files for launchd and systemd. Pure."""
 
 import plistlib
 from collections.abc import Mapping, Sequence
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 LABEL = "mlx-serve"
 MARK = "Written by `mlx-serve service install`."
-"""Stands in every file, so that no other is written over or removed."""
+"""Marks every file, so that no other file is overwritten or removed."""
 STOP_SECONDS = 30
-"""Beyond the time for running answers: conversations are written to the disk, and connections closed."""
+"""Seconds beyond the time for running answers: conversations are written to the disk, and connections closed."""
 MAX_FILES = 8192
 """Open files and connections. launchd's own limit of 256 would leave few connections."""
 RESTART_SECONDS = 5
 USAGE_STATUS = 2
-"""Exit status for settings that cannot be used: starting again would not help."""
+"""Exit status for unusable settings: a restart would not help."""
 
 PASSED_ON = (
     "HF_ENDPOINT",
@@ -25,7 +25,7 @@ PASSED_ON = (
     "XDG_CACHE_HOME",
     "XDG_CONFIG_HOME",
 )
-"""Variables that say where things are. None is a secret: everyone on the machine may ask systemd for them."""
+"""Variables with locations. None is a secret: everyone on the machine may ask systemd for them."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class ServiceSpec:
     """Absolute path of the program, and its arguments."""
     environment: Mapping[str, str]
     drain_seconds: float
-    """Time that running answers have when it is to end."""
+    """Seconds for running answers when the server ends."""
     log_file: str = ""
-    """Where launchd writes the log; systemd has its journal."""
+    """launchd's log file; systemd has its journal."""
 
     @property
     def stop_seconds(self) -> int:
-        """After which it is killed."""
+        """Seconds from the request to end until the server is killed."""
         return int(self.drain_seconds) + STOP_SECONDS
 
 
 def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns what of the environment the server is to see as well."""
+    """Returns the part of the environment that the server needs too."""
     return {name: environment[name] for name in PASSED_ON if environment.get(name)}
 
 
@@ -105,6 +105,6 @@ def launchd_plist(spec: ServiceSpec) -> str:
 
 
 def _systemd_word(word: str) -> str:
-    r"""Returns a word in quotes, as systemd.syntax(7) has them; `%` would begin a specifier."""
+    """Returns a word in quotes, per systemd.syntax(7); `%` would begin a specifier."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'

@@ -1,13 +1,12 @@
-"""The account of one prompt: how many of its tokens each cause made the server evaluate again. Pure.
+"""Why a prompt was evaluated again: the account of one prompt, and the conversation that it continues. Pure.
 
-Every token of a prompt is restored, new, or evaluated again for a reason that is named:
-`evaluated = new + lost`, with `new` the tokens beyond what the turn before could have given.
+Every token of a prompt is restored, new, or evaluated again for a reason that is named: `evaluated = new + lost`,
+with `new` the tokens beyond what the turn before could have given.
 
-Which conversation a request goes on from: by the name it was given, else by what it shares with earlier ones.
-
-A prompt with a clock in its head shares no tokens with the turn before, so it is found by its messages. Of each
-conversation the last turns are kept, since one name may stand for several (an agent and its sub-agents).
-Event loop only, or one thread of the doctor's; no clock, no engine.
+A request continues the conversation of its name, else the one that it shares most with. A prompt with a clock in its
+head shares no tokens with the turn before, so messages are compared. Of each conversation the last turns are kept,
+since one name may stand for several (an agent and its sub-agents). Event loop only, or one thread of the doctor's; no
+clock, no engine.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ from server.diagnosis.prompt import Prompt, with_parts_of
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
 EDGE_TOKENS = 16
-"""The most tokens of an answer's header. A prompt may be restorable only before this header, which is no miss."""
+"""The most tokens of an answer's header. A prompt that is restorable only up to this header is no miss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,27 +32,27 @@ class EvaluatedTurn:
 
     turn: Turn
     tokens: TokenArray
-    """Prompt and reply, as far as they were evaluated."""
+    """Evaluated tokens of prompt and reply."""
     num_prompt_tokens: int
     was_cleared: bool = False
     """Whether the cache was cleared since."""
     was_unloaded: bool = False
-    """Whether its model was unloaded since, and the state of its conversations given up."""
+    """Whether the model was unloaded since, and its conversations dropped."""
     request_id: str = ""
     """What the request was called."""
     is_neighbour: bool = False
-    """Whether it is of another conversation, whose system messages are the request's but for a clock, say."""
+    """Whether the turn is of another conversation with the same system messages except for a clock, say."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that keeping it takes, with text that other turns may share."""
+        """Bytes of memory to keep the turn, with text that other turns may share."""
         reply = self.turn.reply.num_bytes if self.turn.reply is not None else 0
         return self.tokens.nbytes + self.turn.prompt.num_bytes + reply
 
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """A prompt and what it was made of."""
+    """A prompt and its parts."""
 
     prompt: Prompt
     tokens: TokenArray
@@ -61,7 +60,7 @@ class Rendered:
 
 
 def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hit: int) -> Reuse:
-    """Returns why not more than `hit` tokens were restored, of `match` tokens that the cache knew."""
+    """Returns why only `hit` tokens were restored, of `match` tokens that the cache knew."""
     if previous is None:
         return _of_first(request, match, hit)
     if previous.is_neighbour:
@@ -77,14 +76,14 @@ def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hi
 
 
 def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
-    """Returns the account of a request that wanted nothing reused."""
+    """Returns the account of a request that asked for no reuse."""
     reach = min(len(previous.tokens), len(request.tokens) - 1) if previous is not None else 0
     miss = Miss(MissReason.DISABLED, cause=Cause.DECLINED, lost_tokens=reach)
     return Reuse(0, 0, None, miss, reach, (miss,))
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
-    """Returns the account of a request that goes on from no turn, though others may have had its beginning."""
+    """Returns the account of a request that continues no turn, though other requests may share its beginning."""
     if match - hit > EDGE_TOKENS:
         miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
@@ -92,9 +91,10 @@ def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
 
 
 def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> Reuse:
-    """Returns the account of a conversation's first request, whose system messages another one had but for a clock.
+    """Returns the account of a conversation's first request, whose system messages match another's except for a
+    clock.
 
-    What they could have shared is these messages, no more.
+    The two could have shared only these messages.
     """
     starts, num_head = request.outline.starts, request.prompt.num_head
     reach = starts[num_head] if len(starts) > num_head else min(len(previous.tokens), len(request.tokens) - 1)
@@ -118,7 +118,7 @@ def _state_miss(request: Rendered, hit: int, lost: int, reason: MissReason, caus
 
 
 class _Loss:
-    """What one prompt lost: by what was changed, and by what the cache lacked before that."""
+    """The losses of one prompt: by changes, and by state missing before them."""
 
     def __init__(self, previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> None:
         self._previous = previous
@@ -126,12 +126,12 @@ class _Loss:
         self._match, self._hit = match, hit
         longest = len(request.tokens) - 1
         self._reach = max(0, min(len(previous.tokens), longest))
-        """What could have been reused at best."""
+        """The tokens that could have been reused at best."""
         is_known = request.prompt.shares_state_with(previous.turn.prompt)
         self._common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
 
     def misses(self) -> list[Miss]:
-        """Returns them in the order of the prompt: what the cache lacked comes first."""
+        """Returns the misses in the order of the prompt; missing state comes first."""
         by_state = max(0, min(self._common, self._reach) - self._hit)
         by_change = max(0, self._reach - max(self._common, self._hit))
         changes = find_changes_between(self._previous.turn, self._request.prompt) if by_change else []
@@ -141,7 +141,7 @@ class _Loss:
         return [*state, *self._change_misses(changes, by_change)]
 
     def _is_consequence(self, changes: Sequence[Change], by_state: int) -> bool:
-        """Whether state is missing only because of the change: it is kept for prompts that go on unchanged.
+        """Whether state is missing only because of the change: state is kept for prompts that go on unchanged.
 
         Where a template changes a reply, prompts part within the answer's header; the restore point is before it.
         """
@@ -175,12 +175,12 @@ class _Loss:
 
 
 MAX_TURNS = 4
-"""Turns kept of one conversation: one for each that shares its name."""
+"""Turns kept of one conversation: one for each conversation that shares its name."""
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256
-"""The latest unnamed conversations of a namespace among which a request's is looked for."""
+"""Latest unnamed conversations of a namespace among which a request's is searched."""
 MAX_NEIGHBOURS = 8
-"""The latest conversations of a namespace to which a new one's system messages are compared."""
+"""Latest conversations of a namespace whose system messages are compared with a new one's."""
 MAX_BYTES = 64 << 20
 """Memory for the turns of all conversations: some 80 of 100 000 tokens."""
 
@@ -196,7 +196,7 @@ class Name:
 
 
 class Conversations:
-    """The last turns of each conversation, bounded in number and bytes; the least recently used go."""
+    """The last turns of each conversation, bounded in number and bytes; the least recently used are dropped."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._turns: OrderedDict[Name, list[EvaluatedTurn]] = OrderedDict()
@@ -207,7 +207,7 @@ class Conversations:
         return len(self._turns)
 
     def find(self, session_id: str | None, request: Rendered, request_id: str) -> tuple[Name, EvaluatedTurn | None]:
-        """Returns the conversation of a request, which may be a new one, and the turn that it goes on from."""
+        """Returns a request's conversation, which may be new, and the turn that it continues."""
         namespace = request.prompt.namespace
         name = Name(namespace, session_id) if session_id is not None else self._find_unnamed(request)
         if name is None:
@@ -216,7 +216,7 @@ class Conversations:
         return name, previous or self._find_elsewhere(session_id, request) or self._find_neighbour(request)
 
     def record(self, name: Name, turn: EvaluatedTurn) -> None:
-        """Keeps a turn, in place of the one that it goes on from if nothing in that was changed."""
+        """Keeps a turn. It replaces the turn that it continues if nothing in that was changed."""
         turns = self._take(name)
         request = Rendered(turn.turn.prompt, turn.tokens, NO_OUTLINE)
         previous = self._closest(turns, request)
@@ -231,18 +231,18 @@ class Conversations:
             self._drop_one()
 
     def forget(self, namespace: str, conversation_id: str) -> None:
-        """Drops the turns of a conversation; an unknown one has none."""
+        """Drops the turns of a conversation; an unknown one is no error."""
         for is_named in (True, False):
             self._take(Name(namespace, conversation_id, is_named))
 
     def note_cleared(self, namespace: str) -> None:
-        """Notes that the cache holds nothing more of a namespace."""
+        """Notes that the cache no longer holds anything of a namespace."""
         for name, turns in self._turns.items():
             if name.namespace == namespace:
                 turns[:] = [replace(turn, was_cleared=True) for turn in turns]
 
     def note_unloaded(self, model: str) -> None:
-        """Notes that a model was unloaded and nothing is held of its conversations."""
+        """Notes that a model was unloaded and its conversations dropped."""
         for turns in self._turns.values():
             turns[:] = [
                 replace(turn, was_unloaded=True) if turn.turn.prompt.model == model else turn for turn in turns
@@ -258,14 +258,14 @@ class Conversations:
         self.num_bytes += sum(turn.num_bytes for turn in turns)
 
     def _drop_one(self) -> None:
-        """Drops the least recently used conversation; of the only one its oldest turn."""
+        """Drops the least recently used conversation, or the oldest turn of the only one."""
         name = next(iter(self._turns))
         turns = self._take(name)
         if not self._turns and len(turns) > 1:
             self._put(name, turns[1:])
 
     def _find_unnamed(self, request: Rendered) -> Name | None:
-        """Returns the unnamed conversation that a request belongs to: the one that it shares most with."""
+        """Returns the unnamed conversation that shares most with a request."""
         best: tuple[tuple[int, int], Name] | None = None
         for name in self._latest_unnamed(request.prompt.namespace):
             closest = self._closest(self._turns[name], request)
@@ -284,9 +284,9 @@ class Conversations:
                 return
 
     def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
-        """Returns the turn of another key or salt whose reply the request holds, under the same name.
+        """Returns a turn of the same name under another key or salt, if the request contains its reply.
 
-        Who holds a reply has seen the conversation, so that nobody is told of one that is not theirs.
+        A client that sends the reply has seen the conversation, so nobody learns of another client's conversation.
         """
         for name, turns in reversed(self._turns.items()):
             is_same = name.id == session_id if session_id is not None else not name.is_named
@@ -297,9 +297,10 @@ class Conversations:
         return None
 
     def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
-        """Returns the last turn of a namespace that begins like the request but for a clock, a counter or an id.
+        """Returns the last turn of a namespace that begins like the request except for a clock, a counter or an
+        id.
 
-        None where one of the latest turns begins just like it: then nothing keeps them from sharing.
+        None where one of the latest turns has the same beginning: then nothing keeps the two from sharing.
         """
         head = request.prompt.parts[: request.prompt.num_head]
         found: EvaluatedTurn | None = None
@@ -324,8 +325,8 @@ class Conversations:
 def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
     """Returns how close a request is to a turn: messages in common first, then tokens.
 
-    A request that goes on from a turn holds its newest message and its reply; one that lacks them may go on from what
-    was before it.
+    A request that continues a turn contains its newest message and its reply; one that lacks them may continue an
+    earlier turn.
     """
     earlier, said = turn.turn, request.prompt.said
     newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
@@ -334,9 +335,9 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 
 
 def _is_beside(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn is a title or a summary under the name of the conversation that the request is of.
+    """Whether a turn is a title or a summary under the name of the request's conversation.
 
-    It has instructions of its own, and the request has the same question under others, or tools, which it had not.
+    Such a turn has instructions of its own; the request has the same question with other instructions, or with tools.
     """
     if earlier.is_answered and earlier.reply in later.said:
         return False
@@ -347,7 +348,7 @@ def _is_beside(earlier: Turn, later: Prompt) -> bool:
 
 
 def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
-    """Whether an unnamed request holds the reply of a turn or most of its messages, or begins like it."""
+    """Whether an unnamed request contains a turn's reply, contains most of its messages, or begins like it."""
     earlier, later = turn.turn, request.prompt
     if earlier.is_answered and earlier.reply in later.said:
         return True
@@ -371,9 +372,9 @@ def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn takes the place of an earlier one: it goes on from it as it was, and is not just its beginning.
+    """Whether a turn replaces an earlier one: it continues it unchanged, and is not just its beginning.
 
-    Which of two versions the conversation goes on from is seen later, so that both are kept.
+    Only later turns show which of two versions the conversation continues, so both are kept.
     """
     before = earlier.prompt
     is_same = (before.tools, before.arguments) == (later.tools, later.arguments)
@@ -382,7 +383,7 @@ def _goes_on(earlier: Turn, later: Prompt) -> bool:
 
 
 def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:
-    """Returns the turn with tokens of its own, if they are a view that would keep a longer array alive."""
+    """Returns the turn with its own copy of the tokens, if they are a view that would keep a longer array alive."""
     return turn if turn.tokens.base is None else replace(turn, tokens=turn.tokens.copy())
 
 

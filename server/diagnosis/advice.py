@@ -1,4 +1,4 @@
-"""What to do about each cause, by the place it was found in. The only place where these words stand."""
+"""What to do about each cause, by the place it was found in. The only place for these words."""
 
 from collections.abc import Mapping
 

@@ -1,12 +1,8 @@
-"""What a client changed between two turns of a conversation: pure, from their parts.
+"""What a client changed between two turns of a conversation, from their parts. Pure.
 
-Messages are aligned first: kept, edited, removed, put in, merged, summed up. Then what changed within a message is
-told by its words. A request that only adds messages to the turn before changes nothing.
-
-What kind of text changes between two prompts that should begin alike: pure, and about words only.
-
-A change is told by the words it falls into, not by those around it: `09:16` that becomes `09:17` is a clock wherever
-it stands. What fits no kind is an edit.
+Messages are aligned first: kept, edited, removed, put in, merged, summed up. Then the changed words within a message
+tell the kind of change, not the words around them: `09:16` that becomes `09:17` is a clock in any place. A change of
+no known kind is an edit. A request that only adds messages to the turn before changes nothing.
 """
 
 import json
@@ -24,17 +20,17 @@ from server.diagnosis.prompt import PLAIN, Part, Prompt
 from server.engine.diagnosis import Cause, MissReason
 
 WINDOW_CHARACTERS = 120
-"""Looked at on either side of a change."""
+"""Characters considered on either side of a change."""
 AROUND_WORDS = 8
-"""Shown on either side of one of several changes."""
+"""Words shown on either side of one of several changes."""
 MAX_WORD_CHARACTERS = 80
 """A longer word is shown in part."""
 MAX_WORDS = 2000
-"""Where more than these lie between the first and the last change, only the first is looked for."""
+"""With more words between the first and the last change, only the first change is searched."""
 MAX_ADDED_WORDS = 6
-"""More words that were added or left out are an edit, whatever stands in them."""
+"""More added or removed words are an edit, whatever their content."""
 MAX_CHARACTERS = 1 << 18
-"""Longer texts are not looked at as wholes, but around their first change only."""
+"""Longer texts are compared only around their first change."""
 
 
 _MONTH = r"(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*\.?"
@@ -71,7 +67,7 @@ class WordChange:
 
     cause: Cause
     offset: int
-    """Characters that both texts share before it, counted in the earlier one."""
+    """Characters that both texts share before the change, counted in the earlier one."""
     before: str
     after: str
 
@@ -114,7 +110,7 @@ def _cause_of_addition(before: str, after: str, start: int) -> Cause:
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:
-    """Returns the cause where two texts say the same in another form; None where they say something else."""
+    """Returns the cause where two texts say the same in another form; None where their content differs."""
     if max(len(before), len(after)) > MAX_CHARACTERS:
         return None
     if "".join(before.split()) == "".join(after.split()):
@@ -125,7 +121,7 @@ def _cause_of_whole(before: str, after: str) -> Cause | None:
 
 
 def _decoded(text: str) -> str:
-    """Returns a text without what encodings differ in: entities, forms of characters, kinds of quotes, spaces."""
+    """Returns a text without differences of encoding: entities, forms of characters, kinds of quotes, spaces."""
     return "".join(normalize("NFKC", unescape(text)).translate(_QUOTES).split())
 
 
@@ -134,7 +130,7 @@ def _changes_between(before: str | None, after: str | None) -> bool:
 
 
 def _words_of(pattern: re.Pattern[str]) -> "Callable[[str, int], str | None]":
-    """Returns a function that finds what the pattern matches around an offset of a text."""
+    """Returns a function that finds the pattern's match around an offset of a text."""
 
     def find(text: str, start: int) -> str | None:
         begin = max(0, start - WINDOW_CHARACTERS)
@@ -189,7 +185,7 @@ def _is_same_words(before: str, after: str) -> bool:
 
 
 def _places(before: str, after: str) -> Iterator[tuple[int, str, str]]:
-    """Yields changed stretches with a little around them: their offset in `before`, and both texts."""
+    """Yields changed stretches with some context: the offset in `before`, and both texts."""
     ours, theirs = (re.findall(r"\S+|\s+", text) for text in (before, after))
     head = shared_length(ours, theirs)
     tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
@@ -222,7 +218,7 @@ def excerpt(text: str, offset: int) -> str:
 
 
 MAX_ALIGNED = 400
-"""Where more messages than these lie between the first difference and the end, only the first is looked for."""
+"""With more messages between the first difference and the end, only the first difference is searched."""
 SIMILAR = 0.5
 """Share of the longer text that two texts must have in common to be two versions of one message."""
 MAX_COMPARED_CHARACTERS = 1 << 16
@@ -232,12 +228,12 @@ _THOUGHTS = re.compile(r"<(think|thinking|thought|reasoning)>.*?(</\1>|\Z)|^.*?<
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is not as it was, in the order of the prompt."""
+    """One difference between two requests, in the order of the prompt."""
 
     cause: Cause
     reason: MissReason
     index: int | None = None
-    """The message of the later request; of messages left out, where they stood."""
+    """The message of the later request; for removed messages, the index where they stood."""
     role: str | None = None
     before: str = ""
     after: str = ""
@@ -249,7 +245,7 @@ class Turn:
 
     prompt: Prompt
     reply: Part | None = None
-    """None where it was not answered, or is not recorded."""
+    """None where there was no answer, or none is recorded."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -257,7 +253,7 @@ class Turn:
         return self.prompt.parts if self.reply is None else (*self.prompt.parts, self.reply)
 
     def num_shared(self, later: Prompt) -> int:
-        """Returns how many messages, the system's aside, also stand in a later request."""
+        """Returns how many messages, except system messages, are also in a later request."""
         return len((self.prompt.said | ({self.reply} if self.is_answered else frozenset())) & later.said)
 
     @property
@@ -267,7 +263,7 @@ class Turn:
 
 
 def find_changes_between(earlier: Turn, later: Prompt) -> list[Change]:
-    """Returns what keeps `later` from going on where `earlier` ended, in the order of the prompt; none if nothing."""
+    """Returns the changes that keep `later` from continuing `earlier`, in the order of the prompt."""
     origin = _origin_change(earlier.prompt, later)
     if origin is not None:
         return [origin]
@@ -278,9 +274,10 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Change]:
 
 
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Change]:
-    """Returns what changes by itself in the system messages of two conversations that otherwise begin alike.
+    """Returns the value that changes by itself in the system messages of two conversations with the same
+    beginning.
 
-    None where anything else of their beginnings differs, and where nothing does.
+    None where anything else of their beginnings differs, or nothing does.
     """
     is_same = (earlier.tools, earlier.arguments) == (later.tools, later.arguments)
     if not is_same or earlier.num_head != later.num_head or not earlier.shares_state_with(later):
@@ -320,7 +317,7 @@ def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Change]:
 
 
 def _unescaped(text: str) -> str:
-    """Returns JSON text with line breaks and tabs in its strings, to be compared as what they are."""
+    """Returns JSON text with real line breaks and tabs in its strings."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
@@ -350,13 +347,13 @@ class _MessageDiff:
     def __init__(self, earlier: Turn, later: Prompt) -> None:
         self._ours, self._theirs = earlier.parts, later.parts
         self._reply = len(earlier.prompt.parts) if earlier.reply is not None else None
-        """Where in ours the reply stands."""
+        """Index of the reply in our messages."""
         self._head = later.num_head
         self._prompt = earlier.prompt
         self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
 
     def changes(self) -> list[Change]:
-        """Returns them in order."""
+        """Returns the changes in order."""
         ours, theirs = self._ours, self._theirs
         if len(theirs) <= len(ours) and ours[: len(theirs)] == theirs:
             return []
@@ -371,15 +368,15 @@ class _MessageDiff:
         return firsts[0] is not None and firsts[1] is not None and is_version(firsts[0], firsts[1])
 
     def _side_request(self, *, behind: int) -> Change:
-        """Returns the change of another conversation, shown from `behind` the messages that were told already."""
+        """Returns the change of another conversation, shown from `behind` the messages already reported."""
         index = min(max(shared_length(self._ours, self._theirs), behind), len(self._theirs) - 1)
         part = self._theirs[index]
         return Change(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
     def volatile_head(self, *, only: bool = False) -> list[Change]:
-        """Returns what changes by itself in a head that even another conversation would share.
+        """Returns the value that changes by itself in a head that even another conversation would share.
 
-        With `only`, none where anything else of the head differs.
+        With `only`, None where anything else of the head differs.
         """
         found: list[Change] = []
         for index in range(min(self._head, self._prompt.num_head)):
@@ -392,7 +389,7 @@ class _MessageDiff:
         return [] if only and len(volatile) < len(found) else volatile
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields ranges of ours and theirs between which all is as it was."""
+        """Yields the ranges of our and their messages between unchanged ones."""
         head = shared_length(self._ours, self._theirs)
         ours, theirs = self._ours[head:], self._theirs[head:]
         if len(ours) + len(theirs) > MAX_ALIGNED:
@@ -403,7 +400,7 @@ class _MessageDiff:
                 yield head + i1, head + i2, head + j1, head + j2
 
     def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Change]:
-        """Yields the changes of one block: versions of a message first, then what came or went."""
+        """Yields the changes of one block: versions of a message first, then added or removed messages."""
         if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, self._ours[i1], self._theirs[j1])
             return
@@ -444,7 +441,7 @@ class _MessageDiff:
                 yield Change(named, reason, j, other.role, before, after)
 
     def _removed(self, i1: int, i2: int, j: int) -> Iterator[Change]:
-        """Yields the change of messages that are missing before others that are there."""
+        """Yields the change of messages missing before others."""
         if i2 == len(self._ours):
             is_reply_missing = self._reply == i1 and j < len(self._theirs)
             if is_reply_missing:
@@ -464,7 +461,7 @@ class _MessageDiff:
         return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
 
     def _is_newest(self, i: int) -> bool:
-        """Whether the assistant said nothing from there to the end of the prompt."""
+        """Whether the assistant said nothing from message `i` to the end of the prompt."""
         return all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
 
     def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Change]:
@@ -516,7 +513,7 @@ def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
 
 
 def _lacks_thoughts(one: Part, other: Part) -> bool:
-    """Whether a reply is the earlier one without what was thought in it."""
+    """Whether a reply is the earlier one without its thoughts."""
     is_same = _without_thoughts(one) == other.text.strip() and one.calls == other.calls
     had_thoughts = bool(one.thoughts) or one.text.strip() != other.text.strip()
     return one.role == "assistant" and is_same and had_thoughts and not other.thoughts
@@ -527,7 +524,7 @@ def _without_thoughts(part: Part) -> str:
 
 
 def _holds_all(part: Part, others: Sequence[Part]) -> bool:
-    """Whether a message holds the texts of several others, one behind the other."""
+    """Whether a message contains the texts of several others, one behind the other."""
     position = 0
     for other in others:
         found = part.text.find(other.text.strip(), position)

@@ -1,7 +1,7 @@
-"""A request as a sequence of parts: what it asks to be made a prompt of, before any template. Pure.
+"""A request as a sequence of parts, before any template. Pure.
 
-Both a request on its way through the server and one recorded in a file become the same parts, so that the same fault
-gets the same name.
+A request on its way through the server and one recorded in a file become the same parts, so that the same fault gets
+the same name.
 """
 
 import json
@@ -16,7 +16,7 @@ SYSTEM_ROLES = ("system", "developer")
 PLAIN = "prompt"
 """The role of a plain completion's text."""
 _PART_BYTES = 400
-"""What Python takes for a part besides its text."""
+"""Python's overhead of a part in bytes, besides its text."""
 
 
 @dataclass(frozen=True)
@@ -27,49 +27,49 @@ class Part:
     text: str
     thoughts: str = ""
     calls: tuple[str, ...] = ()
-    """Name and arguments of each tool call, as JSON text with its keys in the order in which they were written."""
+    """Name and arguments of each tool call, as JSON text with keys in their written order."""
     call_ids: tuple[str, ...] = ()
 
     @property
     def shown(self) -> str:
-        """All of it as one text."""
+        """The whole part as one text."""
         return "\n".join(text for text in (self.thoughts, self.text, *self.calls) if text)
 
     @property
     def num_bytes(self) -> int:
-        """Memory that keeping it takes, about."""
+        """Approximate bytes of memory to keep the part."""
         return text_bytes(self.shown) + _PART_BYTES
 
     @property
     def is_system(self) -> bool:
-        """Whether it is the system's."""
+        """Whether it is a system message."""
         return self.role in SYSTEM_ROLES
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tools, messages and all else that a prompt is made of."""
+    """Tools, messages and all other inputs of a prompt."""
 
     parts: tuple[Part, ...]
     tools: tuple[str, ...] = ()
-    """JSON text of each, with keys in the order in which they were written."""
+    """JSON text of each tool, with keys in their written order."""
     arguments: str = ""
-    """What the template is told besides, as canonical JSON."""
+    """Other arguments of the template, as canonical JSON."""
     model: str = ""
     namespace: str = ""
 
     @cached_property
     def num_head(self) -> int:
-        """Messages of the system before all others."""
+        """Number of leading system messages."""
         return next((index for index, part in enumerate(self.parts) if not part.is_system), len(self.parts))
 
     @cached_property
     def said(self) -> frozenset[Part]:
-        """The messages that a conversation is known by: all but the system's."""
+        """The messages that identify a conversation: all but system messages."""
         return frozenset(part for part in self.parts if not part.is_system and part.shown)
 
     def shares_state_with(self, other: "Prompt") -> bool:
-        """Whether what was evaluated of one can be reused for the other at all."""
+        """Whether evaluated state of one can be reused for the other at all."""
         return (self.model, self.namespace) == (other.model, other.namespace)
 
     @property
@@ -79,7 +79,7 @@ class Prompt:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that keeping it takes, about."""
+        """Approximate bytes of memory to keep the prompt."""
         return text_bytes(self.tools_text) + sum(part.num_bytes for part in self.parts)
 
 
@@ -107,7 +107,7 @@ def plain_prompt(text: str, *, model: str = "", namespace: str = "") -> Prompt:
 
 
 def part_of(message: Mapping[str, Any]) -> Part:
-    """Returns a message as a client sends it, or as a template is given it."""
+    """Returns the part of a message as a client sends it, or as a template gets it."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     ids = [call.get("id") for call in calls] + [message.get("tool_call_id")]
     role = str(message.get("role"))
@@ -126,13 +126,13 @@ def text_bytes(text: str) -> int:
 
 
 def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
-    """Returns the prompt with the parts of an earlier one where they are equal, so that their text is kept once."""
+    """Returns the prompt with equal parts taken from an earlier one, so that their text is kept once."""
     known = {part: part for part in earlier.parts}
     return replace(prompt, parts=tuple(known.get(part, part) for part in prompt.parts))
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    """Returns name and arguments. Arguments in JSON text are read, as the server does: spacing changes nothing."""
+    """Returns name and arguments. JSON arguments are parsed, as the server does, so spacing changes nothing."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")

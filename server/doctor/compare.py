@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 30
 
 
 def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = None) -> list[Checkup]:
-    """Returns what is wrong with each conversation; with a speed of prefill, also in seconds."""
+    """Returns the losses of each conversation; with a speed of prefill, also in seconds."""
     visits: dict[Name, _Visit] = {}
     conversations = Conversations(MAX_BYTES)
     for number, request in enumerate(requests):
@@ -37,7 +37,7 @@ def checkups_of(requests: Iterable[Recorded], tokens_per_second: float | None = 
 
 
 def characters_of(prompt: Prompt, reply: Part | None = None) -> TokenArray:
-    """Returns a prompt as one text, a number for each character: what the template is told, tools, messages."""
+    """Returns a prompt as one array of character numbers: template arguments, tools, messages."""
     parts = prompt.parts if reply is None else (*prompt.parts, reply)
     messages = (f"\0{part.role}\0{part.shown}{' '.join(part.call_ids)}" for part in parts)
     text = "".join([prompt.arguments, prompt.tools_text, *messages])
@@ -61,7 +61,7 @@ class _Visit:
         self._kept: list[float] = []
 
     def add(self, request_id: str, previous: EvaluatedTurn | None, request: Rendered) -> None:
-        """Compares a request with the turn that it goes on from."""
+        """Compares a request with the turn that it continues."""
         losses = self._losses(previous, request, len(self._turns) + 1) if previous is not None else ()
         previous_id = previous.request_id if previous is not None else None
         self._turns.append(LinkedTurn(request_id, previous_id, tuple(losses)))
@@ -91,6 +91,6 @@ class _Visit:
         )
 
     def checkup(self, label: str) -> Checkup:
-        """Returns the conversation's."""
+        """Returns the checkup of the conversation."""
         kept = sum(self._kept) / len(self._kept) if self._kept else None
         return Checkup(label, len(self._turns), kept, tuple(in_hindsight(self._turns)))

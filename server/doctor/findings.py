@@ -1,12 +1,8 @@
-"""What the turns of one session lost, added up by cause: pure, alike for a server and for recorded requests.
+"""The losses of one session's turns, added up by cause, alike for a server and for recorded requests. Pure.
 
-What later turns show of a loss: which version of a conversation went on. Pure.
-
-When a request changes what was said before, nobody can know whether the conversation goes on from it. If the next
-turns go on from the version before it, it was a request beside the conversation. If they go on from what seemed to be
-beside it, and never again from the version before, the conversation began anew.
-
-From a session as `/v1/sessions/{id}` tells it to a checkup. Pure: reads JSON values, asks nobody.
+Reads a session's JSON values as of `/v1/sessions/{id}`, and asks nobody. When a request changes earlier messages,
+only later turns show what the change was. If they continue the version before it, it was a request beside the
+conversation. If they continue the changed version, and never again the one before, the conversation began anew.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +13,10 @@ from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import UNBLAMED, Cause, MissReason
 
 NEGLIGIBLE_TOKENS = 128
-"""Up to so many lost tokens nothing is to be mended: state is kept at some offsets only, and requests may share a
-name."""
+"""Up to so many lost tokens need no cure: state is kept at some offsets only, and requests may share a name."""
 SECONDS_PER_DAY = 86_400
 SHORTEST_SECONDS = 60.0
-"""From turns within a shorter time no rate per day is computed."""
+"""Turns within a shorter time give no rate per day."""
 _SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
 """Causes that are reported only above `NEGLIGIBLE_TOKENS`."""
 _PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
@@ -30,7 +25,7 @@ _PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
 
 @dataclass(frozen=True)
 class Loss:
-    """What one turn evaluated although the turn before had it, and the text that made it so."""
+    """Tokens of one turn evaluated although the turn before had them, and the text that caused it."""
 
     turn: int
     """From 1."""
@@ -45,7 +40,7 @@ class Loss:
     before: str = ""
     after: str = ""
     is_hidden: bool = False
-    """Whether it changed behind another change of the same turn, and cost nothing only because of that."""
+    """Whether it changed behind another change of the same turn, so it cost nothing by itself."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +50,12 @@ class Checkup:
     name: str
     num_turns: int
     kept: float | None
-    """How much of the prompt before a turn reused, on average, 0 to 1; None for a single turn."""
+    """Average share of the prompt before that a turn reused, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
     num_seen: int | None = None
-    """Turns that were looked at, where not all are kept."""
+    """Turns considered, where not all are kept."""
     began: float | None = None
-    """Seconds since 1970, as is `ended`; None where no time is known."""
+    """Seconds since 1970, like `ended`; None where no time is known."""
     ended: float | None = None
 
     @property
@@ -76,7 +71,7 @@ class Checkup:
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause at one place, and what it cost in all the turns that it struck."""
+    """One cause at one place, and its cost in all the turns concerned."""
 
     losses: tuple[Loss, ...]
 
@@ -87,17 +82,17 @@ class Finding:
 
     @property
     def cure(self) -> str:
-        """What to change, in one sentence."""
+        """The change to make, in one sentence."""
         return advice(self.cause, self.losses[0].place)
 
     @property
     def example(self) -> Loss:
-        """The last one with words to show, else the last one."""
+        """The last loss with words to show, else the last one."""
         return next((loss for loss in reversed(self.losses) if loss.before or loss.after), self.losses[-1])
 
     @property
     def num_turns(self) -> int:
-        """Turns that it struck."""
+        """Number of turns concerned."""
         return len({loss.turn for loss in self.losses})
 
     @property
@@ -107,13 +102,13 @@ class Finding:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that it took; None where no speed is known."""
+        """Seconds lost; None where no speed is known."""
         known = [loss.seconds for loss in self.losses if loss.seconds is not None]
         return sum(known) if known else None
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it cost nothing because another change always stood before it."""
+        """Whether it cost nothing because another change was always before it."""
         return all(loss.is_hidden for loss in self.losses)
 
 
@@ -135,11 +130,11 @@ class Savings:
 
     tokens: int
     num_turns: int
-    """Turns that were looked at, good ones too."""
+    """Turns considered, good ones too."""
     seconds: float | None
     """None where no speed is known."""
     seconds_per_day: float | None
-    """At the rate at which the turns came; None where that took less than a minute, or no time is known."""
+    """At the rate of the turns; None where they took less than a minute, or no time is known."""
 
     @property
     def seconds_per_turn(self) -> float | None:
@@ -148,7 +143,7 @@ class Savings:
 
 
 def savings_of(checkups: Sequence[Checkup]) -> Savings:
-    """Returns what all conversations together would save."""
+    """Returns the savings of all conversations together."""
     num_turns = sum(one.num_turns if one.num_seen is None else one.num_seen for one in checkups)
     has_speed = any(loss.seconds is not None for one in checkups for loss in one.losses)
     seconds = sum(one.seconds for one in checkups) if has_speed else None
@@ -158,7 +153,7 @@ def savings_of(checkups: Sequence[Checkup]) -> Savings:
 
 
 def _days(checkups: Sequence[Checkup]) -> float | None:
-    """Returns the time from the first turn to the last one."""
+    """Returns the days from the first turn to the last one."""
     began = [one.began for one in checkups if one.began is not None]
     ended = [one.ended for one in checkups if one.ended is not None]
     took = max(ended) - min(began) if began and ended else 0.0
@@ -168,7 +163,7 @@ def _days(checkups: Sequence[Checkup]) -> float | None:
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
     """Returns the losses by cause and role, the costliest first.
 
-    What changes at another message in each turn, as replies do, is one finding.
+    A change at another message in each turn, as of replies, is one finding.
     """
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
@@ -190,7 +185,7 @@ def loss_of(
     after: str,
     is_hidden: bool,
 ) -> Loss | None:
-    """Returns what a miss cost, or None where there is nothing to mend."""
+    """Returns the loss of a turn, or None where there is nothing to mend."""
     limit = NEGLIGIBLE_TOKENS if cause in _SMALL else 0
     if cause in UNBLAMED or (tokens <= limit and not is_hidden):
         return None
@@ -232,7 +227,7 @@ class LinkedTurn:
 
 
 def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
-    """Returns the losses of all turns, each called what the later turns show it to be."""
+    """Returns the losses of all turns, with causes corrected by the later turns."""
     return [loss for index, turn in enumerate(turns) for loss in _with_later(turn, turns[index + 1 :])]
 
 
@@ -248,7 +243,7 @@ def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]
 
 
 def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
-    """Yields the losses with those of another version as one: that of a request beside the conversation."""
+    """Yields the losses, with those of another version combined into one of a request beside the conversation."""
     versions = [loss for loss in turn.losses if loss.cause in _VERSIONS]
     yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
     costliest = max(versions, key=lambda loss: loss.tokens)
@@ -260,7 +255,7 @@ _Turn = Mapping[str, Any]
 
 
 def checkup_of(session: Mapping[str, Any]) -> Checkup:
-    """Returns what is wrong with a session. Raises KeyError, TypeError or ValueError for what is no session."""
+    """Returns the losses of a session. Raises KeyError, TypeError or ValueError for what is no session."""
     turns: Sequence[_Turn] = session["turns"]
     first = int(session["num_turns"]) - len(turns) + 1
     linked = [
@@ -280,7 +275,7 @@ def checkup_of(session: Mapping[str, Any]) -> Checkup:
 
 
 def refused_of(refusal: Mapping[str, Any]) -> Refused:
-    """Returns what was refused. Raises KeyError, TypeError or ValueError for what is no refusal."""
+    """Returns a refused request. Raises KeyError, TypeError or ValueError for what is no refusal."""
     session_id = refusal["session_id"]
     return Refused(
         str(refusal["path"]),

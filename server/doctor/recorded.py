@@ -20,7 +20,7 @@ from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
 
 TIME_FIELDS = ("timestamp", "time", "created")
 TEMPLATE_FIELDS = ("enable_thinking", "reasoning_effort")
-"""Fields of a body that the template is told."""
+"""Fields of a body that are arguments of the template."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Recorded:
     session_id: str | None = None
     time: str | float | None = None
     reply: Part | None = None
-    """The answer to it, where the file holds it."""
+    """The answer, where the file contains it."""
 
 
 def read_requests(path: Path) -> list[Recorded]:
-    """Returns the requests of a file in their order; raises DoctorError with the line that cannot be read."""
+    """Returns the requests of a file in their order. Raises DoctorError with the line that cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -84,14 +84,14 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
 
 
 def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Returns what stands for the key and the salt of a request; never the key itself."""
+    """Returns a stand-in for the key and the salt of a request; never the key itself."""
     key = next((value for name, value in _headers(outer).items() if name.lower() == "authorization"), "")
     digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
     return f"{digest}/{body.get('cache_salt') or ''}"
 
 
 def _reply(outer: Mapping[str, Any]) -> Part | None:
-    """Returns the answer that a line holds as `response`: the body of a chat completion, or its message."""
+    """Returns the answer in `response`: the body of a chat completion, or its message."""
     answer = outer.get("response")
     if not isinstance(answer, dict):
         return None

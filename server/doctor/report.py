@@ -1,6 +1,6 @@
-"""What `mlx-serve doctor` prints, and where it gets it from: a running server or a file of recorded requests.
+"""What `mlx-serve doctor` prints, from a running server's sessions or a file of recorded requests.
 
-Reads the sessions of a running server. Raises DoctorError, one sentence each, for whatever is in the way.
+Raises DoctorError, one sentence each, for whatever is in the way.
 """
 
 import json
@@ -29,10 +29,10 @@ TIMEOUT_SECONDS = 10.0
 
 
 class Sessions:
-    """The sessions that a key and a salt may see on one server."""
+    """The sessions of one server that a key and a salt may see."""
 
     def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
-        """`url` is the server's address, with or without `http://` and `/v1`; raises DoctorError for no address."""
+        """`url` is the server's address, with or without `http://` and `/v1`. Raises DoctorError for no address."""
         self.url = _base_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._query = f"?{urlencode({'cache_salt': cache_salt})}" if cache_salt else ""
@@ -40,7 +40,7 @@ class Sessions:
         self._opener = build_opener(ProxyHandler({}))
 
     def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns every session with its turns, and what was refused, the last first."""
+        """Returns every session with its turns, and the refusals, the last first."""
         listed = self._get("/v1/sessions")
         if listed is None or not isinstance(listed.get("data"), list):
             raise self._is_another()
@@ -49,7 +49,7 @@ class Sessions:
         return [session for session in found if session is not None], list(listed.get("refused", ()))
 
     def _read_one(self, session_id: str, namespace: str | None) -> dict[str, Any] | None:
-        """Returns one session. Who sends neither key nor salt may see several namespaces, so it is named."""
+        """Returns one session. A request with neither key nor salt may see several namespaces, so it names one."""
         is_named = namespace and not self._headers and not self._query
         query = f"?{urlencode({'namespace': namespace})}" if is_named else ""
         return self._get(f"/v1/sessions/{quote(session_id, safe='')}{query}")
@@ -107,11 +107,11 @@ NO_SESSIONS = """\
 No conversations yet. A server that asks for no key shows all of them to its own machine, \
 else each key its own: give the key that the client sends with --api-key."""
 LEAD_CHARACTERS = 20
-"""Shown before the words that changed."""
+"""Characters shown before the changed words."""
 
 
 def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
-    """Prints what a running server's sessions lose, for a person or as JSON; raises DoctorError."""
+    """Prints the losses of a running server's sessions, for a person or as JSON. Raises DoctorError."""
     sessions = Sessions(url, api_key, cache_salt)
     try:
         read, refused = sessions.read()
@@ -136,7 +136,7 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
 
 
 def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
-    """Prints what recorded requests would lose, for a person or as JSON; raises DoctorError."""
+    """Prints what recorded requests would lose, for a person or as JSON. Raises DoctorError."""
     requests = read_requests(path)
     from server.doctor.compare import checkups_of  # needs NumPy, which takes its time
 
@@ -212,7 +212,7 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
 
 
 def _refused(refused: Sequence[Refused]) -> RenderableType:
-    """Returns what was answered with an error: nothing was evaluated for it."""
+    """Returns the requests answered with an error: nothing was evaluated for them."""
     num_requests = sum(one.count for one in refused)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(justify="right", no_wrap=True)
@@ -243,7 +243,7 @@ def _in_place(where: str) -> str:
 
 
 def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
-    """Yields both texts around their first difference, on one line each, with the word that differs in bold."""
+    """Yields both texts around their first difference, on one line each, with the changed word in bold."""
     start = shared_length(before, after)
     for label, text in (("before", before), ("after", after)):
         if text:
@@ -280,7 +280,7 @@ def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
 
 
 def _saved(savings: Savings) -> str:
-    """Returns what mending all of it would save, where a speed is known."""
+    """Returns what all cures would save, where a speed is known."""
     if not savings.seconds_per_turn:
         return ""
     per_day = "" if savings.seconds_per_day is None else f", {_seconds(savings.seconds_per_day)} per day at this rate"
@@ -288,7 +288,7 @@ def _saved(savings: Savings) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text on one line, without what could steer a terminal."""
+    """Returns a text on one line, without control of the terminal."""
     return "".join(c if c.isprintable() else "⏎" if c == "\n" else " " for c in text)
 
 
