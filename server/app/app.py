@@ -158,7 +158,7 @@ def create_pool_app(
         middleware=layers,
         exception_handlers={404: raise_http_error, 405: raise_http_error},
     )
-    # It takes a fifth of a second, and few ask.
+    # Making the document takes a fifth of a second, and few clients ask for it.
     app.state.describe = lru_cache(maxsize=1)(partial(openapi_document, apis))
     context = app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
     if config.otlp is not None:

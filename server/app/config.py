@@ -532,7 +532,7 @@ def _flag_value(name: str, value: Any) -> Any:
     if isinstance(value, str) and is_size(setting):
         return _size(setting, value, setting.metadata["flag"])
     if setting.type is bool:
-        # A switch is given to get what is not the default.
+        # A switch sets the opposite of the default.
         return not setting.default
     return tuple(value) if isinstance(value, list) else value
 

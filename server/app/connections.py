@@ -89,11 +89,11 @@ class HttpConfig(uvicorn.Config):
             ws="none",
             backlog=ACCEPTED_AT_ONCE,
             log_config=None,
-            # Its warnings are about what clients do, one line each time; `Reports` says those once a minute.
+            # uvicorn warns about clients in one line each time; `Reports` does so once a minute.
             log_level=logging.ERROR,
             access_log=False,
             server_header=False,
-            # `Connection` closes those that are idle for too long; uvicorn would after five seconds.
+            # `Connection` closes idle connections itself; uvicorn would after five seconds.
             timeout_keep_alive=math.ceil(limits.client_seconds) + 1,
             **settings,
         )
@@ -200,7 +200,6 @@ class Connection(H11Protocol):
     # --------------------------------------------------------------------------------------- time that passes
 
     def _watch(self) -> None:
-        """Checks the client, and schedules the next check."""
         awaited, now = self._find_awaited(), self.loop.time()
         if awaited is None or awaited != self._awaited:
             self._awaited, self._since = awaited, now
@@ -286,7 +285,7 @@ class Connection(H11Protocol):
 
     def _answer(self, error: ApiError) -> None:
         """Writes an answer without the application, and closes the connection."""
-        # No path is known for certain, hence no dialect: it is told in the commonest one.
+        # No path is certain, hence no dialect: the error has the commonest one.
         response = error_response(error)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in response.raw_headers]
@@ -303,7 +302,7 @@ class Connection(H11Protocol):
         self._is_lingering = True
         self._http_config.num_lingering += 1
         if not self._is_between_requests:
-            # To the application it is closed already; nothing may follow the answer.
+            # The application sees a closed connection; nothing may follow the answer.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         # The client may have left just now.

@@ -96,7 +96,6 @@ class MissFigures:
 
     reason: str
     cause: str
-    """The kind of change, in words."""
     message_index: int | None
     role: str | None
     token: int | None
@@ -130,7 +129,6 @@ class RequestEnded(LogEntry):
     tier: str | None
     miss: MissFigures | None
     key: str | None = None
-    """The name of the request's key, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns the client, the reuse, the speed, and the error."""
@@ -185,7 +183,6 @@ class RequestRefused(LogEntry):
     code: str
     reason: str
     key: str | None = None
-    """The name of the request's key, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns what was asked for and why it was refused."""
@@ -216,7 +213,6 @@ class TextsEmbedded(LogEntry):
     prompt_tokens: int
     total_ms: float
     key: str | None = None
-    """The name of the request's key, where it has one."""
 
     def parts(self) -> list[EntryPart]:
         """Returns what was asked for and what it took."""

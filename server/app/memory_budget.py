@@ -59,7 +59,6 @@ class MemoryPlan:
     machine_bytes: int
     weights_bytes: int
     budget_bytes: int
-    """For the state of past tokens."""
     others_bytes: int
     """Claims of this user's other servers."""
 

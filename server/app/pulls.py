@@ -91,8 +91,6 @@ class Pulls:
 
 
 class _Pull:
-    """One download and its listeners."""
-
     def __init__(self) -> None:
         self._listeners: list[_Listener] = []
         self._told: list[PullEvent] = []
@@ -120,7 +118,7 @@ class _Pull:
         """Passes on a step, on the download's thread. Raises PullAbandoned."""
         if not self.is_wanted:
             raise PullAbandoned
-        # The loop has ended where the server has: then nobody is told, and the process ends.
+        # The loop ends with the server: then nobody listens, and the process ends.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, event)
 
@@ -170,7 +168,6 @@ class _Listener:
 
 
 def _add(events: list[PullEvent], event: PullEvent) -> None:
-    """Adds an event; a file's newer progress replaces the older one."""
     last = events[-1] if events else None
     if isinstance(event, PullProgress) and isinstance(last, PullProgress) and last.file == event.file:
         events.pop()

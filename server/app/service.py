@@ -85,7 +85,6 @@ class Service:
 
     @property
     def asked_for(self) -> ServedModel:
-        """The model under its name on the command line."""
         return self.named or self.model
 
     @property
@@ -164,7 +163,7 @@ class ServiceOpener:
         try:
             return self._open(source, around, tell)
         finally:
-            # A thread that ends with streams of its own can abort the process when that ends.
+            # A thread that ends with its own MLX streams can abort the process at its end.
             mx.synchronize()
             mx.clear_streams()
 
@@ -215,7 +214,6 @@ class ServiceOpener:
 
 
 def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
-    """Raises StartError for weights that the machine cannot hold."""
     if weights_bytes <= limit_bytes:
         return
     smaller = suggest_smaller(name, limit_bytes)
@@ -227,7 +225,6 @@ def _check_weights_fit(name: str, weights_bytes: int, limit_bytes: int) -> None:
 
 
 def _plan(config: ServerConfig, machine: Machine, weights_bytes: int, others_bytes: int) -> MemoryPlan:
-    """Returns the memory plan. Raises StartError for more memory than there is."""
     budget_bytes = config.cache_memory_bytes
     if budget_bytes is None:
         budget_bytes = choose_budget_bytes(machine, weights_bytes, others_bytes)
@@ -277,7 +274,7 @@ def model_id(name: str) -> str:
     path = Path(name).expanduser()
     if name in BUILT_IN or not path.is_dir():
         return shorten(name)
-    # Not `resolve`: a link has a name of its own, and what it leads to may be called by a hash.
+    # Not `resolve`: the link has the wanted name, and its target may be named by a hash.
     return Path(os.path.abspath(path)).name or name  # noqa: PTH100
 
 
@@ -356,7 +353,6 @@ def _rerank_format(loaded: LoadedModel) -> RerankFormat | None:
 
 
 def _describe_tokenizer(loaded: LoadedModel) -> str:
-    """Returns the text of a model's `tokenizer.json`. Raises AttributeError for a tokenizer of another kind."""
     backend = copy.copy(loaded.tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
@@ -398,7 +394,6 @@ def _release(loaded: LoadedModel) -> None:
 
 
 def _weights_bytes(loaded: LoadedModel) -> int:
-    """Returns the bytes of the weights in memory, adapters included."""
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(cast(Any, loaded.model).parameters()))
     own_bytes = sum(array.nbytes for _, array in parameters)
     return own_bytes + (loaded.adapters.num_bytes if loaded.adapters is not None else 0)
@@ -408,7 +403,7 @@ def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[st
     """Returns the model with the configured adapters, which belong to the first model. Raises ModelError."""
     if not config.adapters or loaded.name != model_id(config.models[0]):
         return loaded
-    # Brings along all of mlx-lm's training.
+    # Imports all of mlx-lm's training.
     from models.lora_files import attach
 
     tell("reading adapters")

@@ -237,7 +237,6 @@ class JoinedModel:
 
     @property
     def name(self) -> str:
-        """The model's id."""
         return self._served.model
 
     async def answer(
@@ -253,7 +252,7 @@ class JoinedModel:
             "stream": True,
             **body_fields(parameters),
         }
-        # The server's heartbeats come every few seconds, but how often is its own choice.
+        # The server sends heartbeats every few seconds, at an interval of its choice.
         timeout = httpx2.Timeout(None, connect=ASK_SECONDS)
         try:
             async with (

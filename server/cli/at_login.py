@@ -231,7 +231,7 @@ def _printed(text: str, name: str) -> str:
 def install(environment: Mapping[str, str]) -> None:
     """Writes the service and starts it; raises ConfigError, ModelError or StartError."""
     seen = passed_on(environment)
-    # As the service will see them: what only this shell has is not for it.
+    # As the service will see them, without the variables of this shell alone.
     config = load_config({}, seen)
     for name in config.models:
         resolve(name)

@@ -76,7 +76,6 @@ class Screen:
         self._wrap, self._manner = WordWrap(), Manner.ANSWER
 
     def _change_manner(self, manner: Manner, columns: int) -> None:
-        """Begins a paragraph, dim for thoughts."""
         rest = self._wrap.finish(columns)
         gap = "" if self._wrap.is_at_start else "\n\n"
         colour = (_DIM if manner is Manner.THOUGHT else _RESET) if self._is_coloured else ""
@@ -137,7 +136,7 @@ def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
     console = Console()
     screen = standard_screen(is_coloured=console.is_terminal and not console.no_color)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # What is no UTF-8 is a model's problem, not a reason to end.
+        # Invalid UTF-8 comes from the model and must not end the chat.
         sys.stdin.reconfigure(errors="replace")
     try:
         dialogue = Dialogue(opening.system)
@@ -148,7 +147,7 @@ def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
         screen.note(f"{models.current.name}{about} · /help for help, Ctrl-D to leave")
         Chat(models, screen, dialogue, read_line=Keyboard(opening.history).read).run()
     except BrokenPipeError:
-        # Whoever read the answer has enough of it; what is still buffered must go nowhere.
+        # The reader of the answer has closed the pipe; buffered text must go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 0
@@ -214,7 +213,6 @@ class Chat:
         return True
 
     def _hear_reply(self) -> str:
-        """Shows the reply and returns it, as far as it came."""
         reply: list[str] = []
         try:
             with keys_unseen():

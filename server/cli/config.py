@@ -109,7 +109,6 @@ def _read_file(environment: Mapping[str, str]) -> Layer:
 
 
 def _with_key(settings: Layer) -> Layer:
-    """Returns the settings with the key that `api_key_file` names."""
     file = settings["api_key_file"]
     if file.value is None or not isinstance(file.value, str):
         return settings

@@ -60,7 +60,7 @@ def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], 
     `runtime` is the folder of the servers' claims.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        # In a session of its own Ctrl-C is for the agent alone.
+        # The server gets its own session, so that Ctrl-C reaches the agent alone.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
             yield _wait_for(process, runtime, log)
@@ -125,7 +125,6 @@ def _quoted(name: str) -> str:
 
 
 def _get(url: str, key: str | None) -> dict[str, Any]:
-    """Returns a server's answer; empty if there is none."""
     try:
         with _client(key) as client:
             answer = client.get(url)
@@ -148,7 +147,6 @@ class Launch:
     model: str | None
     api_key: str | None
     arguments: Sequence[str]
-    """Arguments for the agent."""
     is_shown: bool = False
     """Whether the command is only shown, not run."""
 
@@ -202,7 +200,7 @@ def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environ
         ).returncode
     after = look_at_sessions(target)
     _tell(savings_between(before, after, measure_speed(target, before, after)).describe())
-    # As shells say it that a signal ended a program.
+    # The shell's exit status of a program ended by a signal.
     return status if status >= 0 else 128 - status
 
 

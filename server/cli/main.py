@@ -184,11 +184,10 @@ def _talk(config: ServerConfig, served: "Served | None", api_key: str | None, op
 
 
 def _known_urls() -> list[str]:
-    """Returns the addresses of this user's running servers, and the usual address."""
     from server.app.memory_budget import running
     from server.doctor.report import DEFAULT_URL
 
-    # One of another user, or in a container, is known by its usual address only.
+    # A server of another user, or in a container, is known by the usual address only.
     known = [claim.url for claim in running(runtime_folder(os.environ, tempfile.gettempdir())) if claim.url]
     return list(dict.fromkeys([*known, DEFAULT_URL]))
 
@@ -577,7 +576,6 @@ def runtime_folder(environment: Mapping[str, str], temporary: str) -> Path:
 
 
 def _parameter(setting: "Field[Any]") -> inspect.Parameter:
-    """Returns typer's description of one setting."""
     metadata = setting.metadata
     if metadata["flag"] == "MODEL":
         info: Any = typer.Argument(metavar="MODEL", help=f"{metadata['help']} {_MODEL_DEFAULT}")
@@ -644,11 +642,11 @@ def _loading(model: str) -> Iterator[str | None]:
 
     # Else transformers advises to install PyTorch; it reads this when it is imported.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # A name that stands for nothing is told at once.
+    # Report an unknown name at once.
     resolve(model)
     console = Console()
     with interruptible():
-        # Before any other thread is there: one could take a Ctrl-C that is held back.
+        # Before any other thread exists: it could take a Ctrl-C that is held back.
         fast_blas = _prepare_mlx()
         with console.status(f"Loading {model} …") if console.is_terminal else nullcontext():
             # Ctrl-C would leave the terminal without a cursor.

@@ -43,7 +43,6 @@ class Recipe:
     title: str
     program: str
     advice: str
-    """How the agent is installed."""
     variables: Callable[[LaunchTarget], Variables]
     arguments: Callable[[LaunchTarget], Sequence[str]] = lambda target: ()
 
@@ -101,7 +100,7 @@ def _aider_variables(target: LaunchTarget) -> Variables:
 
 
 def _aider_arguments(target: LaunchTarget) -> Sequence[str]:
-    # Of a model that it has no price for, aider warns and asks whether to open a page about it.
+    # aider warns about a model without a known price, and asks whether to open a page about it.
     return ["--model", f"openai/{target.model}", "--no-show-model-warnings"]
 
 

@@ -63,7 +63,6 @@ class Surroundings:
     """What a start found on the machine."""
 
     others: Sequence[Claim]
-    """Claims of servers that run already."""
     fast_blas: str | None
     """The library that multiplies matrices in place of MLX's own."""
     urls: Sequence[str]
@@ -82,7 +81,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
     yield "cache", _cache_text(service, config)
     yield "rest", _rest_text(service)
     for other in around.others:
-        # A server tells its model and what it takes once it has loaded.
+        # A claim names the model and its memory once the model is loaded.
         told = f"{size_text(other.memory_bytes)} are claimed by {other.model}"
         yield "beside", f"{told if other.model else 'a server is starting'}, process {other.pid}"
     limit = "" if model.context_tokens < service.model_context_tokens else " (the model's limit)"
@@ -198,7 +197,6 @@ def urls(address: str, port: int) -> list[str]:
 
 
 def _own_addresses(*, is_ipv6: bool) -> list[str]:
-    """Returns this machine's network addresses: of its main route out and of its name."""
     families = (socket.AF_INET, socket.AF_INET6) if is_ipv6 else (socket.AF_INET,)
     found = [address for family in families if (address := _way_out(family)) is not None]
     try:
@@ -261,7 +259,7 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
             on_listening = partial(show_banner, console, service, config, around)
             return asyncio.run(_serve(pool, config, keys, listener, max_connections, on_listening, sigterm))
         finally:
-            # It ends in a moment anyway, and a signal now would only change the exit status.
+            # The process ends in a moment anyway; a signal now would only change the exit status.
             sigterm.on_signal = lambda: None
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             pool.stop()
@@ -350,7 +348,6 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
 
 
 def _tell_claim(pool: ModelPool, claim: OwnClaim, url: str) -> None:
-    """Tells other servers the memory of the loaded models."""
     claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.shares.taken_bytes, url))
 
 
@@ -364,7 +361,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
     with console.status(f"Loading {escape(model)} …") as status:
         # A process that ended now would leave the terminal without a cursor.
         console.show_cursor(True)
-        # While the line is there, what goes to standard error is written above it.
+        # While the line is shown, standard error is written above it.
         streams = [handler.setStream(sys.stderr) for handler in handlers]
         try:
             yield lambda step: status.update(f"Loading {escape(model)}: {escape(step)} …")

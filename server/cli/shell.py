@@ -37,11 +37,9 @@ class OptionOutline:
     """Empty for a switch."""
     text: str
     variable: str = ""
-    """The environment variable of the same setting."""
 
     @property
     def kind(self) -> ValueKind:
-        """The kind of its value."""
         if not self.metavar:
             return ValueKind.NOTHING
         if self.choices:
@@ -66,7 +64,6 @@ class ArgumentOutline:
 
     @property
     def kind(self) -> ValueKind:
-        """The kind of its value."""
         if self.choices:
             return ValueKind.CHOICE
         if self.metavar in _MODEL_METAVARS:
@@ -80,7 +77,6 @@ class ArgumentOutline:
 
     @property
     def usage(self) -> str:
-        """Its form in a line of usage."""
         shown = f"{self.metavar}…" if self.is_repeated else self.metavar
         return shown if self.is_needed else f"[{shown}]"
 
@@ -98,7 +94,6 @@ class CommandOutline:
 
     @property
     def name(self) -> str:
-        """The words as one text."""
         return " ".join(self.words)
 
     @property
@@ -365,7 +360,6 @@ def _fish_value(value: OptionOutline | ArgumentOutline) -> str:
 
 
 def _quote(text: str) -> str:
-    r"""Returns a text in single quotes, without `'\''`, which fish would not understand."""
     return "'" + text.replace("'", "’") + "'"
 
 

@@ -151,7 +151,6 @@ def check_files(name: str, *, removes_damaged: bool, as_json: bool) -> int:
 
 
 def _remove_files(folder: Path, faults: Sequence[FileFault]) -> Iterator[str]:
-    """Removes files of the cache that differ from the hub's, and yields their names."""
     for fault in faults:
         file = folder / fault.name
         if file.exists():
@@ -209,7 +208,7 @@ def _facts(model: InstalledModel, place: WeightsPlace, stored: StoredModel | Non
 
 
 def _context(model: InstalledModel, stored: StoredModel | None) -> int:
-    # Brings MLX along.
+    # Imports MLX.
     from models.loader import read_config
 
     own = read_config(model.path)[1]
@@ -315,7 +314,7 @@ def pull_for_person(name: str, *, as_json: bool = False, is_forced: bool = False
     if chosen is not None and not as_json:
         console.print(f"{name} ({about(chosen)}) is the largest of its family that fits here.", soft_wrap=True)
     limit_bytes = None if is_forced else largest_weights_bytes(machine)
-    # Retries show in the bar standing still; the sentence comes from the error if they are in vain.
+    # During retries the bar stands still; if they fail, the error has the sentence.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     before = signal.signal(signal.SIGINT, _stop_pull(name))
     try:
@@ -376,7 +375,7 @@ def about(model: ShortName) -> str:
 
 def this_machine() -> Machine:
     """Returns the machine's memory in bytes."""
-    # It takes a moment, and says what the device has.
+    # Asking the device takes a moment.
     import mlx.core as mx
 
     return read_machine(mx.device_info())
@@ -452,8 +451,6 @@ class _Bars(_Reporter):
 
 
 class _Lines(_Reporter):
-    """Occasional lines, where there is no terminal."""
-
     def __init__(self, console: Console, name: str) -> None:
         self._console = console
         self._name = name
@@ -472,8 +469,6 @@ class _Lines(_Reporter):
 
 
 class _Json(_Reporter):
-    """A line of JSON for each step."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._told_at = 0.0

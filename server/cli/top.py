@@ -204,7 +204,6 @@ def count(number: float) -> str:
 
 
 def _fitted(text: str, width: int) -> str:
-    """Returns a text in exactly so many columns."""
     return set_cell_size(text if cell_len(text) <= width else f"{set_cell_size(text, width - 1).rstrip()}…", width)
 
 
@@ -227,7 +226,6 @@ class Watched:
         return found
 
     def _measure(self, found: dict[str, Any]) -> None:
-        """Computes the decoding speed of each request since the last look."""
         before = {one["id"]: one for one in self._before["requests"]} if self._before else {}
         passed = found["time"] - self._before["time"] if self._before else 0.0
         self.speeds = {

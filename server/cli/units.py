@@ -33,7 +33,6 @@ class ServiceSpec:
     """How the server is started."""
 
     command: Sequence[str]
-    """Absolute path of the program, and its arguments."""
     environment: Mapping[str, str]
     drain_seconds: float
     """Seconds for running answers when the server ends."""

@@ -39,7 +39,6 @@ class EvaluatedTurn:
     was_unloaded: bool = False
     """Whether the model was unloaded since, and its conversations dropped."""
     request_id: str = ""
-    """What the request was called."""
     is_neighbour: bool = False
     """Whether the turn is of another conversation with the same system messages except for a clock, say."""
 
@@ -131,7 +130,6 @@ class _Loss:
         self._common = min(common_prefix_length(previous.tokens, request.tokens), longest) if is_known else 0
 
     def misses(self) -> list[Miss]:
-        """Returns the misses in the order of the prompt; missing state comes first."""
         by_state = max(0, min(self._common, self._reach) - self._hit)
         by_change = max(0, self._reach - max(self._common, self._hit))
         changes = find_changes_between(self._previous.turn, self._request.prompt) if by_change else []
@@ -149,7 +147,7 @@ class _Loss:
             return False
         if not changes:
             return self._hit >= min(self._previous.num_prompt_tokens, self._common) - EDGE_TOKENS
-        # A request beside the conversation shares its beginning, and could have been restored at the end of that.
+        # A request beside the conversation shares its beginning, and could have been restored there.
         is_other = changes[0].cause is Cause.SIDE_REQUEST and by_state > EDGE_TOKENS
         return changes[0].cause is not Cause.BRANCHED and not is_other
 
@@ -258,14 +256,12 @@ class Conversations:
         self.num_bytes += sum(turn.num_bytes for turn in turns)
 
     def _drop_one(self) -> None:
-        """Drops the least recently used conversation, or the oldest turn of the only one."""
         name = next(iter(self._turns))
         turns = self._take(name)
         if not self._turns and len(turns) > 1:
             self._put(name, turns[1:])
 
     def _find_unnamed(self, request: Rendered) -> Name | None:
-        """Returns the unnamed conversation that shares most with a request."""
         best: tuple[tuple[int, int], Name] | None = None
         for name in self._latest_unnamed(request.prompt.namespace):
             closest = self._closest(self._turns[name], request)
@@ -372,7 +368,7 @@ def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn replaces an earlier one: it continues it unchanged, and is not just its beginning.
+    """Whether a turn replaces an earlier one: the newer continues it unchanged, and is not just its beginning.
 
     Only later turns show which of two versions the conversation continues, so both are kept.
     """

@@ -130,8 +130,6 @@ def _changes_between(before: str | None, after: str | None) -> bool:
 
 
 def _words_of(pattern: re.Pattern[str]) -> "Callable[[str, int], str | None]":
-    """Returns a function that finds the pattern's match around an offset of a text."""
-
     def find(text: str, start: int) -> str | None:
         begin = max(0, start - WINDOW_CHARACTERS)
         window = text[begin : start + WINDOW_CHARACTERS]
@@ -177,7 +175,6 @@ _KINDS: tuple[tuple[Cause, Callable[[str, int], str | None]], ...] = (
 
 
 def _is_same_words(before: str, after: str) -> bool:
-    """Whether two texts hold the same words in another order."""
     if abs(len(before) - len(after)) > WINDOW_CHARACTERS:
         return False
     ours, theirs = (re.findall(r"\w+", text) for text in (before, after))
@@ -258,7 +255,6 @@ class Turn:
 
     @property
     def is_answered(self) -> bool:
-        """Whether there is a reply that says something."""
         return self.reply is not None and bool(self.reply.shown)
 
 
@@ -353,7 +349,6 @@ class _MessageDiff:
         self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
 
     def changes(self) -> list[Change]:
-        """Returns the changes in order."""
         ours, theirs = self._ours, self._theirs
         if len(theirs) <= len(ours) and ours[: len(theirs)] == theirs:
             return []
@@ -524,7 +519,6 @@ def _without_thoughts(part: Part) -> str:
 
 
 def _holds_all(part: Part, others: Sequence[Part]) -> bool:
-    """Whether a message contains the texts of several others, one behind the other."""
     position = 0
     for other in others:
         found = part.text.find(other.text.strip(), position)

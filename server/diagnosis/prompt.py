@@ -32,7 +32,6 @@ class Part:
 
     @property
     def shown(self) -> str:
-        """The whole part as one text."""
         return "\n".join(text for text in (self.thoughts, self.text, *self.calls) if text)
 
     @property
@@ -42,7 +41,6 @@ class Part:
 
     @property
     def is_system(self) -> bool:
-        """Whether it is a system message."""
         return self.role in SYSTEM_ROLES
 
 
@@ -74,12 +72,10 @@ class Prompt:
 
     @property
     def tools_text(self) -> str:
-        """The tools as one text."""
         return "\n".join(self.tools)
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of memory to keep the prompt."""
         return text_bytes(self.tools_text) + sum(part.num_bytes for part in self.parts)
 
 

@@ -53,15 +53,12 @@ def _labels(names: Iterable[Name]) -> list[str]:
 
 
 class _Visit:
-    """Adds up the turns of one conversation."""
-
     def __init__(self, tokens_per_second: float | None) -> None:
         self._speed = tokens_per_second
         self._turns: list[LinkedTurn] = []
         self._kept: list[float] = []
 
     def add(self, request_id: str, previous: EvaluatedTurn | None, request: Rendered) -> None:
-        """Compares a request with the turn that it continues."""
         losses = self._losses(previous, request, len(self._turns) + 1) if previous is not None else ()
         previous_id = previous.request_id if previous is not None else None
         self._turns.append(LinkedTurn(request_id, previous_id, tuple(losses)))
@@ -91,6 +88,5 @@ class _Visit:
         )
 
     def checkup(self, label: str) -> Checkup:
-        """Returns the checkup of the conversation."""
         kept = sum(self._kept) / len(self._kept) if self._kept else None
         return Checkup(label, len(self._turns), kept, tuple(in_hindsight(self._turns)))

@@ -60,12 +60,10 @@ class Checkup:
 
     @property
     def tokens(self) -> int:
-        """Tokens lost by all turns."""
         return sum(loss.tokens for loss in self.losses)
 
     @property
     def seconds(self) -> float:
-        """Seconds lost, as far as known."""
         return sum(loss.seconds or 0.0 for loss in self.losses)
 
 
@@ -77,12 +75,10 @@ class Finding:
 
     @property
     def cause(self) -> Cause:
-        """The same for all its losses."""
         return self.losses[0].cause
 
     @property
     def cure(self) -> str:
-        """The change to make, in one sentence."""
         return advice(self.cause, self.losses[0].place)
 
     @property
@@ -92,17 +88,14 @@ class Finding:
 
     @property
     def num_turns(self) -> int:
-        """Number of turns concerned."""
         return len({loss.turn for loss in self.losses})
 
     @property
     def tokens(self) -> int:
-        """Tokens evaluated because of it."""
         return sum(loss.tokens for loss in self.losses)
 
     @property
     def seconds(self) -> float | None:
-        """Seconds lost; None where no speed is known."""
         known = [loss.seconds for loss in self.losses if loss.seconds is not None]
         return sum(known) if known else None
 
@@ -138,7 +131,6 @@ class Savings:
 
     @property
     def seconds_per_turn(self) -> float | None:
-        """On average over all turns."""
         return None if self.seconds is None else self.seconds / max(1, self.num_turns)
 
 
@@ -153,7 +145,6 @@ def savings_of(checkups: Sequence[Checkup]) -> Savings:
 
 
 def _days(checkups: Sequence[Checkup]) -> float | None:
-    """Returns the days from the first turn to the last one."""
     began = [one.began for one in checkups if one.began is not None]
     ended = [one.ended for one in checkups if one.ended is not None]
     took = max(ended) - min(began) if began and ended else 0.0

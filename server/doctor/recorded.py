@@ -31,7 +31,6 @@ class Recorded:
     session_id: str | None = None
     time: str | float | None = None
     reply: Part | None = None
-    """The answer, where the file contains it."""
 
 
 def read_requests(path: Path) -> list[Recorded]:
@@ -78,7 +77,7 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
     _check_messages(body["messages"], place)
     model, namespace = str(body.get("model") or ""), _namespace(outer, body)
     prompt = prompt_of(body["messages"], tools, arguments, model=model, namespace=namespace)
-    # The server replaces these by constants too, so that they are no loss.
+    # The server replaces these values by constants too, so they cost nothing.
     head = (replace(part, text=with_constant_header(part.text)) for part in prompt.parts[: prompt.num_head])
     return replace(prompt, parts=(*head, *prompt.parts[prompt.num_head :]))
 
@@ -91,7 +90,6 @@ def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
 
 
 def _reply(outer: Mapping[str, Any]) -> Part | None:
-    """Returns the answer in `response`: the body of a chat completion, or its message."""
     answer = outer.get("response")
     if not isinstance(answer, dict):
         return None

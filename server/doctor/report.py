@@ -44,7 +44,7 @@ class Sessions:
         listed = self._get("/v1/sessions")
         if listed is None or not isinstance(listed.get("data"), list):
             raise self._is_another()
-        # One may have been forgotten since it was listed.
+        # A session may have been forgotten since the list was made.
         found = (self._read_one(str(session["id"]), session.get("namespace")) for session in listed["data"])
         return [session for session in found if session is not None], list(listed.get("refused", ()))
 
@@ -55,7 +55,6 @@ class Sessions:
         return self._get(f"/v1/sessions/{quote(session_id, safe='')}{query}")
 
     def _get(self, path: str) -> dict[str, Any] | None:
-        """Returns the body, or None with status 404."""
         request = Request(self.url + path + self._query, headers=self._headers)
         try:
             with self._opener.open(request, timeout=TIMEOUT_SECONDS) as answer:
@@ -67,7 +66,7 @@ class Sessions:
             raise DoctorError(f"no server answers at {self.url}: {_reason(error)}") from error
         except OSError as error:
             raise DoctorError(f"the server at {self.url} broke off: {_reason(error)}") from error
-        except Exception as error:  # whatever another program sends, down to the status line
+        except Exception as error:  # another program may send anything, even in place of the status line
             raise self._is_another() from error
         if not isinstance(body, dict):
             raise self._is_another()
@@ -212,7 +211,6 @@ def _session(checkup: Checkup) -> Iterator[RenderableType]:
 
 
 def _refused(refused: Sequence[Refused]) -> RenderableType:
-    """Returns the requests answered with an error: nothing was evaluated for them."""
     num_requests = sum(one.count for one in refused)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(justify="right", no_wrap=True)

@@ -75,5 +75,4 @@ class GrammarConstraint:
 
 
 def _bit(number: int) -> int:
-    """Returns bit `number` of a signed 32-bit word."""
     return 1 << number if number < 31 else -(1 << 31)

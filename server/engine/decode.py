@@ -123,7 +123,6 @@ class DecodePipeline:
     # -- sample
 
     def _sample(self) -> None:
-        """Samples the step that waited for the previous tokens."""
         waiting = self._in_flight
         if waiting is None or not waiting.waits:
             return
@@ -178,7 +177,6 @@ class DecodePipeline:
             self._table.close(sequence)
 
     def _newer_than(self, launched: InFlightStep) -> list[Sequence]:
-        """Returns the sequences of the step launched after `launched`; none if there is no such step."""
         newer = self._in_flight
         return newer.sequences if newer is not None and newer is not launched else []
 

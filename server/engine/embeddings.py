@@ -72,7 +72,6 @@ class EmbeddingJob:
     texts: Sequence[TokenArray]
     reading: Reading
     adapter: int = NO_ADAPTER
-    """Index of the adapter that evaluates the texts."""
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
     found: dict[int, Vector] = field(default_factory=dict)
     """Known vectors, by the index of their text."""
@@ -134,7 +133,6 @@ class Embeddings:
 
     @property
     def has_work(self) -> bool:
-        """Whether any text waits."""
         return bool(self._texts) or self._running is not None
 
     def add(self, job: EmbeddingJob) -> None:
@@ -239,7 +237,6 @@ class Embeddings:
         self._aside.give_back()
 
     def _forget_settled(self) -> None:
-        """Drops texts of requests that are answered, or whose client has left."""
         if self._running is not None and self._running.text.job.is_over:
             self._end_running()
         if any(text.job.is_over for text in self._texts):

@@ -59,7 +59,6 @@ class DormantState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory taken."""
         return self.prefix_cache.ledger.stored_bytes
 
     def shrink(self, budget_bytes: int) -> None:
@@ -108,7 +107,6 @@ class EngineConfig:
     disk_folder: Path | None = None
     """Folder for state that does not fit into memory; None for no disk."""
     disk_bytes: int = 0
-    """Most bytes on disk."""
     disk_write_bytes_per_day: int | None = None
     """Most bytes written to disk in 24 hours; None for no limit."""
 
@@ -155,7 +153,7 @@ class Engine:
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
             prefix_cache = _make_prefix_cache(runner, config, loaded, resumed)
             _calibrate(runner, prefix_cache)
-            give_back()  # what reading the weights and trying the model has left
+            give_back()  # buffers left by reading the weights and trying the model
             return Worker(
                 runner,
                 prefix_cache,
@@ -174,7 +172,6 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine takes requests."""
         return self._is_accepting and self._thread.is_alive()
 
     def start(self) -> None:
@@ -222,7 +219,6 @@ class Engine:
         return generation
 
     def _mailbox_here(self) -> Mailbox:
-        """Returns the mailbox of the running event loop, in general the same as last time."""
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
@@ -370,7 +366,6 @@ def _log_failure(future: "Future[object]") -> None:
 
 
 def _in_flight_bytes(config: EngineConfig) -> int:
-    """Returns the memory for state on its way to disk; as much again is for state on its way back."""
     return min(MAX_IN_FLIGHT_BYTES, config.budget_bytes // 16)
 
 
@@ -390,7 +385,7 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
             former.name,
         )
     return DiskTier.open(
-        # One folder for each model: what older versions of the libraries left there is found, and removed.
+        # One folder for each model: state of older library versions is found there, and removed.
         model_folders.place(config.disk_folder, loaded.name, loaded.fingerprint),
         budget_bytes=config.disk_bytes,
         write_budget_bytes_per_day=config.disk_write_bytes_per_day,

@@ -43,7 +43,7 @@ class Mailbox:
             raise
 
     def _read(self) -> None:
-        # What is posted from here on wakes the loop again, whether or not it is still read now.
+        # Later posts wake the loop again, even if this call still reads them.
         self._wakes = False
         for _ in range(len(self._posted)):
             self._posted.popleft()()

@@ -118,14 +118,13 @@ class Output:
         self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
         self._grammar = GrammarConstraint(request.grammar, self._thoughts) if request.grammar is not None else None
         self._calls = CallWatch(request.single_call, self._thoughts) if request.single_call is not None else None
-        # The others ask the thoughts, and so are told of a token behind them.
+        # The other constraints read the thoughts, so they take a token after the thoughts.
         bounds: Sequence[TokenConstraint | None] = (self._thoughts, self._grammar, self._calls)
         self._constraints = [bound for bound in bounds if bound is not None]
         self._text = OutputText(decoder, request.stop, self._constraints, keeps_stop=request.keeps_stop)
 
     @property
     def stop_text(self) -> str | None:
-        """The stop string that ended the output, if one did."""
         return self._text.stop_text
 
     @property

@@ -167,7 +167,6 @@ class Prefill:
             self._table.fail(sequence, kind(str(error)))
 
     def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
-        """Posts Started for a request's first lease."""
         request, now = sequence.request, self._clock()
         sequence.times.started = begun
         reuse = Reuse(lease.match_tokens, lease.hit_tokens)

@@ -66,7 +66,6 @@ class GenerationRequest:
     namespace: str = ""
     """The client's namespace: only requests of one namespace and one adapter share state."""
     adapter: Adapter | None = None
-    """The adapter that the model is evaluated with."""
     prompt_logprobs: int | None = None
     """Number of likely tokens reported with each prompt token, at `Finished`; None for no report.
 
@@ -98,12 +97,10 @@ class GenerationRequest:
 
     @property
     def adapter_index(self) -> int:
-        """The index of the adapter in the runner."""
         return NO_ADAPTER if self.adapter is None else self.adapter.index
 
     @property
     def is_prime(self) -> bool:
-        """Whether nothing is to be generated."""
         return self.max_tokens == 0
 
 
@@ -142,12 +139,10 @@ class Started:
 
     @property
     def match_tokens(self) -> int:
-        """Prompt tokens that the cache knew."""
         return self.reuse.match_tokens
 
     @property
     def hit_tokens(self) -> int:
-        """Prompt tokens restored, hence not evaluated."""
         return self.reuse.hit_tokens
 
 
@@ -177,7 +172,6 @@ class Finished:
     prompt_tokens: int
     timings: Timings
     stop_text: str | None = None
-    """The stop string that ended the output, if one did."""
     started: Started | None = None
     """The Started event; None if the request was cancelled before it."""
     reasoning_tokens: int | None = None

@@ -80,7 +80,6 @@ class Ticket:
 
     @property
     def rank(self) -> Rank:
-        """The place in the order."""
         aged = self.num_passed >= MAX_WAITS
         return (Priority.INTERACTIVE if aged else self.priority), self.arrival
 
@@ -225,7 +224,7 @@ class Scheduler:
             return []
         is_busy = any(ticket.phase is not Phase.WAITING for ticket in self._tickets.values())
         waiting = self.in_phase(Phase.WAITING)
-        # What ranks behind a preempted one would take the memory that it waits for, unless it waits for that itself.
+        # A worse rank would take the memory that a preempted ticket waits for; one with a predecessor waits for that.
         preempted = [ticket for ticket in waiting if ticket.is_preempted and self._predecessor(ticket) is None]
         last = min((ticket.rank for ticket in preempted), default=None)
         if is_busy:
@@ -250,7 +249,7 @@ class Scheduler:
                 if prefill is None:
                     found[ticket] = len(ticket.tokens) - 1 - num_restorable
                     continue
-                # What it could restore need not be asked again before that prefill has come far enough.
+                # The restorable tokens stay the same until that prefill has come far enough.
                 self._awaited[ticket] = prefill, self._shared_stop(prefill, ticket)
             self._lend(ticket)
         return found
@@ -264,7 +263,6 @@ class Scheduler:
         return ticket in self._awaited or self._predecessors.get(ticket) is not None
 
     def _is_ahead(self, prefill: Ticket, stop: int) -> bool:
-        """Whether a prefill has still to reach an offset."""
         is_running = prefill.phase is Phase.PREFILLING and self._tickets.get(prefill.request_id) is prefill
         return is_running and prefill.offset < stop
 
@@ -280,7 +278,6 @@ class Scheduler:
     # -- sessions
 
     def _of_session(self, ticket: Ticket) -> list[Ticket]:
-        """Returns the tickets of the same session; none for a ticket without a session."""
         if ticket.session_id is None:
             return []
         return self._sessions.setdefault((ticket.namespace, ticket.session_id), [])

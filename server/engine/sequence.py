@@ -78,7 +78,7 @@ class Sequence:
         arrival: int,
     ) -> None:
         ends = request.stop_token_ids | (frozenset() if request.ignore_eos else eos_token_ids)
-        # Gets a seed if it has none, so that a replay goes on with the same.
+        # A request without a seed gets one, so that a replay samples the same tokens.
         sampling = _seeded(request.sampling).within(len(request.tokens) + request.max_tokens)
         self.request = replace(request, sampling=_with_ends(sampling, ends))
         self.sink = sink

@@ -70,7 +70,6 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
         return len(self._table) > 0 or self._embeddings.has_work
 
     @property
@@ -106,7 +105,7 @@ class Worker:
 
     def forget_session(self, namespace: str, session_id: str) -> None:
         """Drops a session's turns, pins and slot claim; the state of its tokens stays for others."""
-        self.close_answered(namespace)  # or its turn would be recorded after this
+        self.close_answered(namespace)  # else its turn would be recorded after this
         self.sessions.forget(namespace, session_id)
 
     def close_answered(self, namespace: str) -> None:
@@ -185,7 +184,7 @@ class Worker:
         """Sets memory aside for the tokens of the next decode step; without enough memory, the youngest waits."""
         for sequence in self._decode.next_sequences():
             if sequence.lease is not None and not sequence.lease.has_capacity:
-                # A fault of the step under way is recovered from first, and who waits must have got its tokens.
+                # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
                 self._decode.read()
                 self._grow(sequence)
 

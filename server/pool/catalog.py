@@ -135,7 +135,6 @@ class InstalledCatalog:
         return source
 
     def _by_id(self, name: str) -> ModelSource | None:
-        """Returns the weights of stored models that have this id as their only name."""
         for stored in _all_stored():
             if stored.weights.kind == "folder" and name.startswith(f"{Path(stored.weights.name).name}-"):
                 source = self._identified(stored_source(stored))

@@ -77,7 +77,6 @@ class ModelChange:
     kind: ChangeKind
     model_id: str
     seconds: float | None = None
-    """How long loading took."""
     message: str | None = None
     """Why loading failed, as the clients are told."""
 

@@ -137,7 +137,7 @@ class Loadings:
             if error is not None:
                 waiter.set_exception(error)
             else:
-                # Held before anyone else gets a turn: whoever waits for memory would unload it unused.
+                # Held before any other task runs: one that waits for memory would unload the unused model.
                 member = self._members.find(loading.source.id)
                 assert member is not None, "a loading ended well without a model"
                 member.num_holds += 1

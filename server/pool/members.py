@@ -113,7 +113,6 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a hold on the model is open."""
         return self.num_holds > 0
 
     def resident(self) -> Resident:
@@ -133,7 +132,6 @@ class ModelHold:
 
     @property
     def model(self) -> ServedModel:
-        """The model."""
         return self._member.opened.model
 
     def set_keep_alive(self, seconds: float) -> None:
@@ -237,7 +235,6 @@ class Dormitory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all dormant state."""
         return sum(state.num_bytes for state in self._states.values())
 
     def __contains__(self, model_id: str) -> bool:

@@ -101,7 +101,7 @@ def choose_to_leave(
     leaving: list[Resident] = []
     while not _fits(staying, weights_bytes, memory, max_models):
         leaving.append(staying.pop(0))
-    # A small one that went first may not have been needed once a large one went.
+    # After a large model goes, a small one chosen earlier may stay.
     for one in reversed(leaving[:-1]):
         if _fits([*staying, one], weights_bytes, memory, max_models):
             leaving.remove(one)

@@ -125,23 +125,19 @@ class ModelPool:
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
-        """The loaded models by id."""
         return {member.source.id: member.opened.model for member in self._members}
 
     @property
     def served(self) -> Sequence[ServedModel]:
-        """The loaded models, each followed by its variants."""
         opened = [member.opened for member in self._members]
         return [model for one in opened for model in (one.model, *one.variants.values())]
 
     @property
     def engines(self) -> Mapping[str, EnginePort]:
-        """The engines of the loaded models, by id."""
         return {member.source.id: member.opened.engine for member in self._members}
 
     @property
     def members(self) -> Sequence[Member]:
-        """The loaded models, the one used last at the end. For reports: do not change them."""
         return list(self._members)
 
     @property
@@ -151,7 +147,6 @@ class ModelPool:
 
     @property
     def occupancy(self) -> Sequence[Occupancy]:
-        """The loaded models, the one used last at the end."""
         return [
             Occupancy(member.opened.model, member.num_holds, self.expiry.seconds_left(member))
             for member in self._members
@@ -295,7 +290,6 @@ class ModelPool:
 
     @property
     def num_running(self) -> int:
-        """Unfinished requests of all models."""
         return sum(member.opened.engine.stats().num_open for member in self._members)
 
     def stop(self) -> None:

@@ -71,7 +71,7 @@ class StateShares:
             if budget_bytes > before:
                 await _resized(member, before + lent_bytes)
                 continue
-            # First of all, so that no request is planned for it meanwhile.
+            # First, so that no request is planned for the lender meanwhile.
             member.is_lending = True
             await _resized(member, budget_bytes)
             lent_bytes += before - _budget(member, share_bytes)
@@ -91,7 +91,7 @@ class StateShares:
         limit_bytes = self._memory.largest_dormant_bytes(weights)
         self._dormitory.drop_until(lambda dormant_bytes: dormant_bytes <= limit_bytes)
         share_bytes, share_now = self._share_bytes(weights), self._share_bytes(self._members.weights())
-        # Who has borrowed first: one that has lent may get more by this.
+        # Borrowers first: the new share may give a lender more memory.
         for member in sorted(staying, key=lambda member: -_budget(member, share_now)):
             while await _resized(member, share_bytes):
                 loading.step = f"waiting for memory that answers of {member.source.id} hold"
@@ -215,7 +215,7 @@ class Turnover:
         try:
             opened = await self._open(loading, opener)
         except BaseException:
-            # As it was before: what made way in vain comes back.
+            # Models that made way in vain come back.
             await self._shares.share_out()
             for gone in left:
                 self._bring_back(gone)
@@ -312,7 +312,7 @@ async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
         return await work
     except ModelError as error:
         logger.warning("%s cannot be loaded: %s", source.id, error)
-        # Clients are told which file it is, not where it lies.
+        # Clients get the name of the file, not its folder.
         told = str(error).replace(f"{source.path}/", "").replace(str(source.path), source.id)
         raise LoadFailed(f"{source.id} cannot be loaded: {told}") from error
     except FolderError as error:

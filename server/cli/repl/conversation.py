@@ -68,9 +68,7 @@ class Answerer(Protocol):
     """A model that can answer."""
 
     @property
-    def name(self) -> str:
-        """The model's name."""
-        ...
+    def name(self) -> str: ...
 
     def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
@@ -86,9 +84,7 @@ class ModelChoice(Protocol):
     """The models that a person can change between."""
 
     @property
-    def current(self) -> Answerer:
-        """The current model."""
-        ...
+    def current(self) -> Answerer: ...
 
     def names(self) -> Sequence[str]:
         """Returns the names that `change` takes; may read the disk, or ask a server."""
@@ -219,7 +215,6 @@ class Dialogue:
     number: int = 1
     """Number of this conversation, so that a server can tell it from earlier ones."""
     costs: AnswerCosts | None = None
-    """Costs of the last answer."""
     last_message: str = ""
     is_answered: bool = False
     """Whether the last message and its answer are the last two turns."""

@@ -60,7 +60,6 @@ class LocalModel:
 
     @property
     def name(self) -> str:
-        """The model's id."""
         return self._model.id
 
     async def answer(
@@ -79,7 +78,7 @@ class LocalModel:
             async for part in _follow(generation, parser):
                 yield part
         except asyncio.CancelledError:
-            # The end comes within a step, and with it the costs.
+            # Finished arrives within a step, with the costs.
             generation.cancel()
             async for part in _follow(generation, parser):
                 yield part
@@ -135,7 +134,7 @@ class LocalModels:
         try:
             self._load(replace(before, models=(name,)))
         except BaseException:
-            # Ctrl-C while it loads is a change of mind.
+            # Ctrl-C during the loading means: keep the old model.
             self._load(before)
             raise
 

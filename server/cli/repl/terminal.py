@@ -51,7 +51,6 @@ class _PatientHistory(FileHistory):
 
 
 def _shorten(path: Path) -> None:
-    """Drops the oldest entries of a long file."""
     if path.stat().st_size <= MAX_BYTES:
         return
     kept = path.read_bytes()[-MAX_BYTES // 2 :]
@@ -66,7 +65,7 @@ class Keyboard:
         # Standard output may be a file; the prompt then goes to standard error.
         output = create_output(always_prefer_tty=True)
         if isinstance(output, Vt100_Output):
-            # A terminal that does not tell where its cursor is would be complained about.
+            # The library would complain about a terminal that does not report its cursor.
             output.enable_cpr = False
         self._session: PromptSession[str] = PromptSession(
             history=open_history(history), output=output, enable_suspend=True, reserve_space_for_menu=0
