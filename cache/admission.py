@@ -1,6 +1,6 @@
-"""Admits requests: chooses a slot, frees memory, and restores as much of the prompt as can be.
+"""Admits requests: chooses a slot, frees memory, and restores as much of the prompt as possible.
 
-A request is admitted as a whole, or it waits, or it is refused with an error that says why.
+A request is admitted as a whole, waits for other requests, or is refused with an error that states the reason.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,18 +31,18 @@ class CacheRequest:
     lookup: Lookup
     session_id: str | None
     restore_points: Sequence[RestorePoint]
-    """Offsets at which the sequence is to be restorable later."""
+    """Offsets at which later requests should be able to restore the sequence."""
     expected_tokens: int
-    """Output to reserve memory for."""
+    """Number of output tokens to reserve memory for."""
     reuse: bool
-    """Whether it may reuse stored state, and leave its own state to later requests."""
+    """Whether the request may reuse stored state and leave its own state to later requests."""
     is_volatile: bool
-    """Its state must not be written to disk."""
+    """Whether the request's state must not be written to disk."""
     is_background: bool
 
     @property
     def namespace(self) -> str:
-        """Whose state it may share."""
+        """The namespace whose state the request may share."""
         return self.lookup.namespace
 
 
@@ -72,9 +72,10 @@ class Admission:
         self._recorder = recorder
 
     def admit(self, request: CacheRequest) -> Lease | None:
-        """Returns a lease with as much of the prompt restored as can be; None if the request must wait for another.
+        """Returns a lease on a slot with the prompt restored as far as possible; None if the request must wait for
+        another.
 
-        Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other state is pinned.
+        Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot fit while other state is pinned.
         """
         if all(slot.is_leased for slot in self._pager.slots):
             return None
@@ -97,7 +98,9 @@ class Admission:
         return self._make_lease(request, slot, found.match, tier if slot.offset else None)
 
     def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
-        """Returns what memory holds of a prompt, after reading what disk adds to it, and whether any was read."""
+        """Reads from disk what memory lacks of the prompt; returns the match in memory, and whether anything was
+        read.
+        """
         self._pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         if request.reuse:
             return self._promotion.promote(request.lookup, is_background=request.is_background)
@@ -120,7 +123,7 @@ class Admission:
         return None if index is None else self._pager.slots[index]
 
     def _capacity(self, request: CacheRequest) -> int:
-        """Returns how many tokens to reserve memory for: less output than expected if the budget has no more."""
+        """Returns how many tokens to reserve memory for: fewer than expected if the budget has no more room."""
         num_tokens, budget = len(request.tokens), self._pager.ledger.budget_bytes
         needed = self._sizes.bytes_for(num_tokens)
         if needed > budget:
@@ -134,7 +137,7 @@ class Admission:
     ) -> LookupResult | None:
         """Frees memory for a sequence of `capacity` tokens in `slot`; None if the request must wait for other leases.
 
-        That may evict part of what was found, so it returns what memory holds of the prompt afterwards.
+        Freeing memory may evict part of `found`, so the result is what memory holds of the prompt afterwards.
         """
         excess = self._reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
         if excess <= 0:
@@ -150,7 +153,7 @@ class Admission:
         return self._promotion.result_of(trie.match(request.tokens[: found.match.length]))
 
     def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
-        """Makes `slot` hold live what can be restored of the prompt, and pages out what else it held."""
+        """Pages out what `slot` holds beyond the prompt, and pages in what can be restored of the prompt."""
         offset, trie = found.restorable_in(slot), self._pager.trie(request.namespace)
         is_there = slot.namespace == trie.namespace and slot.offset == offset
         if is_there and (not offset or slot.tip in found.path):
@@ -165,7 +168,7 @@ class Admission:
     ) -> None:
         """Pages `[0, offset)` of the prompt in from `path`; less if freeing memory has evicted part of it.
 
-        The slot holds the first `shared` tokens of the path already.
+        The slot already holds the first `shared` tokens of the path.
         """
         trie = self._pager.trie(request.namespace)
         landing = self._pager.land(trie, path, offset)
@@ -178,7 +181,7 @@ class Admission:
             if left == offset:
                 self._pager.page_in(slot, trie, landing, request.tokens[:offset], capacity)
         except Exception:
-            # Layers may have stopped at different offsets, and part of the state may have been moved already.
+            # Layers may have stopped at different offsets, and part of the state may already have been moved.
             self._pager.give_up(slot, arriving)
             raise
         if left < offset:

@@ -1,29 +1,29 @@
-"""One account of the bytes that hold past tokens, against one budget. Pure arithmetic.
+"""Accounts for the bytes of past tokens against one budget, and names the errors of the cache. Pure arithmetic.
 
-Stored bytes belong to nodes of the trie; live bytes to slots. A slot counts with what it holds or with what was
-reserved for it, whichever is more, so that a sequence that was admitted can grow to its expected length.
+Stored bytes belong to nodes of the trie, live bytes to slots. A slot is charged the larger of what it holds and what
+is reserved for it, so an admitted sequence can grow to its expected length. The account knows no tokens, nodes or
+arrays.
 
-Errors of the cache.
-
+Errors:
 CacheError
 ├── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
 ├── PinnedFull         a sequence does not fit as long as other state is pinned
 ├── PinLimit           a pin would leave too little of the budget for everything else
 ├── FolderError        the folder for state on disk cannot be used
-│   ├── DiskInUse          another process keeps its state in it
-│   ├── FolderUnsafe       it belongs to another user, or others can write into it
-│   └── FolderUnusable     it cannot be made, entered or written to
+│   ├── DiskInUse          another process keeps its state in the folder
+│   ├── FolderUnsafe       the folder belongs to another user, or others can write into it
+│   └── FolderUnusable     the folder cannot be made, entered or written to
 └── DiskFault          stored state cannot be read back; it is gone, and evaluated again
 """
 
 from pathlib import Path
 
 ASIDE = -1
-"""Stands for what is set aside for a sequence without a slot; slots count from 0."""
+"""The owner of memory set aside for a sequence without a slot; slots count from 0."""
 
 
 class Ledger:
-    """Bytes by owner. Every figure is what the allocator holds, never an estimate of it, except reservations."""
+    """Bytes by owner: what the allocator holds, never an estimate, except for reservations."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -31,16 +31,15 @@ class Ledger:
         self._live: dict[int, int] = {}
         self._reserved: dict[int, int] = {}
         self._slot_bytes = 0
-        """Bytes charged to all slots."""
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that slots hold now."""
+        """Bytes that slots hold."""
         return sum(self._live.values())
 
     @property
     def charged_bytes(self) -> int:
-        """Stored bytes, and for each slot the larger of held and reserved."""
+        """Stored bytes, plus the larger of held and reserved bytes of each slot."""
         return self.stored_bytes + self._slot_bytes
 
     def slot_bytes(self, slot: int) -> int:
@@ -49,24 +48,24 @@ class Ledger:
 
     @property
     def set_aside_bytes(self) -> int:
-        """Bytes that a sequence without a slot holds for a while."""
+        """Bytes that a sequence without a slot holds temporarily."""
         return self.slot_bytes(ASIDE)
 
     def excess_bytes(self, extra_bytes: int = 0) -> int:
-        """Bytes that must be freed before `extra_bytes` more fit; 0 or less if they fit already."""
+        """Bytes to free before `extra_bytes` more fit; 0 or less if they fit already."""
         return self.charged_bytes + extra_bytes - self.budget_bytes
 
     def store(self, num_bytes: int) -> None:
-        """Counts bytes that a node now owns; negative when it let go of them."""
+        """Counts bytes that a node now owns; negative when the node has released them."""
         self.stored_bytes += num_bytes
         assert self.stored_bytes >= 0, "more bytes were dropped than stored"
 
     def set_live(self, slot: int, num_bytes: int) -> None:
-        """Records what a slot holds now."""
+        """Records how many bytes a slot holds."""
         self._charge(slot, self._live, num_bytes)
 
     def reserve(self, slot: int, num_bytes: int) -> None:
-        """Sets aside `num_bytes` in all for a slot; 0 ends the reservation."""
+        """Reserves `num_bytes` in total for a slot; 0 ends the reservation."""
         self._charge(slot, self._reserved, num_bytes)
 
     def _charge(self, slot: int, kind: dict[int, int], num_bytes: int) -> None:
@@ -76,7 +75,7 @@ class Ledger:
 
 
 class CacheError(Exception):
-    """Base of all errors the cache raises for a caller's or the machine's fault."""
+    """Base of the cache's errors that a caller or the machine causes."""
 
 
 class BudgetExceeded(CacheError):
@@ -92,7 +91,7 @@ class BudgetExceeded(CacheError):
 
 
 class PinnedFull(CacheError):
-    """What is pinned leaves too little memory for a sequence."""
+    """Pinned state leaves too little memory for a sequence."""
 
     def __init__(self, missing_bytes: int) -> None:
         super().__init__(
@@ -128,7 +127,7 @@ class FolderUnusable(FolderError):
 
 
 class DiskInUse(FolderError):
-    """Another process holds the folder of the disk tier."""
+    """Another process has locked the folder of the disk tier."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"the cache folder {folder} is in use by another process; give each its own")
@@ -136,7 +135,7 @@ class DiskInUse(FolderError):
 
 
 class FolderUnsafe(FolderError):
-    """The folder of the disk tier is not this user's alone to change."""
+    """Other users can change the folder of the disk tier."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"the cache folder {folder} {reason}; it holds people's conversations, so it is not used")
@@ -144,4 +143,4 @@ class FolderUnsafe(FolderError):
 
 
 class DiskFault(CacheError):
-    """State on disk cannot be read: its file is gone, foreign or damaged, or the disk fails."""
+    """State on disk cannot be read: its file is missing, foreign or damaged, or the disk fails."""

@@ -1,8 +1,7 @@
-"""Reads from disk what memory lacks of a prompt, and attaches it to the trie.
+"""Moves state between memory and disk: promotion of what a prompt needs, demotion of what memory loses or disk lacks.
 
-State is read from disk only beyond what memory can restore; how far beyond is decided by `cache.disk.connector`.
-
-Writes state to disk: what memory is about to evict, and in idle time whatever disk lacks.
+Promotion reads only what goes beyond memory, and attaches it to the trie; how far beyond is worth a read is decided
+by `cache.disk.connector`.
 """
 
 from collections.abc import Iterator
@@ -21,11 +20,11 @@ from cache.trie import Node, NodeMatch, PrefixTrie
 from cache.types import TokenArray
 
 MAX_READS = 8
-"""Files that may prove unreadable before a prompt is evaluated without the disk."""
+"""The most unreadable files tolerated before a prompt is evaluated without the disk."""
 
 
 class Promotion:
-    """Looks prompts up in memory and on disk, and promotes state from disk to memory. Worker thread only."""
+    """Looks up prompts in memory and on disk, and promotes state from disk to memory. Worker thread only."""
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class Promotion:
         clock: RequestClock,
     ) -> None:
         self.disk = disk
-        """None without a disk tier, and once it is closed: then nothing is on disk."""
+        """None without a disk tier and after it is closed: nothing is on disk then."""
         self._memory = memory
         self._journal = memory.journal
         self._pager = pager
@@ -58,24 +57,23 @@ class Promotion:
         return found.restorable if disk_match is None else disk_match.offset
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
-        """Begins to read what `promote` would have to wait for; None if disk has nothing to add."""
+        """Begins to read what `promote` would wait for; None if disk has nothing to add."""
         if self.disk is None:
             return None
         disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup))
         return self.disk.prefetch(disk_match) if disk_match is not None else None
 
     def promote(self, lookup: Lookup, *, is_background: bool = False) -> tuple[LookupResult, bool]:
-        """Reads into the trie what disk adds to a prompt, if memory can be freed for it.
+        """Reads into the trie what disk adds to a prompt, if enough memory can be freed.
 
-        Returns what memory holds of the prompt then, and whether anything was read.
+        Returns what memory then holds of the prompt, and whether anything was read.
         """
         found = self.find_in_memory(lookup)
         for _ in range(MAX_READS):
             disk_match = self._find_on_disk(lookup, found)
             if disk_match is None or self.disk is None or disk_match.num_bytes > self._memory.ledger.budget_bytes:
                 break
-            # Freeing memory may write to disk, and a write may evict files. A use that is recorded now protects
-            # these.
+            # Freeing memory may write to disk, and a write may evict files. Recording the use now protects the files.
             self.disk.touch(disk_match)
             excess = self._memory.ledger.excess_bytes(disk_match.num_bytes)
             if self._reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
@@ -85,7 +83,7 @@ class Promotion:
                 self._journal.read(lookup.namespace, disk_match.offset - found.restorable, disk_match.num_bytes)
                 self._attach(lookup, disk_match.offset, *loaded)
             except DiskFault:
-                # The file at fault is no longer found, but others may be. Freeing memory may have changed the match.
+                # The faulty file is no longer found, but others may be. Freeing memory may have changed the match.
                 found = self.find_in_memory(lookup)
                 continue
             return self.find_in_memory(lookup), True
@@ -97,7 +95,9 @@ class Promotion:
         return self.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
 
     def _attach(self, lookup: Lookup, offset: int, segment: Segment | None, snapshot: Snapshot | None) -> None:
-        """Attaches what was read to the node where the prompt's first `offset` tokens end, made now if need be."""
+        """Attaches state from disk to the node where the prompt's first `offset` tokens end; makes the node if
+        missing.
+        """
         trie, tokens = self._pager.trie(lookup.namespace), lookup.tokens[:offset]
         assert_attachable(trie, tokens, segment)
         tip = trie.extend(trie.root, tokens)
@@ -112,7 +112,7 @@ class Promotion:
 
 
 def assert_attachable(trie: PrefixTrie, tokens: TokenArray, segment: Segment | None) -> None:
-    """Asserts that the trie still holds all tokens before those of a segment that was read."""
+    """Asserts that the trie still holds all tokens before a segment from disk."""
     first = segment.start if segment is not None else len(tokens)
     assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
 
@@ -122,7 +122,7 @@ class Demotion:
 
     def __init__(self, disk: DiskConnector | None, memory: MemoryTier, pager: Pager) -> None:
         self.disk = disk
-        """None without a disk tier, and once it is closed: then nothing is written."""
+        """None without a disk tier and after it is closed: nothing is written then."""
         self._memory = memory
         self._pager = pager
         memory.before_eviction = self._save_dropped
@@ -132,7 +132,7 @@ class Demotion:
             self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Writes the state that is to be kept and not on disk yet, the last used first; one piece with each step.
+        """Writes unsaved state that should be kept, the last used first; one piece with each step.
 
         For idle time: after any other call to the cache, make a new iterator.
         """
@@ -145,7 +145,7 @@ class Demotion:
                 yield from self._save_path(self.disk, trie, leaf, used_at)
 
     def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
-        """Has a conversation written. The snapshot taken at its end for that stays in memory if the budget allows."""
+        """Writes a conversation. The snapshot taken at its end for the write stays in memory if the budget allows."""
         path = leaf.path()
         ends = [
             slot for slot in self._pager.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot

@@ -1,9 +1,7 @@
-"""What happens to the state of past tokens: counted always, and told to whoever listens. Pure.
+"""Records what happens to the state of past tokens: counted always, and told to a listener, if any. Pure.
 
-Every part of the cache that moves, drops, reads or writes state notes it here. Nothing is made of it but a sum,
-unless somebody listens.
-
-The cache's counters and gauges, for reports. Frozen: any thread may hold one.
+Every part of the cache that moves, drops, reads or writes state records it here. Without a listener the journal only
+keeps sums. The statistics are frozen: any thread may hold one.
 """
 
 from collections.abc import Callable
@@ -13,7 +11,7 @@ from typing import TypeAlias
 
 
 class Happening(StrEnum):
-    """What may happen to state, by the name that it has for clients."""
+    """What may happen to state, under the name that clients see."""
 
     PAGED_IN = "cache.page_in"
     PAGED_OUT = "cache.page_out"
@@ -24,14 +22,14 @@ class Happening(StrEnum):
 
 
 class EvictionReason(StrEnum):
-    """Why state was given up."""
+    """Why state was evicted."""
 
     MEMORY = "memory"
-    """It was worth the least when memory was short."""
+    """The state had the lowest value when memory was short."""
     SUPERSEDED = "superseded"
-    """Newer restore points of its conversation replace it."""
+    """Newer restore points of the conversation replace the state."""
     UNUSABLE = "unusable"
-    """No request could have been restored with it."""
+    """No request could have been restored with the state."""
     NAMESPACES = "namespaces"
     """There were too many namespaces."""
 
@@ -47,7 +45,7 @@ class CacheEvent:
     num_files: int = 0
     slot: int | None = None
     is_snapshot: bool = False
-    """It concerns a snapshot; otherwise rows, or a whole edge."""
+    """The event concerns a snapshot; otherwise rows, or a whole edge."""
     reason: EvictionReason | None = None
 
 
@@ -65,11 +63,11 @@ class MovedState:
 
 
 class Journal:
-    """Sums of one cache, and who is told. Worker thread only, but for `tell`."""
+    """Sums of one cache, and its listener. Worker thread only, except for `tell`."""
 
     def __init__(self) -> None:
         self.tell: Tell | None = None
-        """Called with each event from now on; must not fail. May be set by any thread."""
+        """Called with each event from now on; must not fail. Any thread may set it."""
         self._num_page_ins = 0
         self._num_page_outs = 0
         self._written_bytes = 0
@@ -77,17 +75,17 @@ class Journal:
 
     @property
     def moved(self) -> MovedState:
-        """The sums of now."""
+        """The current sums."""
         return MovedState(self._num_page_ins, self._num_page_outs, self._written_bytes, self._read_bytes)
 
     def paged_in(self, namespace: str, slot: int, num_tokens: int) -> None:
-        """State of so many tokens was made live in a slot."""
+        """State of this many tokens was made live in a slot."""
         self._num_page_ins += 1
         if (tell := self.tell) is not None:
             tell(CacheEvent(Happening.PAGED_IN, namespace, num_tokens, slot=slot))
 
     def paged_out(self, namespace: str, slot: int, num_tokens: int) -> None:
-        """State of so many tokens left a slot."""
+        """State of this many tokens left a slot."""
         self._num_page_outs += 1
         if (tell := self.tell) is not None:
             tell(CacheEvent(Happening.PAGED_OUT, namespace, num_tokens, slot=slot))
@@ -95,7 +93,7 @@ class Journal:
     def evicted(
         self, namespace: str, num_tokens: int, num_bytes: int, reason: EvictionReason, *, is_snapshot: bool
     ) -> None:
-        """An edge of so many tokens, or the snapshot at its end, was given up."""
+        """An edge of this many tokens, or the snapshot at its end, was evicted."""
         if (tell := self.tell) is not None:
             what = Happening.EVICTED
             tell(CacheEvent(what, namespace, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
@@ -107,20 +105,20 @@ class Journal:
             tell(CacheEvent(Happening.WRITTEN, namespace, num_tokens, num_bytes, is_snapshot=is_snapshot))
 
     def read(self, namespace: str, num_tokens: int, num_bytes: int) -> None:
-        """State of so many tokens was read from files."""
+        """State of this many tokens was read from files."""
         self._read_bytes += num_bytes
         if (tell := self.tell) is not None:
             tell(CacheEvent(Happening.READ, namespace, num_tokens, num_bytes))
 
     def deleted(self, namespace: str, num_files: int, num_bytes: int) -> None:
-        """Files gave way to others."""
+        """Files were evicted or replaced."""
         if (tell := self.tell) is not None:
             tell(CacheEvent(Happening.DELETED, namespace, num_bytes=num_bytes, num_files=num_files))
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What the prefix cache holds, of all namespaces together."""
+    """What the prefix cache holds, for all namespaces together."""
 
     num_nodes: int = 0
     stored_bytes: int = 0
@@ -129,13 +127,13 @@ class CacheStats:
     """State in slots."""
     budget_bytes: int = 0
     bytes_per_token: float = 0.0
-    """Of a conversation's state, as it grows; 0 for a model whose state does not."""
+    """Bytes by which a conversation's state grows per token; 0 for a model whose state does not grow."""
     num_evictions: int = 0
-    """Leaves and snapshots given up for lack of memory, since the start."""
+    """Leaves and snapshots evicted for lack of memory, since the start."""
     moved: MovedState = field(default_factory=MovedState)
-    """What was paged, written and read, since the start."""
+    """State paged, written and read, since the start."""
     keeps_on_disk: bool = False
-    """Whether there is a disk tier with a folder it can use."""
+    """Whether the cache has a disk tier with a usable folder."""
     disk_bytes: int = 0
     num_disk_files_gone: int = 0
-    """Files that were missing or damaged when they were to be read, since the start."""
+    """Files found missing or damaged on reading, since the start."""

@@ -1,8 +1,7 @@
 """A running sequence's hold on its slot and on its path in the trie. Worker thread only.
 
-Records in the trie what running sequences evaluate: edges for their tokens, snapshots at restore points.
-
-A leased slot's log may run ahead of the trie; `Recorder.commit` catches up. Slots are chosen elsewhere.
+`Recorder` records what running sequences evaluate: edges for their tokens, snapshots at restore points. A leased
+slot's log may run ahead of the trie; `Recorder.commit` catches up. Slots are chosen elsewhere.
 """
 
 from collections.abc import Iterable
@@ -24,7 +23,7 @@ from cache.types import LayerCache, TokenArray
 
 
 class LeaseOwner(Protocol):
-    """Does for a lease what concerns the trie and the budget; `cache.lease.Recorder`."""
+    """The trie and budget operations that a lease needs; implemented by `Recorder`."""
 
     layout: Layout
 
@@ -32,19 +31,19 @@ class LeaseOwner(Protocol):
         """Records all of a slot's tokens in the trie."""
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Keeps what is needed to restore a slot's sequence where it ends now."""
+        """Stores what is needed to restore a slot's sequence where it ends now."""
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot with the bytes that it holds."""
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Reserves memory for more tokens and grows the live buffers; False if there is none."""
+        """Reserves memory for more tokens and grows the live buffers; False if there is no memory."""
 
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""
 
     def suspend(self, slot: Slot) -> None:
-        """Ends a lease whose sequence is to go on later."""
+        """Ends a lease whose sequence will continue later."""
 
     def discard(self, slot: Slot) -> None:
         """Ends a lease whose caches cannot be trusted."""
@@ -54,11 +53,11 @@ class Tier(StrEnum):
     """Where restored state came from."""
 
     LIVE = "live"
-    """All of it was in the slot already."""
+    """All of the state was already in the slot."""
     MEMORY = "memory"
-    """It was paged in, or copied from another slot."""
+    """The state was paged in, or copied from another slot."""
     DISK = "disk"
-    """Some of it was read from disk."""
+    """Some of the state was read from disk."""
 
 
 class Lease:
@@ -81,13 +80,13 @@ class Lease:
         self.hit_tokens = slot.offset
         """Prompt tokens restored, hence not evaluated; at most `match_tokens`."""
         self.tier = tier
-        """Where they came from; None if there are none."""
+        """Where the restored tokens came from; None if there are none."""
         self.is_open = True
         self._points = {point.offset: point for point in points}
 
     @property
     def slot_index(self) -> int:
-        """The slot that it runs in."""
+        """The slot in which the sequence runs."""
         return self._slot.index
 
     @property
@@ -97,16 +96,18 @@ class Lease:
 
     @property
     def offset(self) -> int:
-        """Tokens evaluated so far, restored ones included."""
+        """Tokens evaluated so far, including restored ones."""
         return self._slot.offset
 
     def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
-        """Returns where the next prefill chunk ends: at the next restore point, or earlier where `chunk_end` says."""
+        """Returns where the next prefill chunk ends: at the next restore point or at `chunk_end`, whichever is
+        earlier.
+        """
         stop = chunk_end(self.offset, limit, chunk_tokens)
         return min((point for point in self._points if self.offset < point < stop), default=stop)
 
     def want(self, point: RestorePoint) -> None:
-        """Asks for one more restore point ahead, if the model needs any and the sequence has not passed it."""
+        """Requests one more restore point ahead, if the model needs any and the sequence has not passed it."""
         if self._owner.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
             self._points.setdefault(point.offset, point)
 
@@ -117,18 +118,18 @@ class Lease:
 
     @property
     def captures_next(self) -> bool:
-        """Whether the next token completes the prompt and a restore point was asked for just there."""
+        """Whether the next token completes the prompt and a restore point was requested there."""
         return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the live buffers take one more token."""
+        """Whether the live buffers have room for one more token."""
         return self.offset < self._slot.capacity
 
     def try_grow(self, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens` in all; False if not even one more token fits.
+        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits.
 
-        Stored state is evicted for it. The caches must be evaluated; after an error they are damaged.
+        May evict stored state. The caches must be evaluated; after an error they are damaged.
         """
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._record_all()
@@ -137,8 +138,8 @@ class Lease:
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.
 
-        Without `is_evaluated`, its state may be unevaluated, or merged with that of other sequences. With it,
-        the caches hold the state of this sequence alone, evaluated, and a restore point is captured if one is here.
+        Without `is_evaluated`, the token's state may be unevaluated, or merged with that of other sequences. With it,
+        the caches hold the evaluated state of this sequence alone, and a restore point is captured if one is here.
         """
         may_capture = is_evaluated and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
@@ -146,7 +147,7 @@ class Lease:
             self._record_here()
 
     def keep(self, kind: RestorePointKind) -> None:
-        """Captures a restore point where the sequence is now, asked for or not. Its caches must be evaluated."""
+        """Captures a restore point where the sequence is now, requested or not. Its caches must be evaluated."""
         self._owner.commit(self._slot)
         self._owner.capture(self._slot, kind)
 
@@ -156,12 +157,12 @@ class Lease:
         self._owner.close(self._slot)
 
     def suspend(self) -> None:
-        """Ends the lease of a sequence that goes on later with another lease; until then it may be paged out."""
+        """Ends the lease of a sequence that will continue with another lease; until then it may be paged out."""
         self._end()
         self._owner.suspend(self._slot)
 
     def discard(self) -> None:
-        """Ends the sequence whose caches may be damaged: state that is live there only is dropped."""
+        """Ends a sequence whose caches may be damaged: state that is live only there is dropped."""
         self._end()
         self._owner.discard(self._slot)
 
@@ -180,13 +181,13 @@ class Lease:
 
 
 class PrivateLease(Lease):
-    """A lease whose sequence neither reuses state nor leaves any: nothing is recorded in the trie."""
+    """A lease on a sequence that neither reuses state nor leaves any: nothing is recorded in the trie."""
 
     def want(self, point: RestorePoint) -> None:
-        """Nothing is captured."""
+        """Captures nothing."""
 
     def keep(self, kind: RestorePointKind) -> None:
-        """Nothing is captured."""
+        """Captures nothing."""
 
     def advance(self, tokens: TokenArray) -> None:
         """Records tokens in the slot alone."""
@@ -202,12 +203,12 @@ class PrivateLease(Lease):
         self.discard()
 
     def _record_all(self) -> None:
-        """Only charges the slot: nothing is recorded in the trie."""
+        """Charges the slot only: nothing is recorded in the trie."""
         self._owner.measure(self._slot)
 
 
 class Recorder:
-    """Does what leases ask for; it is their `LeaseOwner`. Worker thread only."""
+    """Implements `LeaseOwner` for the leases of one cache. Worker thread only."""
 
     def __init__(
         self,
@@ -227,17 +228,17 @@ class Recorder:
         self._pinning = pinning
 
     def commit(self, slot: Slot, *, may_split: bool = True) -> None:
-        """Records all tokens of a slot's log in the trie, and drops the spans that were stored of them: held once.
+        """Records all tokens of a slot's log in the trie, and drops their stored spans, since the slot holds them.
 
-        A sequence may end inside an edge. Without `may_split` it is recorded only up to where that edge starts:
-        the next chunk will go beyond its end.
+        A sequence may end inside an edge. Without `may_split` it is recorded only up to the start of that edge: the
+        next chunk will go beyond its end.
         """
         trie, recorded = self._pager.trie(slot.namespace), slot.tip.stop
         if recorded < slot.offset:
             tip = trie.extend(slot.tip, slot.log.view(recorded), may_split=may_split)
             for node in tip.path():
                 is_new = node.home is None and node.span is None
-                # Once an ordinary request has had these tokens, they may be written to disk, whoever had them first.
+                # Once an ordinary request has had these tokens, they may be written to disk.
                 node.is_volatile = slot.turn.is_volatile and (node.is_volatile or is_new)
                 if node.start >= recorded and node.home is None:
                     trie.make_live(node, slot)
@@ -247,7 +248,7 @@ class Recorder:
         self.measure(slot)
 
     def _record_end(self, slot: Slot, trie: PrefixTrie) -> None:
-        """Notes at the tip whose sequence ends there, and when it was used."""
+        """Records at the tip whose sequence ends there, and when it was used."""
         tip = slot.tip
         tip.session_id, tip.is_on_probation = slot.turn.session_id, slot.turn.is_on_probation
         tip.is_background = slot.turn.leaves_background
@@ -255,7 +256,7 @@ class Recorder:
         self._memory.ended(trie, tip)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Keeps what is needed to restore a slot's sequence where it ends now."""
+        """Stores what is needed to restore a slot's sequence where it ends now."""
         trie, node = self._pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
@@ -267,12 +268,12 @@ class Recorder:
             self._reclaimer.free_excess(is_background=slot.turn.is_background)
 
     def measure(self, slot: Slot) -> None:
-        """Charges a slot with what its buffers take, now that they are there."""
+        """Charges a slot with the bytes of its allocated buffers."""
         self.layout.bound_growth(slot.caches)
         self._pager.measure(slot)
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens` in all; False if not even one more token fits."""
+        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits."""
         return self._reservations.try_grow(slot, max_tokens)
 
     def close(self, slot: Slot) -> None:
@@ -283,16 +284,17 @@ class Recorder:
         self._mark_superseded(slot)
         self._pinning.follow(slot)
         if not slot.turn.is_background:
-            # The conversation that was just answered goes on next: it is evicted only if nothing else is left.
+            # The conversation that was just answered will probably continue next: it is evicted only if nothing else
+            # is left.
             self._reclaimer.free_excess(protected=(slot.tip,))
         self._reclaimer.free_excess(is_background=slot.turn.is_background)
         self._memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
-        """Ends a lease whose sequence goes on once there is memory again. Its slot is idle then, like any other.
+        """Ends a lease whose sequence continues once there is memory again. Its slot then is idle, like any other.
 
-        If state can be restored at any token, the last edge is split into pieces, so that eviction takes no
-        more of it than is needed.
+        If state can be restored at any token, the last edge is split into pieces, so that eviction takes only as much
+        of it as needed.
         """
         self._release(slot)
         trie, piece = self._pager.trie(slot.namespace), slot.tip
@@ -330,7 +332,7 @@ class Recorder:
 
 
 def _join_edges(trie: PrefixTrie, nodes: Iterable[Node]) -> None:
-    """Joins live edges with those above them where nothing needs the border any more. Copies no state."""
+    """Joins live edges with their parents where nothing needs the border any more. Copies no state."""
     for node in nodes:
         while node.home is not None and trie.can_absorb_parent(node):
             trie.absorb_parent(node)

@@ -11,20 +11,20 @@ from cache.types import TokenArray
 
 
 class Lookup:
-    """A prompt, and where it was matched to last, so that matching it again compares only the rest.
+    """A prompt and its last match, so that matching again compares only the rest. Worker thread only.
 
-    A waiting request keeps it, since it is matched many times before it runs. Worker thread only.
+    A waiting request keeps its look-up, since it is matched many times before it runs.
     """
 
     def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
-        """The last of the prompt's tokens is never restored: one is left to evaluate."""
+        """The last prompt token is never restored: one token must be left to evaluate."""
         self.namespace = namespace
         self.tokens = tokens[:-1]
-        """What of the prompt may be restored."""
+        """The part of the prompt that may be restored."""
         self._place: Place[Node] | None = None
 
     def match(self, trie: PrefixTrie) -> NodeMatch:
-        """Matches the prompt as the trie of its namespace is now."""
+        """Matches the prompt against the current trie of its namespace."""
         place = self._place
         if place is None or not place.length or place.is_gone:
             place = Place(trie.root, 0)
@@ -34,10 +34,10 @@ class Lookup:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """The part of a prompt that the trie holds, and what of it can be restored.
+    """The part of a prompt that the trie holds, and how much of it can be restored.
 
-    Valid until the cache changes. Eviction changes it too: only `nodes_to_restore` are spared, so the prompt must
-    be looked up again afterwards.
+    Valid until the cache changes. Eviction is a change too: it spares only `nodes_to_restore`, so look the prompt up
+    again afterwards.
     """
 
     match: NodeMatch
@@ -46,11 +46,11 @@ class LookupResult:
     shared: list[int]
     """For each slot, how many leading tokens of the match its sequence begins with."""
     restorable: int
-    """Tokens that can be restored from the trie or by going on in an idle slot."""
+    """Tokens that can be restored from the trie or by continuing in an idle slot."""
 
     @property
     def path(self) -> list[Node]:
-        """The nodes that the match leads along."""
+        """The nodes along the match."""
         return self.match.path
 
     def restorable_in(self, slot: Slot) -> int:
@@ -65,7 +65,7 @@ class LookupResult:
 
 
 def look_up(match: NodeMatch, slots: Sequence[Slot], layout: Layout) -> LookupResult:
-    """Finds out how much of a match can be restored."""
+    """Determines how much of a match can be restored."""
     path, length = set(match.path), match.length
     # Sequences with a common prefix share the nodes of a trie, so no tokens are compared here.
     shared = [min(slot.tip.meeting(path).stop, length) for slot in slots]
@@ -77,8 +77,8 @@ def look_up(match: NodeMatch, slots: Sequence[Slot], layout: Layout) -> LookupRe
 def nodes_to_restore(layout: Layout, path: Sequence[Node], offset: int) -> list[Node]:
     """Returns the nodes of a path that must not be evicted if it is to be restored at `offset`.
 
-    These are the node at `offset`, which keeps the spans of all nodes above it, and the nodes whose window rows are
-    needed there.
+    These are the node at `offset`, which protects the spans of all nodes above it, and the nodes whose window rows
+    are needed there.
     """
     return [*node_at(path, offset), *rows_before(layout, path, offset)]
 

@@ -1,9 +1,8 @@
 """The memory tier: the tries of all namespaces, their bytes, and eviction when memory is short.
 
 Invariant: the ledger's stored bytes are the bytes of all nodes. A leaf is evicted whole; of an inner node, only the
-snapshot is. Nodes that live in a slot are never evicted. `cache.eviction` decides the order.
-
-What one trie holds, counted as its nodes change: a report never walks the nodes.
+snapshot is. Nodes that live in a slot are never evicted. `cache.eviction` decides the order. The content of a trie is
+counted as its nodes change: a report never walks the nodes.
 """
 
 from collections import Counter
@@ -31,7 +30,7 @@ class Holding(NamedTuple):
 
 
 class Holdings:
-    """The sum over the nodes of one trie, whose callbacks say which of them have changed."""
+    """The sum over the nodes of one trie, whose callbacks report changed nodes."""
 
     def __init__(self) -> None:
         self.total = Holding()
@@ -39,11 +38,11 @@ class Holdings:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that were counted."""
+        """Number of counted nodes."""
         return len(self._nodes)
 
     def update(self, node: Node) -> None:
-        """Counts a node anew; one that is no longer in the trie counts no more."""
+        """Counts a node again; removes a node that has left the trie."""
         before = self._nodes.pop(node, Holding())
         after = Holding()
         if _is_in_trie(node):
@@ -52,7 +51,7 @@ class Holdings:
         self.total = Holding(*(total - old + new for total, old, new in changes))
 
     def check(self, nodes: list[Node]) -> None:
-        """Asserts that exactly these nodes are counted, as they are now."""
+        """Asserts that exactly these nodes are counted, with their current values."""
         assert {node: _holding_of(node) for node in nodes} == self._nodes, "a change of a node was not counted"
         sums = (sum(column) for column in zip(Holding(), *self._nodes.values(), strict=True))
         assert self.total == Holding(*sums), f"{self.total} is not the sum over the nodes"
@@ -72,16 +71,15 @@ def _holding_of(node: Node) -> Holding:
 
 
 MAX_NAMESPACES = 1024
-"""The most namespaces that have tries: eviction looks at all of them."""
+"""The most namespaces with tries: eviction visits all of them."""
 FORGOTTEN_SHARE = 64
-"""At the limit, one in this many namespaces is forgotten at once, so that not every new namespace has to forget
-one."""
+"""At the limit, one in this many namespaces is forgotten at once, so that not every new one has to forget one."""
 MAX_EXTRA = 32
 """The most superseded or unusable candidates that one round evicts beyond its target."""
 
 
 class _Namespace(NamedTuple):
-    """What belongs to one namespace."""
+    """The data of one namespace."""
 
     trie: PrefixTrie
     holdings: Holdings
@@ -96,7 +94,7 @@ class MemoryTier:
         self.num_evictions = 0
         """Leaves and snapshots evicted since the start."""
         self.evictions: Counter[str] = Counter()
-        """The same by namespace, for those that hold something."""
+        """Evictions by namespace, for namespaces that hold something."""
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
         """Called with a node before it, or its snapshot, is evicted."""
         self._layout = layout
@@ -108,10 +106,10 @@ class MemoryTier:
         self._order = EvictionOrder(layout, self._shares.over)
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
-        """Returns the trie of a namespace, made now if there is none.
+        """Returns the trie of a namespace; makes it if missing.
 
-        Before one is made, empty ones that are not `in_use` are forgotten. Beyond `MAX_NAMESPACES`, those used
-        longest ago are dropped with all they hold that is not pinned.
+        Before a trie is made, empty ones that are not `in_use` are forgotten. Beyond `MAX_NAMESPACES`, the least
+        recently used namespaces are dropped with all their state that is not pinned.
         """
         found = self._namespaces.pop(namespace, None)
         if found is None:
@@ -128,7 +126,7 @@ class MemoryTier:
         return _Namespace(PrefixTrie(partial(self._store, name), name, changed, snapped), holdings)
 
     def _forget_idle(self, idle: Sequence[str]) -> None:
-        """Forgets namespaces that hold nothing, and where there are too many, the first ones."""
+        """Forgets namespaces that hold nothing, and the least recently used ones above the limit."""
         is_full = len(self._namespaces) >= MAX_NAMESPACES
         limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_SHARE
         for name in sorted(idle, key=lambda name: self._namespaces[name].trie.num_nodes > 0):
@@ -140,18 +138,18 @@ class MemoryTier:
                 self.evictions.pop(name, None)
 
     def _drop_idle(self, trie: PrefixTrie) -> None:
-        """Drops everything of a namespace that no slot and no pin needs."""
+        """Drops all state of a namespace that no slot and no pin needs."""
         while leaves := [node for node in trie.nodes() if not node.children and _is_evictable(node)]:
             for leaf in leaves:
                 self._evict_leaf(trie, leaf, (), EvictionReason.NAMESPACES)
 
     @property
     def namespaces(self) -> list[str]:
-        """The namespaces that have a trie."""
+        """The namespaces with a trie."""
         return list(self._namespaces)
 
     def find_trie(self, namespace: str) -> PrefixTrie:
-        """Returns the trie of a namespace, or an empty one that is not kept."""
+        """Returns the trie of a namespace, or an empty one that is not stored."""
         found = self._namespaces.get(namespace)
         return PrefixTrie() if found is None else found.trie
 
@@ -172,7 +170,7 @@ class MemoryTier:
         return sum(trie.num_nodes for trie, _ in self._namespaces.values())
 
     def clear(self, namespace: str | None) -> None:
-        """Drops everything of one namespace, or of all, that lives in no slot."""
+        """Drops all state of one namespace, or of all, that lives in no slot."""
         tries = [trie for name, (trie, _) in self._namespaces.items() if namespace in (None, name)]
         for trie in tries:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
@@ -189,25 +187,25 @@ class MemoryTier:
         self._drop_empty(trie, above, ())
 
     def used(self, trie: PrefixTrie, node: Node, now: int) -> None:
-        """Notes that a sequence was recorded up to a node."""
+        """Records that a sequence was recorded up to a node."""
         self._order.used(trie.namespace, node, now)
 
     def restored(self, trie: PrefixTrie, node: Node, now: int) -> None:
-        """Notes that a sequence was restored at a node, with all tokens up to there."""
+        """Records that a sequence was restored at a node."""
         for passed in node.path():
             passed.num_uses += 1
         self.used(trie, node, now)
 
     def ended(self, trie: PrefixTrie, node: Node) -> None:
-        """Notes that a node is now where its session ends."""
+        """Records that a node's session now ends at the node."""
         self._order.ended(trie.namespace, node)
 
     def changed(self, trie: PrefixTrie, node: Node) -> None:
-        """Notes that a node's use, kind or slots have changed."""
+        """Records that a node's use, kind or slots have changed."""
         self._order.changed(trie.namespace, node)
 
     def supersede(self, trie: PrefixTrie, node: Node) -> None:
-        """Notes that newer snapshots replace a node's: it is evicted first."""
+        """Records that newer snapshots replace a node's snapshot: it is evicted first."""
         node.last_used = 0
         self._order.changed(trie.namespace, node)
 
@@ -219,7 +217,7 @@ class MemoryTier:
             self._drop_empty(trie, node, ())
 
     def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
-        """Evicts in order until no more than `target_bytes` are charged, or nothing more can be evicted.
+        """Evicts in order until at most `target_bytes` are charged, or nothing more can be evicted.
 
         Nodes in `kept` stay. `now` is the reading of the clock of `Node.last_used`. With `guards_sessions`, ends of
         sessions and explicit restore points are evicted last. Some superseded or unusable state is evicted beyond the
@@ -247,8 +245,8 @@ class MemoryTier:
     ) -> None:
         """Evicts in order until `target_bytes` is reached.
 
-        With a list `guarded`, explicit points and ends of sessions are not evicted but put into it. All other
-        candidates that were popped are added to `tried`, evicted or not.
+        With a list `guarded`, explicit points and ends of sessions are added to it instead of evicted. All other
+        popped candidates are added to `tried`, evicted or not.
         """
         num_extra = 0
         while (victim := self._order.pop(now)) is not None:
@@ -279,16 +277,16 @@ class MemoryTier:
         trie.remove(leaf)
         parent = self._drop_empty(trie, parent, kept)
         if parent is not None and parent.last_used < leaf.last_used:
-            # The conversation ends at the parent now, and its age stays the same.
+            # The conversation now ends at the parent, and its age stays the same.
             parent.session_id, parent.is_background = leaf.session_id, leaf.is_background
             self._order.used(trie.namespace, parent, leaf.last_used)
             self._order.ended(trie.namespace, parent)
 
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
-        """Drops a leaf without bytes, then its parent if that is now one too; returns the first node that stays.
+        """Drops a leaf without bytes, then its parent if it has become one; returns the first node that stays.
 
-        A node that stays because it is `kept` or pinned is tried again when a request has ended: no eviction
-        order has it.
+        A node that stays because it is `kept` or pinned is tried again when a request has ended: no eviction order
+        has it.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:
@@ -337,7 +335,7 @@ class MemoryTier:
 
 
 def _both(first: Callable[[Node], None], second: Callable[[Node], None]) -> Callable[[Node], None]:
-    """Returns a callback that calls two."""
+    """Returns a callback that calls both."""
 
     def call(node: Node) -> None:
         first(node)
@@ -353,7 +351,7 @@ def _reason_of(victim: Candidate) -> EvictionReason:
 
 
 def _subtree(node: Node) -> list[Node]:
-    """Returns a node and everything below it, parents first."""
+    """Returns a node and all nodes below it, parents first."""
     found = [node]
     for parent in found:
         found.extend(parent.children.values())

@@ -3,7 +3,7 @@
 Invariants:
 
 * a node's span is stored on the node, or it is live in the node's home slot, and the node is on that slot's path;
-* state leaves a slot in `page_out` only, which first stores every span that is live there only;
+* state leaves a slot in `page_out` only, which first stores every span that is live only there;
 * a slot's log, its layer caches and the path to its tip hold the same tokens (the log may run ahead of the tip while
   a request runs).
 
@@ -24,7 +24,7 @@ from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache, TokenArray
 
 CLEAR_BYTES = 64 << 20
-"""After a slot of at least this size was paged out, MLX frees its pool: nothing else needs buffers of those sizes."""
+"""After paging out a slot of at least this size, MLX's pool is freed: nothing else needs buffers of those sizes."""
 
 
 class Pager:
@@ -43,18 +43,18 @@ class Pager:
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
 
     def trie(self, namespace: str) -> PrefixTrie:
-        """Returns the trie of a namespace, made now if there is none; tries of the slots are never forgotten."""
+        """Returns the trie of a namespace; makes it if missing. Tries of the slots are never forgotten."""
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
     def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
-        """Makes layer caches in another way from now on; all slots must be empty."""
+        """Replaces the function that makes layer caches; all slots must be empty."""
         assert not any(slot.caches for slot in self.slots), "a slot holds caches of a model that has gone"
         self._make_caches = make_caches
 
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
-        """Assigns a slot to a namespace; if it is empty, its tip becomes the root there, and it gets layer caches.
+        """Assigns a slot to a namespace; an empty slot gets layer caches, and the root there becomes its tip.
 
-        An error of making these leaves the slot empty.
+        If making the caches fails, the slot stays empty.
         """
         slot.caches = slot.caches or self._make_caches()
         slot.namespace = trie.namespace
@@ -62,7 +62,7 @@ class Pager:
             slot.tip = trie.root
 
     def land(self, trie: PrefixTrie, path: list[Node], offset: int) -> Node:
-        """Returns the node that stops at `offset` on `path`, splitting one if need be."""
+        """Returns the node that stops at `offset` on `path`; splits one if needed."""
         if offset == 0:
             return trie.root
         node = next(node for node in path if node.stop >= offset)
@@ -71,7 +71,7 @@ class Pager:
     def page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
         """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first of them.
 
-        Raises AssertionError if some of the state is missing; the caller must `give_up` the slot then.
+        Raises AssertionError if some of the state is missing; the caller must then `give_up` the slot.
         """
         keep, path = slot.offset, landing.path()
         missing = [node for node in path if node.stop > keep]
@@ -105,7 +105,7 @@ class Pager:
             self.layout.put_points(slot.caches, snapshot.points)
 
     def page_out(self, slot: Slot, keep: int) -> None:
-        """Takes `[keep, …)` out of a slot. Nodes that were live there only are stored; others get another home slot.
+        """Takes `[keep, …)` out of a slot. Nodes live only there are stored; the other nodes get another home slot.
 
         Unless `keep` is 0 the slot `is_cut` afterwards: it must be paged in, or given up.
         """
@@ -132,9 +132,9 @@ class Pager:
         self.layout.truncate_spans(slot.caches, keep)
 
     def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
-        """Pages idle slots out until no more than `target_bytes` are charged.
+        """Pages idle slots out until at most `target_bytes` are charged.
 
-        That loses nothing; it frees spare capacity of buffers and copies of what other slots hold too.
+        This loses nothing; it frees spare capacity of buffers and copies of state in other slots.
         """
         idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
@@ -156,15 +156,15 @@ class Pager:
             trie.store(node, segment)
 
     def _other_homes(self, slot: Slot) -> dict[Node, Slot]:
-        """Returns the other slots that hold nodes of a slot's path live as well."""
+        """Returns the other slots in which nodes of a slot's path are live."""
         others = [s for s in self.slots if s is not slot and s.namespace == slot.namespace]
         return {node: other for other in others for node in other.tip.path()}
 
     def empty(self, slot: Slot) -> None:
-        """Empties a slot; the caller has stored what was live there, or drops it next.
+        """Empties a slot; the caller has stored the state that is live there, or drops it next.
 
-        The slot gets new layer caches only when it is entered: there may be no memory for them now, and only
-        the request that enters it may fail for that.
+        The slot gets new layer caches only when it is entered: there may be no memory for them now, and only the
+        request that enters the slot may fail for that.
         """
         self.move_tip(slot, self.trie(slot.namespace).root)
         slot.caches = []
@@ -175,7 +175,7 @@ class Pager:
         self.ledger.reserve(slot.index, 0)
 
     def give_up(self, slot: Slot, path: Sequence[Node]) -> None:
-        """Empties a slot, and drops the nodes of `path` that were live there only or are no longer whole."""
+        """Empties a slot, and drops the nodes of `path` that are live only there or no longer whole."""
         trie, homes = self.trie(slot.namespace), self._other_homes(slot)
         for node in path:
             if node.home is slot and node in homes:
@@ -207,7 +207,7 @@ class Pager:
             self.trie(slot.namespace).snap(slot.tip, self.snapshot(slot))
 
     def snapshot(self, slot: Slot) -> Snapshot:
-        """Copies what the window and point layers of a slot hold now."""
+        """Copies the current state of a slot's window and point layers."""
         offset, window = slot.offset, None
         if self.layout.window:
             first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))
@@ -227,7 +227,7 @@ class Pager:
         return segment
 
     def check(self) -> None:
-        """Asserts the module's invariants, as far as they can be seen."""
+        """Asserts the module's invariants, as far as they are observable."""
         for slot in self.slots:
             self._check_slot(slot)
         for _, node in self._memory.nodes():
@@ -244,5 +244,5 @@ class Pager:
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether a node's stored span, if it has one, can still be read."""
+    """Whether a node's stored span, if any, can still be read."""
     return not isinstance(node.span, Segment) or node.span.is_whole

@@ -2,9 +2,8 @@
 
 A pinned node is not evicted, and since only leaves are evicted whole, neither are the spans of the path to it. An
 *explicit* pin holds until it is released. A *soft* pin ends at a given time, or earlier if a request would otherwise
-have to wait or fail. Slots are paged out regardless of pins: that loses nothing.
-
-This module reads no clock; callers pass the time.
+have to wait or fail. Slots are paged out regardless of pins, since that loses nothing. This module reads no clock;
+callers pass the time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ class PinName:
 
     namespace: str
     label: str
-    """The session that is pinned, or another label of the caller's."""
+    """The pinned session, or another label of the caller's."""
     is_soft: bool = False
     """A label can have a soft and an explicit pin at once."""
 
@@ -43,7 +42,7 @@ class Pins:
         return name in self._pins
 
     def hold(self, name: PinName, trie: PrefixTrie, nodes: Sequence[Node], until: float | None = None) -> list[Node]:
-        """Pins nodes instead of those that the name held; returns the nodes that no pin holds any more."""
+        """Pins nodes in place of the name's earlier ones; returns the nodes that are no longer pinned."""
         for node in nodes:
             node.num_pins += 1
         freed = self.release(name)
@@ -51,16 +50,16 @@ class Pins:
         return freed
 
     def release(self, name: PinName) -> list[Node]:
-        """Ends a pin, if there is one; returns the nodes that no pin holds any more."""
+        """Ends a pin, if any; returns the nodes that are no longer pinned."""
         pin = self._pins.pop(name, None)
         return [node for node in pin.nodes if _unpin(node)] if pin is not None else []
 
     def release_expired(self, now: float) -> list[tuple[PrefixTrie, Node]]:
-        """Ends the soft pins whose time is over; returns the nodes that no pin holds any more, with their tries."""
+        """Ends expired soft pins; returns the nodes that are no longer pinned, with their tries."""
         return self._release(name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now)
 
     def release_soft(self) -> list[tuple[PrefixTrie, Node]]:
-        """Ends all soft pins; returns the nodes that no pin holds any more, with their tries."""
+        """Ends all soft pins; returns the nodes that are no longer pinned, with their tries."""
         return self._release(name for name, pin in self._pins.items() if pin.until is not None)
 
     def release_all(self, namespace: str | None) -> None:
@@ -72,7 +71,7 @@ class Pins:
         return tuple(n.label for n, pin in self._pins.items() if n.namespace == namespace and pin.until is None)
 
     def explicit(self, *, but: PinName | None = None) -> set[Node]:
-        """Returns the nodes with explicit pins, without those that only the pin named `but` holds."""
+        """Returns the nodes with explicit pins, except those that only the pin `but` holds."""
         held = (pin for name, pin in self._pins.items() if pin.until is None and name != but)
         return {node for pin in held for node in pin.nodes if node.parent is not None}
 
@@ -82,16 +81,16 @@ class Pins:
 
 
 def choose_nodes(path: Sequence[Node]) -> list[Node]:
-    """Returns what to pin of a sequence so that it, and its next turn rendered differently, can be restored.
+    """Returns the nodes to pin so that a sequence, and its next turn rendered differently, can be restored.
 
-    That is its end, which holds the spans of the whole path, and the snapshots of its last two turns.
+    These are its end, which protects the spans of the whole path, and the snapshots of its last two turns.
     """
     inner = [node for node in path[:-1] if node.snapshot is not None]
     return [*inner[-KEPT_POINTS:], *path[-1:]]
 
 
 def path_nodes(nodes: Iterable[Node]) -> set[Node]:
-    """Returns the nodes on the paths to some nodes, these included."""
+    """Returns the nodes on the paths to the given nodes, inclusive."""
     return {above for node in nodes for above in node.path()}
 
 

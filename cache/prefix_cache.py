@@ -1,13 +1,12 @@
 """The prefix cache of one model: the facade over its parts.
 
-* `admission` gives a request a slot and restores its prompt; `recording` keeps what it evaluates;
-* `lookup` says what memory holds of a prompt; `promotion` and `demotion` move state from disk and to it;
-* `memory_tier` and `eviction/` hold stored state within the budget; `reclaim` frees memory for a request;
-* `pager` moves state between slots and tries; `pinning` keeps chosen prefixes from eviction.
+* `admission` gives a request a slot and restores its prompt; `lease` records what the request evaluates;
+* `lookup` finds what memory holds of a prompt; `disk_moves` moves state from disk and to it;
+* `memory_tier` and `eviction/` keep stored state within the budget; `reclaim` frees memory and keeps pins;
+* `pager` moves state between slots and tries.
 
-Matching compares every token, and the last prompt token is never restored, so that there is always one to evaluate.
-All methods belong to the worker thread. Nothing here knows models, parameters of requests, or time: recency is a
-counter.
+Matching compares every token, and the last prompt token is never restored, so that one is left to evaluate. All
+methods belong to the worker thread. Nothing here knows models, parameters of requests, or time: recency is a counter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,11 +44,10 @@ class PrefixCache:
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """Prompts are evaluated in calls of up to `chunk_tokens`, on which depends what window layers hold.
+        """Prompts are evaluated in calls of up to `chunk_tokens`, on which the size of window layers depends.
 
-        `layout` says how the caches come apart; by default it is found from what `make_caches` makes.
-
-        State that does not fit the budget goes to `disk`, if there is one, and so does idle state.
+        `layout` says how the caches come apart; by default it is derived from what `make_caches` makes. State that
+        does not fit the budget is written to `disk`, if any, and so is idle state.
         """
         layout = layout or Layout(make_caches())
         self.clock = RequestClock()
@@ -65,7 +63,7 @@ class PrefixCache:
         self._admission = self._connect()
 
     def _connect(self) -> Admission:
-        """Returns the part that admits requests, connected with all that it needs."""
+        """Connects the parts; returns the one that admits requests."""
         memory, pager, clock, reclaimer = self.memory, self.pager, self.clock, self.reclaimer
         reservations = Reservations(pager, self.sizes, reclaimer)
         recorder = Recorder(memory, pager, clock, reclaimer, reservations, self._pinning)
@@ -85,12 +83,11 @@ class PrefixCache:
 
     @property
     def slots(self) -> list[Slot]:
-        """The places for live sequences."""
         return self.pager.slots
 
     @property
     def pins(self) -> Pins:
-        """What must not be evicted, by name."""
+        """Pinned nodes, by name."""
         return self._pinning.pins
 
     # ------------------------------------------------------------------------------------------ for requests
@@ -108,11 +105,11 @@ class PrefixCache:
         is_background: bool = False,
         lookup: Lookup | None = None,
     ) -> Lease | None:
-        """Gives a prompt a slot with as much of it restored as can be; None if it must wait for another request.
+        """Gives a prompt a slot with as much of it restored as possible; None if it must wait for another request.
 
         Memory for `expected_tokens` of output is reserved. State that `is_volatile` is never written to disk. For a
-        prompt that `is_background` the ends of sessions are evicted last. `lookup` is one of the same prompt, if it
-        was matched before. Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other
+        prompt that `is_background` the ends of sessions are evicted last. `lookup` is an earlier look-up of the same
+        prompt, if any. Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot fit while other
         state is pinned.
         """
         request = CacheRequest(
@@ -132,13 +129,13 @@ class PrefixCache:
         return self._promotion.find_restorable(lookup or Lookup(tokens, namespace=namespace))
 
     def prefetch(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> Prefetch | None:
-        """Begins to read from disk what `begin` would have to wait for; None if disk has nothing to add."""
+        """Begins to read from disk what `begin` would wait for; None if disk has nothing to add."""
         return self._promotion.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns from caches that hold a few tokens how large a sequence is, and which layers the model really uses.
+        """Learns from caches that hold a few tokens how large a sequence is, and which layers the model uses.
 
-        Before that, sizes of requests are not estimated, and every layer is taken for used.
+        Before that, sizes of requests are not estimated, and every layer counts as used.
         """
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
@@ -146,11 +143,11 @@ class PrefixCache:
             self.disk.bytes_per_token = self.sizes.bytes_per_token
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns about how many bytes a live sequence of `num_tokens` takes."""
+        """Returns the approximate bytes of a live sequence of `num_tokens`."""
         return self.sizes.bytes_for(num_tokens)
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drops everything of one namespace, or of all, that no running request holds; pins too."""
+        """Drops all state and pins of one namespace, or of all, except what a running request holds."""
         self.pins.release_all(namespace)
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
@@ -160,13 +157,13 @@ class PrefixCache:
             self.disk.tier.clear(namespace)
 
     def relieve(self) -> None:
-        """Evicts half of what is stored: the device has less memory than the budget says."""
+        """Evicts half of the stored state: the device has less memory than the budget says."""
         self.reclaimer.relieve()
 
     def try_resize(self, budget_bytes: int) -> int:
-        """Has all state keep within another budget, by paging out and evicting what no running request holds.
+        """Changes the budget, paging out and evicting what no running request holds.
 
-        Returns by how many bytes these exceed it; if by any, the budget stays what it was.
+        Returns by how many bytes the running requests exceed the new budget; if they do, the budget is unchanged.
         """
         before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
         self.reclaimer.free_excess()
@@ -178,36 +175,38 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Keeps what is stored of `tokens` from being evicted until it is unpinned; returns how many that are.
+        """Protects the stored state of `tokens` from eviction until unpinned; returns the number of tokens.
 
-        If the name's label is a session's, the pin moves on to the end of each turn that this session closes.
-        Raises PinLimit if explicit pins would take more than half of the budget.
+        If the name's label is a session's, the pin moves to the end of each turn that this session closes. Raises
+        PinLimit if explicit pins would take more than half of the budget.
         """
         return self._pinning.pin(name, tokens)
 
     def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Keeps what is stored of `tokens` up to a reading of the clock, or until a request has to wait for it."""
+        """Protects the stored state of `tokens` until the clock reads `until`, or a request has to wait for
+        memory.
+        """
         self._pinning.pin_until(name, tokens, until)
 
     def unpin(self, name: PinName) -> None:
-        """Ends a pin, if there is one of that name."""
+        """Ends the pin of that name, if any."""
         self.pins.release(name)
 
     def release_expired(self, now: float) -> None:
-        """Ends the soft pins whose time is over."""
+        """Ends expired soft pins."""
         self.pins.release_expired(now)
 
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Writes the state that is to be kept and not on disk yet, one piece with each step.
+        """Writes unsaved state that should be kept, one piece with each step.
 
         For idle time: begin anew after any other call.
         """
         return self._demotion.save()
 
     def end(self, timeout_seconds: float) -> None:
-        """Ends the cache; with a disk, what is not there yet is written first, as far as time allows."""
+        """Ends the cache; with a disk, first writes unsaved state as far as time allows."""
         if self.disk is not None:
             self.disk.close(self.save(), timeout_seconds)
             self.disk = self._promotion.disk = self._demotion.disk = None
@@ -215,7 +214,7 @@ class PrefixCache:
     def park(self) -> None:
         """Pages all slots out, so that nothing here refers to the model any more. No request may be running.
 
-        Until `resume` nothing but `try_resize` and reports may be asked for, on any one thread.
+        Until `resume`, only `try_resize` and reports may be called, on any one thread.
         """
         assert not any(slot.is_leased for slot in self.slots), "a request still runs"
         for slot in self.slots:
@@ -223,7 +222,7 @@ class PrefixCache:
         self.pager.use_caches_of(_no_caches)
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
-        """Goes on after `park` with the same model, loaded anew, and another budget; on its worker thread."""
+        """Continues after `park` with the same model, loaded anew, and another budget; on its worker thread."""
         for slot in self.slots:
             slot.caches = []
         self.pager.use_caches_of(make_caches)
@@ -233,11 +232,11 @@ class PrefixCache:
 
     @property
     def reports(self) -> CacheReports:
-        """Tells what is held of each namespace."""
+        """Returns the reports by namespace."""
         return CacheReports(self.memory, self.pager, self.disk, self.pins)
 
     def stats(self) -> CacheStats:
-        """Returns counts and bytes of now, for reports."""
+        """Returns the current counts and bytes."""
         tier = self.disk.tier if self.disk is not None else None
         return CacheStats(
             num_nodes=self.memory.num_nodes,

@@ -1,10 +1,7 @@
-"""Frees memory: pages idle slots out, then evicts stored state, then ends soft pins and evicts again.
+"""Frees memory of one model's budget, and decides who keeps it: live buffers, memory set aside, pinned prefixes.
 
-Memory for the live buffers of a running sequence: reserved when it begins, and grown while it generates.
-
-Memory of the budget for state that is no conversation's, one amount at a time.
-
-Pins prefixes by name: finds the nodes to pin, bounds what explicit pins take, moves a session's pin along.
+Memory is freed in this order: idle slots are paged out, stored state is evicted, soft pins end and more is evicted.
+Live buffers are reserved when a sequence begins, and grow while it generates. Worker thread only.
 """
 
 import contextlib
@@ -43,9 +40,9 @@ class Reclaimer:
         busy: Slot | None = None,
         is_background: bool = False,
     ) -> int:
-        """Frees `excess_bytes`, without evicting what is `protected`; returns how many of them could not be freed.
+        """Frees `excess_bytes` without evicting `protected` nodes; returns the bytes that could not be freed.
 
-        `busy` is the slot that the memory is for; it is not paged out. For a request that `is_background` the ends of
+        `busy` is the slot that needs the memory; it is not paged out. For a request that `is_background` the ends of
         sessions are evicted last.
         """
         if excess_bytes <= 0:
@@ -65,7 +62,7 @@ class Reclaimer:
     def free_to_restore(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
         """Frees memory for a sequence of `num_tokens` in `slot` whose first `offset` tokens are paged in from `path`.
 
-        What cannot be freed stays missing: it is too late for the request to wait.
+        A remaining shortage is tolerated: it is too late for the request to wait.
         """
         self.free(
             self.excess_for(slot, path, offset, num_tokens),
@@ -77,7 +74,7 @@ class Reclaimer:
     def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
         """Returns the bytes to free for a sequence of `num_tokens` in `slot`, `[0, offset)` coming from `path`.
 
-        If there are any, idle slots are paged out first. What was live only there can then be moved into
+        If there are any, idle slots are paged out first. State that was live only there can then be moved into
         `slot`, and no longer counts twice.
         """
         excess = self._ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
@@ -87,7 +84,7 @@ class Reclaimer:
         return excess
 
     def _growth(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
-        """Returns the bytes charged in addition once `slot` has `num_tokens`, `[0, offset)` moved in from `path`."""
+        """Returns the additional bytes charged once `slot` has `num_tokens`, `[0, offset)` moved in from `path`."""
         moving = 0.0
         for node in path:
             start, stop, span = node.start, node.stop, node.span
@@ -96,7 +93,7 @@ class Reclaimer:
         return int(self._sizes.bytes_for(num_tokens) - moving) - self._ledger.slot_bytes(slot.index)
 
     def relieve(self) -> None:
-        """Evicts half of what is stored: the device has less memory than the budget says.
+        """Evicts half of the stored state: the device has less memory than the budget says.
 
         Pages nothing out, since that takes memory before it frees any.
         """
@@ -116,7 +113,8 @@ class Reservations:
         self._reclaimer = reclaimer
 
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
-        """Reserves memory for a sequence of `num_tokens`, and resizes the live buffers unless they take `needed`.
+        """Reserves memory for a sequence of `num_tokens`, and resizes the live buffers unless they have room for
+        `needed`.
 
         After an error the slot is empty and no longer leased.
         """
@@ -133,9 +131,9 @@ class Reservations:
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens` in all; False if not even one more token fits.
+        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits.
 
-        Pages idle slots out and evicts stored state for it.
+        May page idle slots out and evict stored state.
         """
         wanted = max(slot.offset + layout.GROWTH_TOKENS, slot.reserved_tokens)
         capacity = self._affordable(slot, min(wanted, max_tokens))
@@ -146,11 +144,11 @@ class Reservations:
         return True
 
     def _affordable(self, slot: Slot, num_tokens: int) -> int:
-        """Frees memory for `num_tokens` in `slot`; returns how many of them fit the budget after that.
+        """Frees memory for `num_tokens` in `slot`; returns how many of them then fit the budget.
 
-        The slot counts with its estimate, even where it holds more now: an allocator hands out larger buffers
-        than it is asked for, and the next token cuts a window's buffer. Counted with what it holds, a sequence
-        that was estimated to fit would not.
+        The slot counts with its estimate, even where it holds more now: an allocator returns larger buffers than
+        requested, and the next token cuts a window's buffer. Counted by what it holds, a sequence that was estimated
+        to fit would not.
         """
         growth = self._sizes.bytes_for(num_tokens) - self._ledger.slot_bytes(slot.index)
         excess = self._ledger.excess_bytes(growth)
@@ -159,7 +157,7 @@ class Reservations:
 
 
 class SetAside:
-    """Sets memory aside for a sequence that has no slot. Worker thread only."""
+    """Sets memory aside for one sequence without a slot. Worker thread only."""
 
     def __init__(self, ledger: Ledger, sizes: SequenceSizes, reclaimer: Reclaimer) -> None:
         self._ledger = ledger
@@ -167,9 +165,9 @@ class SetAside:
         self._reclaimer = reclaimer
 
     def try_take(self, num_tokens: int) -> bool:
-        """Sets aside what a sequence of `num_tokens` takes; False if running requests hold too much.
+        """Sets aside memory for a sequence of `num_tokens`; False if running requests hold too much.
 
-        Idle slots are paged out and stored state is evicted for it, the ends of sessions last.
+        May page idle slots out and evict stored state, the ends of sessions last.
         """
         num_bytes = self._sizes.bytes_for(num_tokens)
         if num_bytes > self._ledger.budget_bytes:
@@ -180,12 +178,12 @@ class SetAside:
         return True
 
     def give_back(self) -> None:
-        """Ends that."""
+        """Releases the memory set aside."""
         self._ledger.reserve(ASIDE, 0)
 
 
 class Pinning:
-    """Pins what tries hold of given tokens. Worker thread only."""
+    """Pins the state of given tokens, bounds explicit pins, and moves a session's pin along. Worker thread only."""
 
     def __init__(self, pager: Pager, sizes: SequenceSizes) -> None:
         self.pins = Pins()
@@ -193,7 +191,7 @@ class Pinning:
         self._sizes = sizes
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Pins what is stored of `tokens` until it is unpinned; returns how many tokens that are.
+        """Pins the stored state of `tokens` until it is unpinned; returns the number of tokens.
 
         Raises PinLimit if explicit pins would take more than half of the budget.
         """
@@ -204,7 +202,7 @@ class Pinning:
         return match.length
 
     def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Pins what is stored of `tokens` softly, up to a reading of the caller's clock."""
+        """Pins the stored state of `tokens` softly, until the caller's clock reads `until`."""
         assert name.is_soft
         trie = self._pager.trie(name.namespace)
         path = trie.match(tokens).path
@@ -212,7 +210,7 @@ class Pinning:
             self.pins.hold(name, trie, choose_nodes(path), until)
 
     def follow(self, slot: Slot) -> None:
-        """Moves the pin of a slot's session, if it has one, to the end of its sequence."""
+        """Moves the pin of a slot's session, if any, to the end of its sequence."""
         name = PinName(slot.namespace, slot.turn.session_id or "")
         if name in self.pins and slot.tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
@@ -227,7 +225,9 @@ class Pinning:
         self.pins.hold(name, trie, nodes)
 
     def _bytes_of(self, nodes: set[Node]) -> int:
-        """Returns about how many bytes pins on `nodes` keep: the spans of their paths and their own snapshots."""
+        """Returns the approximate bytes that pins on `nodes` protect: the spans of their paths and their own
+        snapshots.
+        """
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * self._sizes.bytes_per_token)

@@ -1,11 +1,9 @@
-"""Slots: places for live sequences, and the choice of one for a request.
+"""Slots: places for live sequences, the choice of one for a request, and the clock by which their state ages.
 
-A slot holds the layer caches of one sequence and the tokens they stand for. It is *leased* while a request runs
-in it and *idle* afterwards, still live: the next turn of the same conversation goes on in place. A slot knows no
-budget, and of the trie only the node where its sequence ends. `choose_slot` decides from plain figures which slot a
-request gets.
-
-The logical clock of the cache: it counts requests, and state ages by it. It knows no seconds.
+A slot holds the layer caches of one sequence and the sequence's tokens. It is *leased* while a request runs in it and
+*idle* afterwards, still live: the next turn of the same conversation continues in place. A slot knows no budget, and
+of the trie only the node where its sequence ends. `choose_slot` decides from plain figures. The clock counts requests
+and knows no seconds.
 """
 
 from collections.abc import Iterable
@@ -20,7 +18,7 @@ from cache.types import LayerCache, TokenArray
 
 
 class TokenLog:
-    """The tokens of a live sequence, growing at the end and cut at will. No Python object per token."""
+    """The tokens of a live sequence, growing and cut at the end. No Python object per token."""
 
     def __init__(self) -> None:
         self._tokens = np.empty(256, np.int32)
@@ -50,23 +48,23 @@ class TokenLog:
 
 @dataclass(eq=False)
 class SlotTurn:
-    """What is known of the request that runs in a slot, or ran in it last."""
+    """The request that runs in a slot, or ran in it last."""
 
     session_id: str | None = None
     is_volatile: bool = False
-    """Its state must not be written to disk."""
+    """The request's state must not be written to disk."""
     is_background: bool = False
-    """It is of the background class."""
+    """The request is of the background class."""
     leaves_background: bool = False
-    """Like all earlier requests of its conversation it is of the background class; so is then the end."""
+    """All requests of the conversation so far, this one included, are of the background class."""
     is_on_probation: bool = False
-    """It has no session and continues no earlier turn."""
+    """The request has no session and continues no earlier turn."""
     landing: int = 0
-    """The offset at which it was restored."""
+    """The offset at which the request was restored."""
     start: int = 0
-    """The offset in its prompt from which the next turn may render the same messages differently."""
+    """The offset in the prompt from which the next turn may render the same messages differently."""
     last_used: int = 0
-    """When it began, or ended."""
+    """When the request began, or ended."""
 
 
 @dataclass(eq=False)
@@ -75,7 +73,7 @@ class Slot:
 
     index: int
     caches: list[LayerCache]
-    """Empty where the slot was emptied, until a request enters it."""
+    """Empty from emptying the slot until a request enters it."""
     log: TokenLog
     tip: Node
     """The trie node where the sequence ends, as far as it is recorded in the trie."""
@@ -83,11 +81,11 @@ class Slot:
     turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
-    """Its spans were truncated and it is about to be restored; its windows and points still belong to the old end."""
+    """The spans were truncated for a restore to come; windows and points still belong to the old end."""
     capacity: int = 0
-    """Tokens that the live buffers take, or will take once they are allocated."""
+    """Tokens that fit the live buffers, or will fit once they are allocated."""
     reserved_tokens: int = 0
-    """Tokens that memory is reserved for."""
+    """Tokens with reserved memory."""
 
     @property
     def offset(self) -> int:
@@ -95,7 +93,7 @@ class Slot:
         return len(self.log)
 
     def runs_session(self, namespace: str, session_id: str | None) -> bool:
-        """Whether the last request here was one of that session."""
+        """Whether the last request here belonged to that session."""
         return session_id is not None and self.turn.session_id == session_id and self.namespace == namespace
 
     def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
@@ -109,16 +107,16 @@ class Slot:
 
 
 def _ends_a_turn(landing: Node) -> bool:
-    """Whether a sequence that goes on from here continues a conversation, rather than sharing a beginning only."""
+    """Whether a sequence that continues from here continues a conversation, rather than sharing only a beginning."""
     turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
     return landing.parent is not None and (not landing.children or landing.kind in turns)
 
 
 class SlotView(NamedTuple):
-    """What `choose_slot` needs to know of one slot."""
+    """One slot, as `choose_slot` needs to know it."""
 
     slot: int
-    """Its index."""
+    """The slot's index."""
     is_leased: bool
     offset: int
     common: int
@@ -129,7 +127,7 @@ class SlotView(NamedTuple):
 
     @property
     def continues(self) -> bool:
-        """Whether the request goes on exactly where the slot's sequence ends."""
+        """Whether the request continues exactly where the slot's sequence ends."""
         return 0 < self.offset == self.common
 
     @property
@@ -141,10 +139,10 @@ class SlotView(NamedTuple):
 
 
 def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
-    """Returns the index of the slot a request should run in; None while all are leased.
+    """Returns the index of the slot for a request; None while all are leased.
 
-    First the idle slot whose sequence the request continues, unless the trie restores deeper; then the slot of
-    the same conversation, to rewind it; then an empty one; then the least recently used.
+    First the idle slot whose sequence the request continues, unless the trie restores deeper; then the slot of the
+    same conversation, to rewind it; then an empty one; then the least recently used.
     """
     idle = [view for view in views if not view.is_leased]
     if not idle:
@@ -161,9 +159,10 @@ def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
 NEW_SESSION_COUNT = 200
 """How far the clock moves when a new session begins; it moves by 1 when any request begins or ends.
 
-A client that begins a conversation has often ended another one. Nobody knows which, so all silent ones age."""
+A client that begins a conversation has often ended another one. Nobody knows which, so all silent ones age.
+"""
 MAX_SESSIONS = 10_000
-"""The most sessions that are remembered; a session that was forgotten counts as new."""
+"""The most remembered sessions; a forgotten session counts as new."""
 
 
 class RequestClock:
@@ -172,10 +171,10 @@ class RequestClock:
     def __init__(self) -> None:
         self.now = 0
         self._sessions: dict[tuple[str, str], None] = {}
-        """By namespace and name, in the order of their last request."""
+        """By namespace and name, in the order of the last request."""
 
     def begin(self, namespace: str, session_id: str | None, *, is_background: bool = False) -> None:
-        """Counts a request that begins. Background requests begin no session."""
+        """Counts the start of a request. Background requests begin no session."""
         self.now += 1
         if session_id is None or is_background:
             return
@@ -188,5 +187,5 @@ class RequestClock:
             del self._sessions[next(iter(self._sessions))]
 
     def end(self) -> None:
-        """Counts a request that ends."""
+        """Counts the end of a request."""
         self.now += 1

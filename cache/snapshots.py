@@ -1,15 +1,12 @@
-"""Snapshots of window and point state on nodes, and the offsets that a path of them can restore.
+"""Snapshots of window and point state on nodes, the offsets they can restore, and where to take and keep them. Pure.
+
+A *restore point* is an offset at which every layer of a model can be restored. Models whose state is sliceable per
+token can be restored anywhere; others only where a snapshot was taken, so the choice of offsets decides how much of
+the next prompt must be evaluated again.
 
 Window rows are kept for the last W tokens before each restore point. A snapshot holds the rows that no snapshot above
 it holds, and shares the others. An offset can be restored if its last W rows are held, by however many snapshots.
-Point state is restored exactly where it was captured. Rows and state are carried here, and never looked into.
-
-Where restore points belong: pure decisions over token offsets.
-
-A *restore point* is an offset at which every layer of a model can be restored. Models whose state is
-sliceable per token can be restored anywhere; the others only where a snapshot was taken, so the choice of
-offsets decides how much of the next prompt must be evaluated again. This module knows offsets and their
-reasons only: no tokens, no arrays, no clock.
+Point state is restored exactly where it was captured. Rows and state are carried here and never inspected.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +32,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that dropping this frees."""
+        """Bytes of memory that dropping the snapshot frees."""
         return (self.window.num_bytes if self.window else 0) + (self.points.num_bytes if self.points else 0)
 
     def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
@@ -93,10 +90,10 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns the nodes of a path that hold window rows of the window before `offset`, the last ones first.
+    """Returns the nodes of a path that hold rows of the window before `offset`, the last ones first.
 
-    A sequence that is to be restored there needs these rows, so they must not be evicted before, even if nothing
-    else needs them.
+    Restoring a sequence at `offset` needs these rows, so they must not be evicted before, even if nothing else needs
+    them.
     """
     first, found = max(0, offset - layout.window), list[Node]()
     for node in reversed(path):
@@ -109,7 +106,7 @@ def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[N
 
 
 def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
-    """Returns adjoining segments with the rows that a window needs before `offset`, as far as they are held."""
+    """Returns adjoining segments with the rows of the window before `offset`, as far as they are held."""
     rows: list[Segment] = []
     needed, first = offset, max(0, offset - layout.window)
     for node in rows_before(layout, path, offset):
@@ -124,8 +121,8 @@ def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
     """Whether a restore point further down needs window rows that are only here.
 
-    Only restore points at the ends of nodes count. A request that is to be restored inside an edge protects the rows
-    for that itself, see `rows_before`.
+    Only restore points at the ends of nodes count. A request that is to be restored inside an edge protects its rows
+    itself, see `rows_before`.
     """
     rows = _window(node)
     return rows is not None and any(_shares_rows(layout, child, rows) for child in node.children.values())
@@ -144,7 +141,7 @@ def _window(node: Node) -> "Segment | None":
 
 
 def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
-    """Returns the range of window rows so far, extended by the next snapshot, or replaced if the two do not meet."""
+    """Returns the range of window rows extended by the next snapshot; replaced if the two do not meet."""
     window = snapshot.window if isinstance(snapshot, Snapshot) else None
     if window is None:
         return cover
@@ -154,7 +151,7 @@ def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] |
 
 
 class RestorePointKind(StrEnum):
-    """Why an offset is to be restorable."""
+    """Why an offset should be restorable."""
 
     SYSTEM_END = "system_end"
     USER_START = "user_start"
@@ -167,25 +164,27 @@ class RestorePointKind(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class RestorePoint:
-    """The sequence is to be restorable at `offset` tokens from its start, because of `kind`."""
+    """The sequence should be restorable at `offset` tokens from its start, because of `kind`."""
 
     offset: int
     kind: RestorePointKind
 
 
 KEPT_POINTS = 4
-"""Restore points at the end of a pinned conversation that are pinned too: those of about its last two turns."""
+"""Restore points pinned at the end of a pinned conversation: those of about its last two turns."""
 SAME_TOKENS = 64
 """Of points closer to each other than this, one is kept."""
 THINNING_TOKENS, THINNING_RATIO = 512, 8
 """Before the newest turn, points are kept at least `THINNING_TOKENS` apart, and ever sparser: seen from the end, each
-is `THINNING_RATIO` times further away than the next newer one."""
+is `THINNING_RATIO` times further away than the next newer one.
+"""
 INTERVAL_TOKENS = 8192
-"""How far apart points are along a new prompt."""
+"""Distance of points along a new prompt."""
 
 
 def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
-    """Returns where a prefill chunk that starts at `offset` of a prompt of `limit` tokens ends, restore points aside.
+    """Returns where a prefill chunk that starts at `offset` of a prompt of `limit` tokens ends, ignoring restore
+    points.
 
     Chunks end at multiples of their size, wherever they start, so that a hit and a miss evaluate the same shapes as
     far as possible. The rest of a prompt is one chunk if it fits, since every chunk reads all weights, however short
@@ -197,20 +196,21 @@ def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
 
 
 class KeptPoint(NamedTuple):
-    """A restore point of one conversation that is kept now."""
+    """A restore point of one conversation that exists now."""
 
     offset: int
     kind: RestorePointKind | None
     is_branch: bool
-    """Whether several conversations go on from here."""
+    """Whether several conversations continue from here."""
 
 
 def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
-    """Returns which points of a conversation later turns will hardly need; `points` and the result ascend by offset.
+    """Returns the points of a conversation that later turns will hardly need; `points` and the result ascend by
+    offset.
 
-    `landing` is the offset at which its newest turn was restored. A conversation nearly always goes on at its end. Of
-    2 817 recorded requests of coding agents, 130 went on at the end of the last prompt or within what was new in it,
-    for which the restore point at `landing` serves, and 8 further back. So the end, the last prompt's end and the
+    `landing` is the offset at which its newest turn was restored. A conversation nearly always continues at its end.
+    Of 2 817 recorded requests of coding agents, 130 continued at the end of the last prompt or within what was new in
+    it, for which the restore point at `landing` serves, and 8 further back. So the end, the last prompt's end and the
     point at `landing` are kept, and ever fewer points before: one is superseded if the points around it are, seen
     from the end, less than `THINNING_RATIO` apart.
     """
@@ -231,7 +231,7 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 
 
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
-    """Returns which points of a conversation should be written to disk; `points` and the result ascend by offset.
+    """Returns the points of a conversation that should be written to disk; `points` and the result ascend by offset.
 
     Points that several conversations share, and explicit ones, are all written. Of the points that each turn leaves,
     two are candidates: the end of the newest prompt, which the next turn will contain in any case, and the end of the
@@ -249,12 +249,12 @@ def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_
 
 
 def outlasts_turns(point: KeptPoint) -> bool:
-    """Whether a point stays useful however its conversation goes on."""
+    """Whether a point stays useful however its conversation continues."""
     return point.is_branch or point.kind in (RestorePointKind.SYSTEM_END, RestorePointKind.EXPLICIT)
 
 
 def intervals(start: int, stop: int) -> list[RestorePoint]:
-    """Returns points along `[start, stop)`, which must be evaluated; none if it is short, as one more turn is."""
+    """Returns points along `[start, stop)`, which must be evaluated; none if it is as short as one more turn."""
     if stop - start < 2 * INTERVAL_TOKENS:
         return []
     first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS

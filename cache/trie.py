@@ -1,24 +1,21 @@
-"""The prefix trie of the memory tier: nodes with the state of their tokens, stored or live in a slot.
+"""A path-compressed prefix trie over token ids, and the trie of the memory tier with state on its nodes.
 
-Invariants, checked by `PrefixTrie.check` besides those of `cache.trie`:
-
-* a node below the root holds the span state of exactly its edge: in a stored `span`, or live in its `home`;
-* a snapshot's rows end at its node's `stop`;
-* below a volatile node all nodes are volatile: a request that had the later tokens had the earlier ones too.
-
-The trie decides where state belongs, not what it is: a span and a snapshot are anything that can be split and joined.
-It knows no arrays, no clock and no budget.
-
-A path-compressed prefix trie over token ids: edges, nodes, match, split, join. Knows nothing of what state is.
+Each tier attaches its state to nodes of a class derived from `TokenNode`: here in memory, stored or live in a slot,
+and in `cache.disk.tree` on disk. `TokenTrie` knows edges only, and asks a node to divide, join and drop its state.
+The tries decide where state belongs, not what it is: a span and a snapshot are anything that can be split and joined.
+Tokens are compared by whole edges, byte by byte: a match costs microseconds per thousand tokens and no Python object
+per token. Knows no arrays of state, no clock and no budget.
 
 Invariants, checked by `TokenTrie.check`:
 
 * a child starts where its parent stops, and an edge is as long as the range it covers;
 * no two siblings begin with the same token.
 
-Each tier hangs state of its own on the nodes, in a class derived from `TokenNode`: `cache.trie` in memory,
-`cache.disk.tree` on disk. The trie asks a node to divide, join and drop that state as edges change. Tokens are
-compared by whole edges, byte by byte: a match costs microseconds per thousand tokens and no Python object per token.
+Invariants, checked by `PrefixTrie.check` besides:
+
+* a node below the root holds the span state of exactly its edge: in a stored `span`, or live in its `home`;
+* a snapshot's rows end at its node's `stop`;
+* below a volatile node all nodes are volatile: a request that had the later tokens had the earlier ones too.
 """
 
 import itertools
@@ -32,7 +29,7 @@ from cache.types import TOKEN_BYTES, TokenArray, common_prefix_length
 
 
 class TokenNode:
-    """One edge `[start, stop)` of a trie, and where it ends."""
+    """One edge `[start, stop)` of a trie, and the node where it ends."""
 
     __slots__ = ("children", "data", "number", "parent", "start", "stop", "tokens")
 
@@ -43,7 +40,7 @@ class TokenNode:
         self.stop = start + len(tokens)
         self.children: dict[int, Self] = {}
         self.number = 0
-        """Tells it apart from all other nodes that its trie ever had, but for the root."""
+        """Distinguishes the node from all others that its trie ever had, except the root."""
 
     def hold(self, data: bytes) -> None:
         """Sets the edge's tokens from their bytes in memory; the caller sets `start` and `stop`."""
@@ -69,23 +66,23 @@ class TokenNode:
         return node
 
     def divide_state(self, upper: Self, offset: int) -> None:
-        """Leaves the state of the tokens up to `offset` to `upper`, a new node, and keeps the rest.
+        """Moves the state of the tokens up to `offset` to `upper`, a new node, and keeps the rest.
 
         Changes nothing if it raises.
         """
 
     def may_join(self, parent: Self) -> bool:
-        """Whether nothing but the structure needs the border between `parent` and this node."""
+        """Whether only the structure needs the border between `parent` and this node."""
         return True
 
     def join_state(self, parent: Self) -> None:
         """Takes over the state of `parent`, whose edge becomes the first part of this one. Needs `may_join`."""
 
     def drop_state(self) -> None:
-        """Lets go of all state: the node has left the trie."""
+        """Releases all state: the node has left the trie."""
 
     def check(self) -> None:
-        """Asserts what is true of the node's state."""
+        """Asserts the invariants of the node's state."""
 
     def __repr__(self) -> str:
         return f"Node[{self.start}, {self.stop}) with {len(self.children)} children"
@@ -97,7 +94,7 @@ TrieNodeCo = TypeVar("TrieNodeCo", bound=TokenNode, covariant=True)
 
 @dataclass(frozen=True)
 class Match(Generic[TrieNodeCo]):
-    """The longest stored prefix of some tokens: `path` covers `[0, length)`, its last node maybe in part."""
+    """The longest stored prefix of some tokens: `path` covers `[0, length)`, the last node perhaps only in part."""
 
     path: list[TrieNodeCo]
     length: int
@@ -115,7 +112,7 @@ class Place(Generic[TrieNodeCo]):
 
     @property
     def is_gone(self) -> bool:
-        """Whether its node has left the trie since: the tokens must be matched from the root again."""
+        """Whether the node has left the trie: the tokens must then be matched from the root again."""
         return self.length > 0 and self.node.parent is None
 
     def edges(self, start: int, stop: int) -> Iterator[TrieNodeCo]:
@@ -128,10 +125,10 @@ class Place(Generic[TrieNodeCo]):
 
 
 class TokenTrie(Generic[TrieNode]):
-    """Edges and nodes for one namespace. Single-threaded, like everything in `cache`.
+    """Edges and nodes for one namespace. Single-threaded.
 
     `changed` gets every node whose edge, state or children have changed, and every node that was removed or joined
-    away, which has no parent by then.
+    away, which then has no parent.
     """
 
     def __init__(
@@ -154,7 +151,7 @@ class TokenTrie(Generic[TrieNode]):
         return Match(place.node.path(), place.length)
 
     def follow(self, place: Place[TrieNode], tokens: TokenArray) -> Place[TrieNode]:
-        """Returns the place where matching goes on with `tokens`, those after `place`; every one is compared."""
+        """Returns the place where matching continues with `tokens`, which follow `place`; every token is compared."""
         node, length, done = place.node, place.length, 0
         while node.parent is not None and length <= node.start:
             node = node.parent  # the edge was cut since
@@ -166,7 +163,7 @@ class TokenTrie(Generic[TrieNode]):
                     break
                 node = child
             edge_done, edge_left = length - node.start, node.stop - length
-            # A path has many edges, and nearly all of them match whole: this comparison takes most of the time.
+            # A path has many edges, and nearly all of them match completely: this comparison takes most of the time.
             piece = data[TOKEN_BYTES * done : TOKEN_BYTES * (done + edge_left)]
             if node.data.startswith(piece, TOKEN_BYTES * edge_done):
                 matched = len(piece) // TOKEN_BYTES
@@ -215,14 +212,14 @@ class TokenTrie(Generic[TrieNode]):
         return upper
 
     def can_absorb_parent(self, node: TrieNode) -> bool:
-        """Whether `node` and its parent are one edge in two pieces, with nothing that needs the border."""
+        """Whether `node` and its parent are one edge in two pieces, and nothing needs the border."""
         parent = node.parent
         return (
             parent is not None and parent.parent is not None and len(parent.children) == 1 and node.may_join(parent)
         )
 
     def absorb_parent(self, node: TrieNode) -> None:
-        """Joins `node` with its parent, which disappears. Needs `can_absorb_parent(node)`."""
+        """Joins `node` with its parent, which disappears. Requires `can_absorb_parent(node)`."""
         parent = node.parent
         if parent is None or parent.parent is None or not self.can_absorb_parent(node):
             raise ValueError(f"{node} cannot absorb its parent")
@@ -237,7 +234,7 @@ class TokenTrie(Generic[TrieNode]):
         self._changed(node)
 
     def remove(self, leaf: TrieNode) -> None:
-        """Removes a leaf and the state that it holds."""
+        """Removes a leaf and its state."""
         if leaf.children or leaf.parent is None:
             raise ValueError(f"{leaf} is not a removable leaf")
         parent = leaf.parent
@@ -258,7 +255,7 @@ class TokenTrie(Generic[TrieNode]):
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Asserts the module's invariants and those of the nodes' state; cheap enough after every step of a test."""
+        """Asserts the invariants of the trie and of the nodes' state; cheap enough after every step of a test."""
         num_nodes = 0
         for node in self.nodes():
             num_nodes += 1
@@ -318,7 +315,7 @@ class NodeSnapshot(Protocol):
 
 
 class Node(TokenNode):
-    """One edge of the trie, the state that belongs to it, and what is known of its use."""
+    """One edge of the trie, its state, and its use."""
 
     __slots__ = (
         "home",
@@ -343,7 +340,7 @@ class Node(TokenNode):
         self.span: Span | None = None
         self.snapshot: NodeSnapshot | None = None
         self.home: Any = None
-        """The slot in which this edge's span is live; None if it is stored."""
+        """The slot in which this edge's span is live; None if the span is stored."""
         self.last_used = 0
         """The reading of a logical clock when a sequence was last restored at this node or recorded up to it."""
         self.last_used_behind = 0
@@ -351,7 +348,7 @@ class Node(TokenNode):
         self.session_id: str | None = None
         """The session of the last sequence that ended here."""
         self.is_on_probation = False
-        """A sequence without a session ends here, and none has gone on from it."""
+        """A sequence without a session ends here, and none has continued from it."""
         self.is_background = False
         """A conversation of background requests ends here."""
         self.num_slots = 0
@@ -359,15 +356,15 @@ class Node(TokenNode):
         self.num_pins = 0
         """Pins on this node; the trie never merges a pinned node away."""
         self.num_uses = 0
-        """Sequences that were restored with its tokens; for people, evictions do not look at it."""
+        """Sequences restored with the edge's tokens; for people, evictions ignore it."""
         self.kind: Any = None
-        """Why its snapshot was taken; not used by the trie."""
+        """Why the snapshot was taken; not used by the trie."""
         self.is_explicit = False
-        """A restore point that a client asked for: never merged away."""
+        """A restore point that a client requested: never merged away."""
         self.is_volatile = False
-        """All requests with its tokens were volatile: none of its state may be written to disk."""
+        """All requests with the edge's tokens were volatile: none of its state may be written to disk."""
         self.place: Place[TokenNode] | None = None
-        """Where its tokens end in the trie of the disk tier, as it was last found; not used by this trie."""
+        """The last known place of the tokens in the trie of the disk tier; not used by this trie."""
 
     @property
     def num_bytes(self) -> int:
@@ -407,7 +404,7 @@ class Node(TokenNode):
         self.span = self.snapshot = self.home = None
 
     def check(self) -> None:
-        """Asserts what is true of the node's state."""
+        """Asserts the invariants of the node's state."""
         assert (self.span is None) != (self.home is None), f"{self} must be stored or live, not both"
         if self.span is not None:
             assert (self.span.start, self.span.stop) == (self.start, self.stop), f"{self} holds a foreign span"
@@ -422,11 +419,11 @@ NodeMatch: TypeAlias = Match[Node]
 
 
 class PrefixTrie(TokenTrie[Node]):
-    """Edges and state for one namespace. Single-threaded, like everything in `cache`.
+    """Edges and state for one namespace. Single-threaded.
 
-    Three callbacks follow what happens. `count_bytes` gets the bytes of stored state that a change adds, negative
-    when it frees some. `changed` gets every node whose edge, span or children have changed, and every node that was
-    removed or joined away, which has no parent by then. `snapped` gets every node whose snapshot was replaced.
+    `count_bytes` gets the bytes of stored state that a change adds, negative when it frees some. `changed` gets every
+    node whose edge, span or children have changed, and every node that was removed or joined away, which then has no
+    parent. `snapped` gets every node whose snapshot was replaced.
     """
 
     def __init__(
@@ -454,7 +451,7 @@ class PrefixTrie(TokenTrie[Node]):
         self._count_bytes(node.num_bytes - before)
 
     def remove(self, leaf: Node) -> None:
-        """Removes a leaf and the state that it holds; no slot may end there."""
+        """Removes a leaf and its state; no slot may end there."""
         if leaf.num_slots:
             raise ValueError(f"{leaf} is not a removable leaf")
         num_bytes = leaf.num_bytes
@@ -469,7 +466,7 @@ class PrefixTrie(TokenTrie[Node]):
         self._changed(node)
 
     def make_live(self, node: Node, home: Any) -> None:
-        """Records that the node's span is live in the slot `home`; a stored copy is dropped."""
+        """Records that the node's span is live in the slot `home`; drops a stored copy."""
         if node.span is not None:
             self._count_bytes(-node.span.num_bytes)
             node.span = None

@@ -1,7 +1,4 @@
-"""Types that parts of the cache share, for those that must not know what stands behind them. Knows no MLX.
-
-Sequences of tokens as arrays, and where two of them part. Pure.
-"""
+"""Types and token arrays that parts of the cache share without knowing their implementation. Knows no MLX. Pure."""
 
 from typing import Any, Protocol, TypeAlias
 
@@ -13,11 +10,11 @@ LayerCache: TypeAlias = Any
 
 
 class LayerKinds(Protocol):
-    """Which kinds of state a model's layers have, so what is needed to restore them; `cache.layers.layout.Layout`."""
+    """The kinds of state in a model's layers, which decide how it is restored; `cache.layers.layout.Layout`."""
 
     @property
     def window(self) -> int:
-        """Rows that must be there before an offset to restore the window layers at it; 0 without such layers."""
+        """Rows before an offset that restoring the window layers needs; 0 without such layers."""
 
     @property
     def has_points(self) -> bool:

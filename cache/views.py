@@ -1,6 +1,6 @@
-"""What the cache holds for one namespace, as plain values for reports: copied, and bounded in number.
+"""What the cache holds of each namespace, in sums and edge by edge, as plain values for reports.
 
-What the cache holds of each namespace, in sums and edge by edge. Worker thread only; changes nothing.
+The values are copied, and bounded in number. Worker thread only; changes nothing.
 """
 
 import heapq
@@ -20,12 +20,12 @@ from cache.types import TokenArray
 
 PREVIEW_TOKENS = 24
 MAX_SESSIONS = 32
-"""The most sessions that are named of an edge."""
+"""The most sessions listed for an edge."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes by what they hold; stored state by kind, live state as a whole, and files."""
+    """Bytes by their use: stored state by kind, live state as a whole, and files."""
 
     span: int = 0
     window: int = 0
@@ -35,7 +35,7 @@ class StateBytes:
 
     @property
     def in_memory(self) -> int:
-        """All but the files."""
+        """All bytes except those of files."""
         return self.span + self.window + self.point + self.live
 
 
@@ -44,7 +44,7 @@ class EdgeView:
     """One edge `[start, stop)`, in memory or on disk."""
 
     number: int
-    """Names it among those of its tier and namespace, as long as it is there."""
+    """Identifies the edge within its tier and namespace, while it exists."""
     parent: int | None
     """The number of the edge that stops at `start`."""
     start: int
@@ -52,7 +52,7 @@ class EdgeView:
     last_used: int
     """A reading of a logical clock that all namespaces share."""
     num_bytes: int
-    """Stored bytes: those of a live span are the slot's, and a file may hold rows of several edges."""
+    """Stored bytes: a live span's bytes are the slot's, and a file may hold rows of several edges."""
     first_tokens: TokenArray
 
 
@@ -61,15 +61,15 @@ class NodeView(EdgeView):
     """One edge of the trie."""
 
     is_live: bool
-    """Its span is in a slot; otherwise stored in memory."""
+    """Whether the span is in a slot; otherwise it is stored in memory."""
     kind: RestorePointKind | None
-    """Why a snapshot was kept at `stop`; None if there is none that can be restored by itself."""
+    """Why a snapshot was taken at `stop`; None if there is none that can be restored by itself."""
     is_explicit: bool
     is_pinned: bool
     num_uses: int
-    """Sequences that were restored with its tokens."""
+    """Sequences restored with the edge's tokens."""
     disk_tokens: int
-    """Of its tokens, from the first on, those whose rows are on disk too."""
+    """Number of the edge's leading tokens whose rows are on disk too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +77,11 @@ class DiskNodeView(EdgeView):
     """One edge whose rows are on disk."""
 
     has_snapshot: bool
-    """The snapshot that a model needs to be restored at `stop` is on disk too."""
+    """Whether the snapshot that a model needs to be restored at `stop` is on disk too."""
     memory_tokens: int
-    """Of its tokens, from the first on, those that are in memory too."""
+    """Number of the edge's leading tokens that are in memory too."""
     memory_number: int | None
-    """The edge in memory on which these end, or those before them; None if none of the path is in memory."""
+    """The edge in memory on which these tokens, or those before them, end; None if none of the path is in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,19 +110,19 @@ class CacheView:
 
 @dataclass(frozen=True, eq=False)
 class EdgeDetail:
-    """One edge in memory, looked at closely."""
+    """One edge in memory, in detail."""
 
     start: int
     stop: int
     first_tokens: TokenArray
     num_uses: int
     sessions: list[str]
-    """Those whose last turn goes through it, as far as they are known; the latest first, and not all of many."""
+    """Known sessions whose last turn goes through the edge, the latest first; not all of many."""
 
 
 @dataclass(frozen=True)
 class NamespaceView:
-    """What one namespace holds, in sums."""
+    """Sums of one namespace."""
 
     namespace: str
     num_nodes: int
@@ -138,7 +138,7 @@ def views(trie: PrefixTrie, max_nodes: int, shared: "SharedTokens") -> list[Node
 
 
 def edge_detail(trie: PrefixTrie, number: int, max_tokens: int) -> EdgeDetail | None:
-    """Returns one edge with its first tokens; None if there is none of that number."""
+    """Returns one edge with its first tokens; None if no edge has that number."""
     node = next((one for one in trie.nodes() if one.number == number), None)
     if node is None:
         return None
@@ -160,14 +160,14 @@ def disk_views(entries: Iterable[DiskEntry], shared: "SharedTokens") -> list[Dis
 
 
 class SharedTokens:
-    """Which tokens of some edges on disk are in memory too, and the other way round."""
+    """Which tokens of some edges on disk are in memory too, and vice versa."""
 
     def __init__(self, trie: PrefixTrie, entries: Iterable[DiskEntry]) -> None:
         """`entries` are in order, parents before children."""
         self.in_memory: dict[DiskEntry, Place[Node]] = {}
-        """Where the match of the tokens from the root to the end of each entry ends."""
+        """The place where the match of the tokens from the root to the end of each entry ends."""
         self.on_disk: dict[Node, int] = {}
-        """Tokens of a node, from its first on; nodes of which there are none are left out."""
+        """Number of a node's leading tokens on disk; nodes without any are left out."""
         for entry in entries:
             before = Place(trie.root, 0) if entry.parent is None else self.in_memory[entry.parent]
             is_whole = before.length == entry.start
@@ -186,7 +186,7 @@ def _in_order(trie: PrefixTrie, max_nodes: int) -> Iterator[Node]:
 
 
 def _newest_children(node: Node, max_nodes: int) -> list[Node]:
-    """Returns the children used last, the newest at the end; more than are listed need not be sorted."""
+    """Returns the most recently used children, the newest last; more than `max_nodes` need not be sorted."""
     newest_first = heapq.nlargest(max_nodes, reversed(node.children.values()), key=lambda child: child.last_used)
     return newest_first[::-1]
 
@@ -240,7 +240,7 @@ class CacheReports:
         self._pins = pins
 
     def view(self, namespace: str, max_nodes: int) -> CacheView:
-        """Returns what is held for one namespace, with `max_nodes` edges at most."""
+        """Returns the state of one namespace, with at most `max_nodes` edges."""
         memory, tier = self._memory, self._tier
         trie = memory.find_trie(namespace)
         on_disk = tier.contents.listing(namespace, max_nodes) if tier is not None else NO_LISTING
@@ -260,18 +260,18 @@ class CacheReports:
         )
 
     def edge(self, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
-        """Returns one edge in memory with `max_tokens` of its tokens at most; None if it is there no more."""
+        """Returns one edge in memory with at most `max_tokens` of its tokens; None if it no longer exists."""
         return edge_detail(self._memory.find_trie(namespace), number, max_tokens)
 
     def namespaces(self) -> list[NamespaceView]:
-        """Returns what each namespace holds that holds anything, the most bytes first."""
+        """Returns the sums of each namespace that holds anything, the most bytes first."""
         on_disk = self._tier.contents.namespaces() if self._tier is not None else []
         held = [self._namespace_view(name) for name in {*self._memory.namespaces, *on_disk}]
         held = [view for view in held if view.num_nodes or view.num_disk_nodes]
         return sorted(held, key=lambda view: (-view.state.in_memory - view.state.disk, view.namespace))
 
     def bytes_of(self, namespace: str) -> StateBytes:
-        """Returns the bytes that are held for one namespace."""
+        """Returns the bytes of one namespace."""
         layout = self._pager.layout
         live = sum(layout.live_bytes(slot.caches) for slot in self._pager.slots if slot.namespace == namespace)
         disk = self._tier.contents.bytes_of(namespace) if self._tier is not None else 0

@@ -1,8 +1,8 @@
-"""Segments and point state as tensors of a file, and back.
+"""Converts segments and point state to tensors of a file, and back.
 
 Rows of a pack, [num_components, num_heads, num_tokens, width] in memory, are [num_tokens, num_components, num_heads,
-width] in a file, so that any token range is contiguous. Point state is a tree of plain values with arrays in it: only
-classes of mlx-lm that consist of such values can be stored, any other raises Unstorable.
+width] in a file, so any token range is contiguous. Point state is a tree of plain values and arrays. Only mlx-lm
+classes that consist of such values can be stored; any other class raises Unstorable.
 """
 
 import json
@@ -22,8 +22,7 @@ from cache.layers.state import PointState, Segment
 from mlx_lm.models import cache as mlx_lm_cache
 
 BLOCK_TOKENS = 256
-"""Tokens of one pack that share a checksum. A read takes whole blocks, so it may read up to this many more at each
-end."""
+"""Tokens of one pack that share a checksum. A read takes whole blocks: up to this many extra tokens at each end."""
 
 _MLX_TYPES: dict[str, mx.Dtype] = {
     "BOOL": mx.bool_,
@@ -47,41 +46,41 @@ NamedArrays: TypeAlias = list[tuple[str, mx.array]]
 
 
 class Unstorable(Exception):
-    """Point state that is more than plain values and arrays."""
+    """Point state contains something other than plain values and arrays."""
 
 
 class StateImage:
-    """The tensors of one segment or snapshot, to be written. Made on the worker thread, written by another.
+    """The tensors of one segment or snapshot, made on the worker thread and written by another thread.
 
-    Borrows the arrays: none of them is copied before it is written, and none is evaluated by another thread.
+    Borrows the arrays: no array is copied before it is written, and the other thread evaluates none.
     """
 
     def __init__(self, rows: Segment | None, points: PointState | None = None) -> None:
         """Raises Unstorable for point state of unknown classes."""
         self.start = rows.start if rows is not None else 0
-        """The offset of the first of the rows."""
+        """The offset of the first row."""
         packs = rows.packs if rows is not None else []
         self._indices = [list(indices) for indices, _ in packs]
         self._points: NamedArrays = []
         self._tree = [_tree_of(cache, self._points) for cache in points.held] if points is not None else None
         self._packs: NamedArrays = [(f"rows.{number}", array) for number, (_, array) in enumerate(packs)]
         self._has_rows = rows is not None
-        # numpy knows no bfloat16: another thread reads its bits from a view made here.
+        # numpy has no bfloat16, so another thread reads the bits from a view made here.
         self._carriers = {name: _carrier(array) for name, array in (*self._packs, *self._points)}
         mx.eval(list(self._carriers.values()))
         self.num_bytes = sum(array.nbytes for array in self._carriers.values())
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Returns about how many bytes a file of `num_tokens` of the rows and all points takes."""
+        """Returns the approximate size of a file with `num_tokens` of the rows and all points."""
         rows = sum(array.nbytes // array.shape[2] * num_tokens for _, array in self._packs)
         return rows + sum(array.nbytes for _, array in self._points)
 
     def metadata(self) -> dict[str, str]:
-        """Returns the metadata from which `read_rows` and `read_points` interpret the tensors."""
+        """Returns the metadata that `read_rows` and `read_points` need to interpret the tensors."""
         return {"state": json.dumps({"rows": self._indices if self._has_rows else None, "points": self._tree})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
-        """Returns rows `[start, stop)` of the segment, in token offsets, and all points."""
+        """Returns rows `[start, stop)`, in token offsets, and all points."""
         found = []
         for name, array in self._packs:
             rows = _bits(self._carriers[name]).transpose(2, 0, 1, 3)
@@ -95,9 +94,9 @@ class StateImage:
 
 
 def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
-    """Returns the rows `[start, stop)` of a file whose rows begin at offset `first`, in arrays of their own.
+    """Returns a copy of rows `[start, stop)` of a file whose first row is at offset `first`.
 
-    They are evaluated here, so that any thread may use them. Raises DiskFault.
+    The arrays are evaluated, so any thread may use them. Raises DiskFault.
     """
     indices = json.loads(file.metadata["state"])["rows"]
     if indices is None:
@@ -112,7 +111,7 @@ def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
 
 
 def read_points(file: TensorFile) -> PointState:
-    """Returns the point state in a file, in evaluated arrays. Raises DiskFault."""
+    """Returns a file's point state in evaluated arrays. Raises DiskFault."""
     tree = json.loads(file.metadata["state"])["points"]
     if tree is None:
         raise DiskFault("the file holds no point state")
@@ -121,12 +120,11 @@ def read_points(file: TensorFile) -> PointState:
 
 
 def _reading() -> AbstractContextManager[Any]:
-    """Makes arrays on the CPU, so that a reading thread needs no stream and no time of the GPU."""
+    """Makes arrays on the CPU, so a reading thread needs no GPU stream and takes no GPU time."""
     return mx.stream(mx.cpu)
 
 
 def _bits(array: mx.array) -> NumpyArray:
-    """Returns a view of an evaluated array."""
     buffer: Any = array
     return np.asarray(memoryview(buffer))
 
@@ -145,7 +143,7 @@ def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None)
 
 
 def _tree_of(value: Any, arrays: NamedArrays) -> Any:
-    """Returns `value` as JSON; its arrays are added to `arrays` and replaced by their names."""
+    """Returns `value` as JSON; moves its arrays to `arrays` and puts their names in their place."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):
@@ -185,7 +183,7 @@ def _value_of(tree: Any, file: TensorFile) -> Any:
 
 
 def _revived(name: str, state: dict[str, Any]) -> Any:
-    """Returns an object of an mlx-lm class with the given attributes."""
+    """Returns an instance of an mlx-lm class with the given attributes."""
     kind = _mlx_lm_class(name)
     if kind is None:
         raise DiskFault(f"mlx-lm has no {name}")
@@ -195,6 +193,6 @@ def _revived(name: str, state: dict[str, Any]) -> Any:
 
 
 def _mlx_lm_class(name: str) -> Any:
-    """Returns mlx-lm's class of layer caches called `name`, None if there is none."""
+    """Returns mlx-lm's layer cache class called `name`; None if there is none."""
     kind = getattr(mlx_lm_cache, name, None)
     return kind if isinstance(kind, type) and kind.__module__ == mlx_lm_cache.__name__ else None

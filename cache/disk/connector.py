@@ -1,8 +1,8 @@
 """Connects the prefix cache to the disk tier: finds what disk adds to memory for a prompt, and chooses what to write.
 
-Rows come from disk for the tokens that the trie in memory does not have, and a snapshot for the offset at which they
-end. In memory a snapshot may share window rows with the snapshots above it; on disk each one is complete. Below
-`MIN_RESTORE_TOKENS` evaluating is taken to be cheaper than restoring. Worker thread only.
+Disk supplies rows for the tokens that the trie in memory lacks, and a snapshot at the offset where these rows end. In
+memory a snapshot may share window rows with the snapshots above it; on disk each snapshot is complete. Worker thread
+only.
 """
 
 import logging
@@ -28,37 +28,37 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 GAIN_SHARE = 2.5
-"""A snapshot is written once the rows since the last one on disk take this many times its bytes."""
+"""A snapshot is written once the rows since the last snapshot on disk take this many times the snapshot's bytes."""
 
 MIN_RESTORE_TOKENS = 256
-"""How many tokens disk must add to what memory can restore, for files to be read."""
+"""Disk must add this many tokens to what memory can restore; evaluating fewer is taken to be cheaper than reading."""
 
 
 @dataclass(frozen=True)
 class DiskMatch:
-    """State on disk that restores a prompt up to `offset`, which is further than memory alone can."""
+    """State on disk that restores a prompt up to `offset`, further than memory alone can."""
 
     offset: int
     span: FileSpan | None
-    """Rows of the tokens that the trie in memory lacks, up to `offset`; None if it has them all."""
+    """Rows of the tokens up to `offset` that the trie in memory lacks; None if it lacks none."""
     snapshot: FileSnapshot | None
     """The snapshot at `offset`; None for a model that needs none."""
     place: DiskPlace
-    """The place of the prompt's tokens on the tier."""
+    """The place of the prompt's tokens in the tier."""
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes of memory it takes once it is loaded."""
+        """Approximate bytes of memory that the state takes once loaded."""
         return sum(part.file_bytes for part in (self.span, self.snapshot) if part is not None)
 
 
 class DiskConnector:
-    """Moves state between the trie's nodes and the disk tier."""
+    """Moves state between the nodes of the trie and the disk tier."""
 
     def __init__(self, tier: DiskTier, layout: Layout) -> None:
         self.tier = tier
         self.bytes_per_token = 0.0
-        """Bytes of the rows of one token; 0 until they are measured."""
+        """Bytes of one token's rows; 0 until measured."""
         self._layout = layout
 
     # ---------------------------------------------------------------------------------------------- reading
@@ -82,9 +82,9 @@ class DiskConnector:
         return DiskMatch(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
-        """Returns the place on the tier where the match of a path's tokens ends.
+        """Returns the place in the tier where the match of a path's tokens ends.
 
-        The path's nodes remember their places, so only the tokens behind the last remembered one are compared.
+        Nodes of the path remember their places, so only tokens after the last remembered place are compared.
         """
         kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
         place = _on_disk(next(kept, START))
@@ -96,7 +96,7 @@ class DiskConnector:
         return place
 
     def _deepest(self, place: DiskPlace, stop: int) -> FileSnapshot | None:
-        """Returns the last written snapshot up to `stop`, on the way to a place, that restores every layer."""
+        """Returns the deepest written snapshot up to `stop`, on the way to a place, that restores every layer."""
         layout = self._layout
         for snapshot in self.tier.snapshots(place):
             has_rows = not layout.window or snapshot.window_start <= max(0, snapshot.offset - layout.window)
@@ -110,11 +110,11 @@ class DiskConnector:
         self.tier.touch(disk_match.place, disk_match.offset)
 
     def prefetch(self, disk_match: DiskMatch) -> Prefetch:
-        """Begins to read the state; `load` then waits only for what is not read yet."""
+        """Begins to read the state; `load` then waits only for the remaining reads."""
         return self.tier.prefetch(part for part in (disk_match.span, disk_match.snapshot) if part is not None)
 
     def load(self, disk_match: DiskMatch) -> tuple[Segment | None, Snapshot | None]:
-        """Reads the state into memory. Raises DiskFault, after which `find` no longer returns what cannot be read."""
+        """Reads the state into memory. Raises DiskFault; `find` then no longer returns the unreadable state."""
         segment = disk_match.span.load() if disk_match.span is not None else None
         if disk_match.snapshot is None:
             return segment, None
@@ -135,10 +135,9 @@ class DiskConnector:
         self.tier.close()
 
     def save_dropped(self, namespace: str, node: Node) -> None:
-        """Has state written that memory is about to drop: all of a leaf, only the snapshot of any other node.
+        """Writes state that memory is about to drop: all of a leaf, but only the snapshot of any other node.
 
-        Rows behind the last snapshot on disk are not written for a model that needs snapshots: it could not use
-        them.
+        For a model that needs snapshots, rows after the last snapshot on disk are useless and not written.
         """
         disk_path = self._disk_path(namespace, node.path())
         is_wanted = self._has_whole_snapshot(node) and node in self._wanted_snapshots(disk_path)
@@ -151,7 +150,7 @@ class DiskConnector:
     def save_path(
         self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int
     ) -> Iterator[None]:
-        """Has what disk lacks of a path written, one piece with each step.
+        """Writes what disk lacks of a path, one piece with each step.
 
         `live_rows` copies the rows of a node that are live in a slot; `used_at` is one of the tier's `times_of_use`.
         """
@@ -174,13 +173,13 @@ class DiskConnector:
         return _DiskPath(namespace, path, self._place(namespace, path))
 
     def _wanted_snapshots(self, disk_path: "_DiskPath") -> list[Node]:
-        """Returns the nodes of a path whose snapshots should be written and are not on disk, in ascending order."""
+        """Returns the nodes of a path, in ascending order, whose snapshots should be written and are not on disk."""
         nodes = {
             node.stop: node for node in disk_path.path if self._has_whole_snapshot(node) and not node.is_volatile
         }
         points = [KeptPoint(node.stop, node.kind, len(node.children) > 1) for node in nodes.values()]
         if disk_path.path[-1].children:
-            # The conversation goes on behind the end of this path, so none of its turns is the newest.
+            # The conversation continues past the end of this path, so the newest turn is not on the path.
             points = [point for point in points if snapshots.outlasts_turns(point)]
         if not points:
             return []
@@ -190,7 +189,7 @@ class DiskConnector:
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:
-        """Returns whether a node has a snapshot with all that its layers need, not only window rows for others."""
+        """Returns whether a node's snapshot is complete, not only window rows for other snapshots."""
         snapshot = node.snapshot
         return isinstance(snapshot, Snapshot) and (snapshot.points is not None) >= self._layout.has_points
 
@@ -212,7 +211,7 @@ class DiskConnector:
             self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, used_at=used_at)
 
     def _save_snapshot(self, disk_path: "_DiskPath", node: Node, used_at: int | None = None) -> None:
-        """Has the snapshot on a node of a path written, with all window rows that it needs."""
+        """Writes the snapshot on a node of a path, with all window rows that it needs."""
         snapshot = cast(Snapshot, node.snapshot)
         window = snapshot.window
         if window is not None:
@@ -226,7 +225,7 @@ class DiskConnector:
         )
 
     def check(self, namespace: str, node: Node) -> None:
-        """Asserts that the place kept on a node is that of its tokens."""
+        """Asserts that the place kept on a node is the place of its tokens."""
         place = node.place
         if place is not None and not place.is_gone:
             tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]
@@ -235,13 +234,13 @@ class DiskConnector:
 
 
 def _on_disk(place: Place[TokenNode]) -> DiskPlace:
-    """Narrows the type of a place that a node keeps: the tries in memory do not know the types of this tier."""
+    """Narrows the type of a place on a node: the tries in memory do not know the types of the disk tier."""
     return cast(DiskPlace, place)
 
 
 @dataclass
 class _DiskPath:
-    """A path in memory, from below the root, with the place of its tokens on the tier."""
+    """A path in memory, from below the root, with the place of its tokens in the tier."""
 
     namespace: str
     path: list[Node]
@@ -249,10 +248,9 @@ class _DiskPath:
 
     @property
     def stop(self) -> int:
-        """The offset at which the path ends."""
         return self.path[-1].stop
 
     @cached_property
     def tokens(self) -> TokenArray:
-        """The tokens of the path, copied; only needed where something is written."""
+        """The path's tokens, copied; used only when something is written."""
         return np.concatenate([node.tokens for node in self.path])

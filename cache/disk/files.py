@@ -1,13 +1,9 @@
 """Files of the disk tier: safetensors with checksums, written once, read in parts.
 
-A file's tensors are stored row by row, a row being one token's state, so that any range of rows is one read. Every
-`block_rows` rows have a checksum; all of them form the last tensor, `checksums`. Whoever keeps a `Receipt` can tell
-later whether the file is still what was written: its digest covers the header and the checksums, and these cover
-the data. Nothing here knows what the tensors mean.
-
-Everything that touches the file system goes through `FileSystem`, so that tests can make any operation fail.
-
-The log of what goes wrong in a disk tier.
+A tensor is stored row by row, one token's state per row, so any range of rows is one read. Every `block_rows` rows
+have a checksum; the checksums form the last tensor, `checksums`. The digest in a file's `Receipt` covers the header
+and the checksums, and the checksums cover the data, so a receipt proves that the file is unchanged. All access to the
+file system goes through `FileSystem`, so tests can make any operation fail. Nothing here knows what the tensors mean.
 """
 
 import contextlib
@@ -52,23 +48,23 @@ NUMPY_TYPES: Mapping[str, str] = {
     "F64": "<f8",
     "C64": "<c8",
 }
-"""Types of a safetensors file and the numpy types that hold their bits; numpy has no bfloat16."""
+"""numpy types that hold the bits of each safetensors type; numpy has no bfloat16."""
 
 
 class FileSystem:
-    """The operations of the operating system that the tier uses. Any may raise OSError; any thread may call it."""
+    """The operating system operations that the tier uses. Any may raise OSError; any thread may call them."""
 
     def make_folder(self, path: Path) -> None:
         """Creates a folder that only its owner can enter, unless it exists."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def owner_and_mode(self, path: Path) -> tuple[int, int]:
-        """Returns the user that a folder belongs to, and its permissions."""
+        """Returns the owner's user ID and the permissions of a folder."""
         status = path.stat()
         return status.st_uid, stat.S_IMODE(status.st_mode)
 
     def lock(self, path: Path) -> int:
-        """Opens a file and locks it for this process; raises BlockingIOError while another holds it."""
+        """Opens a file and locks it for this process; raises BlockingIOError while another process holds the lock."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,28 +74,28 @@ class FileSystem:
         return descriptor
 
     def create(self, path: Path) -> int:
-        """Opens a new file for writing, readable by its owner only, in place of any old one."""
+        """Opens a new file for writing, readable by its owner only; replaces an old file."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def open(self, path: Path) -> int:
-        """Opens a file for reading. Neither a link nor a pipe in its place is followed or waited for."""
+        """Opens a file for reading; never follows a link and never waits for a pipe."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Writes some of `data` and returns how many bytes."""
+        """Writes part of `data`; returns the number of bytes written."""
         return os.write(descriptor, data)
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Reads bytes from `offset` on into a buffer and returns how many; 0 at the end of the file."""
+        """Reads into a buffer from `offset`; returns the number of bytes read, 0 at the end of the file."""
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
-        """Returns the bytes of an open regular file, -1 of anything else."""
+        """Returns the size of an open regular file; -1 for anything else."""
         status = os.fstat(descriptor)
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     def sync(self, descriptor: int) -> None:
-        """Waits until an open file's data are on disk, as far as the operating system tells."""
+        """Waits until an open file's data are on disk, as far as the operating system reports."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -115,7 +111,7 @@ class FileSystem:
         path.unlink(missing_ok=True)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Returns the names in a folder with the bytes of regular files, -1 for anything else."""
+        """Returns the size of each regular file in a folder by name; -1 for anything else."""
         found = {}
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -126,7 +122,7 @@ class FileSystem:
     def connect(self, path: Path) -> sqlite3.Connection:
         """Opens a SQLite database for any thread, one at a time.
 
-        What is committed there has been synced, and what is deleted is overwritten with zeros.
+        Commits are synced, and deleted content is overwritten with zeros.
         """
         database = sqlite3.connect(path, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL").fetchone()
@@ -146,14 +142,14 @@ def opened(files: FileSystem, descriptor: int) -> Iterator[int]:
 
 
 def write_all(files: FileSystem, descriptor: int, data: bytes | bytearray | memoryview) -> None:
-    """Writes all of a contiguous buffer, which is not empty unless it is of bytes."""
+    """Writes all of a contiguous buffer; only a buffer of bytes may be empty."""
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[files.write(descriptor, rest) :]
 
 
 def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int) -> bytearray:
-    """Reads `num_bytes` from `offset` on; raises DiskFault if the file ends earlier."""
+    """Reads `num_bytes` at `offset`; raises DiskFault if the file ends earlier."""
     data = bytearray(num_bytes)
     rest = memoryview(data)
     while rest:
@@ -165,7 +161,7 @@ def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int
 
 
 def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
-    """Returns the checksum of some contiguous buffers. SHA-256, since processors have instructions for it."""
+    """Returns the SHA-256 of contiguous buffers; processors have instructions for it."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -177,11 +173,13 @@ def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write. `rows` carries its bits, any strides, its first axis cut into blocks of `block_rows`."""
+    """One tensor to write. `rows` holds its bits, with any strides; the first axis is cut into blocks of
+    `block_rows`.
+    """
 
     name: str
     dtype: str
-    """The name in safetensors, a key of NUMPY_TYPES."""
+    """The safetensors name of the type, a key of NUMPY_TYPES."""
     rows: NumpyArray
     block_rows: int
 
@@ -197,13 +195,13 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Sizes and digest with which a file is verified to be the one that was written."""
+    """Size and digest that verify a file's content."""
 
     num_bytes: int
     header_bytes: int
     checksums_bytes: int
     digest: bytes
-    """Of header and checksums."""
+    """Digest of header and checksums."""
 
 
 def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Receipt:
@@ -223,7 +221,7 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
 
 
 def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Returns the file's first bytes: the length of a JSON text, and the text, padded to eight bytes."""
+    """Returns the first bytes of a file: the length of a JSON text, then the text, padded to eight bytes."""
     fields: dict[str, Any] = {"__metadata__": {**metadata, "block_rows": json.dumps(_block_rows(tensors))}}
     offset = 0
     for tensor in tensors:
@@ -245,7 +243,7 @@ def _block_rows(tensors: Sequence[Tensor]) -> dict[str, int]:
 
 
 class TensorFile:
-    """A file that is open for reading, its header and checksums verified. Use `TensorFile.verified`."""
+    """A file open for reading, with header and checksums verified. Made by `TensorFile.verified`."""
 
     def __init__(self, files: FileSystem, descriptor: int, header: Any, data_start: int, checksums: bytes) -> None:
         self._files = files
@@ -261,7 +259,7 @@ class TensorFile:
     @classmethod
     @contextlib.contextmanager
     def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
-        """Opens the file that `receipt` was given for; raises DiskFault if it is not that file any more."""
+        """Opens a file; raises DiskFault if it no longer matches `receipt`."""
         try:
             with opened(files, files.open(path)) as descriptor:
                 yield cls._verified(files, descriptor, receipt)
@@ -283,11 +281,13 @@ class TensorFile:
         return cls(files, descriptor, json.loads(header[8:]), receipt.header_bytes, bytes(checksums))
 
     def dtype(self, name: str) -> str:
-        """Returns the name of a tensor's type in safetensors."""
+        """Returns the safetensors name of a tensor's type."""
         return str(self._tensors[name]["dtype"])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NumpyArray:
-        """Returns rows `[start, stop)` of a tensor, by default all. Verifies their checksums; raises DiskFault."""
+        """Returns rows `[start, stop)` of a tensor, by default all, and verifies their checksums. Raises
+        DiskFault.
+        """
         shape, block_rows = self._tensors[name]["shape"], self._block_rows[name]
         stop = shape[0] if stop is None else stop
         if not 0 <= start <= stop <= shape[0]:
@@ -309,7 +309,7 @@ class TensorFile:
                 raise DiskFault("the data are damaged")
 
     def _number_blocks(self) -> dict[str, int]:
-        """Returns where each tensor's checksums begin; they are in the order of the tensors."""
+        """Returns the index of each tensor's first checksum."""
         numbers, number = {}, 0
         for name, fields in self._tensors.items():
             numbers[name] = number
@@ -318,7 +318,7 @@ class TensorFile:
 
 
 class ProblemLog:
-    """Logs the first problem of a tier as a warning and all later ones for debugging, so that no log fills up."""
+    """Logs the first problem of a tier as a warning and later problems for debugging, so the log stays small."""
 
     def __init__(self) -> None:
         self._has_warned = False

@@ -1,11 +1,11 @@
-"""The folder of the disk tier: its lock, its secret, its files and its index, which are changed in a safe order.
+"""The folder of the disk tier: a lock, a secret, files and an index, changed in a safe order.
 
 A file is written under a temporary name, synced, renamed, and then added to the index; it is removed from the index
-before it is deleted. If the process ends in between, the next opening deletes what is left over.
+before it is deleted. If the process ends in between, the next opening deletes the leftovers.
 
-A prefix has a key, the keyed hash of its namespace and its tokens; it does not depend on how the tokens are cut into
-edges. The name of a file is a hash of its key. The secret of these hashes never leaves the folder: a name tells
-nothing about tokens to anyone who cannot read the files, and the same tokens have other names in other namespaces.
+A prefix has a key: the keyed hash of its namespace and tokens, however the tokens are cut into edges. A file's name
+is a hash of its key. The secret of these hashes never leaves the folder, so a name reveals no tokens to anyone who
+cannot read the files, and the same tokens have different names in different namespaces.
 """
 
 import contextlib
@@ -42,17 +42,17 @@ _MACHINE_ERRORS = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_LOCKED),
     *(sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_READONLY),
 }
-"""Errors of SQLite for which the machine is the cause, not the database."""
+"""SQLite errors that the machine causes, not the database."""
 
 
 def is_damage(error: Exception) -> bool:
-    """Returns whether an error means that the index is damaged; otherwise the machine is the cause."""
+    """Returns whether an error means a damaged index; otherwise the machine is the cause."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError) and code & 0xFF not in _MACHINE_ERRORS
 
 
 def _check_owner(files: FileSystem, folder: Path) -> None:
-    """Raises FolderUnsafe if another user could put files into a folder, or replace it."""
+    """Raises FolderUnsafe if another user could replace a folder or put files into it."""
     owner, mode = files.owner_and_mode(folder)
     if owner != os.geteuid():
         raise FolderUnsafe(folder, f"belongs to another user (id {owner}); name another one, or change its owner")
@@ -74,7 +74,7 @@ class PrefixHasher:
         self._hasher = hasher
 
     def extended(self, tokens: TokenArray) -> "PrefixHasher":
-        """Returns the hasher of the prefix with `tokens` added."""
+        """Returns the hasher of the prefix extended by `tokens`."""
         hasher = self._hasher.copy()
         hasher.update(np.ascontiguousarray(tokens, np.int32).data)
         return PrefixHasher(hasher)
@@ -91,13 +91,13 @@ class WriteOrder:
     file: StoredFile
     image: StateImage
     tokens: TokenArray
-    """All tokens before the file's `stop`."""
+    """All tokens before `stop` of the file."""
     day: WriteDay
-    """How much was written today, this file included; saved with it."""
+    """Bytes written today, including this file; saved with the file."""
 
 
 class DiskStore:
-    """An open, locked folder. Any thread may read; everything else is for one thread at a time."""
+    """An open, locked folder. Any thread may read; all other methods are for one thread at a time."""
 
     def __init__(self, files: FileSystem, folder: Path, fingerprint: str, lock: int) -> None:
         self._files = files
@@ -107,11 +107,11 @@ class DiskStore:
         self._secret = self._load_secret()
         self._index: DiskIndex | None = None
         self.is_failing = False
-        """Whether a write failed, so that further ones are not tried; the write queue resets it."""
+        """Whether a write failed, so no more are tried until the write queue resets the flag."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskStore":
-        """Locks a folder, creating what is missing. Raises FolderUnsafe, DiskInUse or OSError."""
+        """Locks a folder and creates what is missing. Raises FolderUnsafe, DiskInUse or OSError."""
         files.make_folder(folder)
         _check_owner(files, folder)
         try:
@@ -125,7 +125,7 @@ class DiskStore:
             raise
 
     def _load_secret(self) -> bytes:
-        """Returns the secret of the folder's hashes; creates one if there is none."""
+        """Returns the secret of the folder's hashes; creates one if missing."""
         path = self._folder / "secret"
         with contextlib.suppress(FileNotFoundError, DiskFault), opened(self._files, self._files.open(path)) as found:
             return bytes(read_exactly(self._files, found, _SECRET_BYTES, 0))
@@ -137,7 +137,7 @@ class DiskStore:
 
     @property
     def index(self) -> DiskIndex:
-        """The index, once `rows` has opened it."""
+        """The index, after `rows` has opened it."""
         assert self._index is not None, "the index is not open"
         return self._index
 
@@ -151,17 +151,17 @@ class DiskStore:
         return PrefixHasher(hasher)
 
     def name_of(self, key: bytes, start: int, *, is_snapshot: bool, has_points: bool) -> str:
-        """Returns the name of the file with the state from `start` to the end of the prefix that `key` is of."""
+        """Returns the name of the file with state from `start` to the end of the prefix with this `key`."""
         what = key + start.to_bytes(8, "little") + bytes([is_snapshot, has_points])
         return hashlib.blake2b(what, key=self._secret, digest_size=KEY_BYTES).hexdigest() + _SUFFIX
 
     # ----------------------------------------------------------------------------------------------- opening
 
     def rows(self) -> list[FileRow]:
-        """Opens the index and returns the rows whose files are there, by name and size.
+        """Opens the index and returns the rows whose files exist, by name and size.
 
-        Like everything that uses the index it may raise sqlite3.Error, or UnicodeDecodeError where the library's own
-        message quotes a damaged page; `is_damage` tells damage from other causes.
+        Every use of the index may raise sqlite3.Error, or UnicodeDecodeError when SQLite's own message quotes a
+        damaged page; `is_damage` tells damage from other causes.
         """
         self._index = DiskIndex.open(self._files, self._folder, self._fingerprint)
         self.scrub()
@@ -175,7 +175,7 @@ class DiskStore:
         return [row for row in rows if sizes.get(row.name) == row.receipt.num_bytes and row.name == self._name(row)]
 
     def start_afresh(self) -> None:
-        """Deletes the index; no file can be found afterwards."""
+        """Deletes the index, so no file can be found."""
         self._close_index()
         DiskIndex.remove(self._files, self._folder)
 
@@ -183,7 +183,7 @@ class DiskStore:
         return self.name_of(row.key, row.start, is_snapshot=row.is_snapshot, has_points=row.has_points)
 
     def keep_only(self, names: set[str]) -> None:
-        """Deletes all of the tier's files and rows whose names are not in `names`; files of others stay."""
+        """Deletes the tier's files and rows whose names are not in `names`; foreign files stay."""
         rows = [row.name for row in self.index.rows() if row.name not in names]
         if rows:
             self.index.drop(rows)
@@ -195,13 +195,13 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- writing
 
     def write_day(self) -> WriteDay | None:
-        """Returns what was written on the day of the last write; None before the first."""
+        """Returns what was written on the day of the last write; None before the first write."""
         return self.index.write_day()
 
     def write(self, order: WriteOrder) -> Receipt | None:
-        """Writes a file and adds it to the index; returns None, and writes nothing, if the file is gone meanwhile.
+        """Writes a file and adds it to the index; returns None, and writes nothing, if the file has become GONE.
 
-        Raises OSError or sqlite3.Error, after deleting what was written.
+        Raises OSError or sqlite3.Error after deleting what was written.
         """
         file = order.file
         if file.state is FileState.GONE:
@@ -238,7 +238,7 @@ class DiskStore:
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
-        """Deletes files and their rows. Errors are logged; the next opening deletes what is left."""
+        """Deletes files and their rows. Errors are logged; the next opening deletes the leftovers."""
         names = [file.name for file in files if file.name]
         with self._logging_errors():
             self.index.drop(names)
@@ -247,7 +247,7 @@ class DiskStore:
                 self._files.remove(self._folder / name)
 
     def scrub(self) -> None:
-        """Overwrites rows that were removed, so that they cannot be read. Errors are logged."""
+        """Overwrites removed rows, so they cannot be read. Errors are logged."""
         with self._logging_errors():
             self.index.scrub()
 

@@ -1,15 +1,8 @@
-"""The index of the disk tier: which files there are, what they hold, and when they were last used.
+"""The index of the disk tier: which files exist, what they hold and their last use, and how much was written today.
 
-One SQLite database in write-ahead mode. A row is added after its file is complete, and removed before the file is
-deleted, so a row without a file or a file without a row means that the process ended in between. It also keeps how
-much was written today. One thread at a time.
-
-How many bytes the disk tier may write in a day. Pure: both clocks are handed in.
-
-A day is 24 hours that begin with its first write. They are measured by a clock that never goes back, so setting the
-machine's wall clock changes nothing while the process runs. Only a restart needs the wall clock: it tells how long no
-process was running. If it went back meanwhile, that time counts as zero, and the day ends later; if it went forward,
-the day ends early, once.
+The index is one SQLite database in write-ahead mode. A row is added after its file is complete, and removed before
+the file is deleted, so a row without a file or a file without a row means that the process ended in between. Nothing
+here reads a clock: callers pass clocks in. One thread at a time.
 """
 
 import contextlib
@@ -30,39 +23,45 @@ DAY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class WriteDay:
-    """What the index keeps of the current day, so that a restart goes on with it."""
+    """The state of the current day in the index, from which a restart continues."""
 
     saved_at: float
-    """The wall clock when this was saved, in seconds since 1970."""
+    """Wall clock at saving, in seconds since 1970."""
     age_seconds: float
-    """How long the day had lasted by then."""
+    """How long the day had lasted at `saved_at`."""
     num_bytes: int
-    """Bytes written in that time."""
+    """Bytes written on the day until `saved_at`."""
 
 
 @dataclass(frozen=True)
 class DiskWrites:
-    """What was written in the current day, by all namespaces, for people to look at."""
+    """Bytes that all namespaces have written in the current day, for people to read."""
 
     today_bytes: int
     budget_bytes: int | None
-    """None for no limit."""
+    """None means no limit."""
 
 
 class WriteBudget:
-    """Counts the bytes written in the current day against a limit. Worker thread only."""
+    """Counts the bytes written in the current day against a limit. Worker thread only.
+
+    A day is 24 hours from its first write, measured by a clock that never goes back, so setting the machine's wall
+    clock changes nothing while the process runs. Only a restart uses the wall clock, to tell how long no process was
+    running. If the wall clock went back in that time, the time counts as zero and the day ends later; if it went
+    forward, the day ends early, once.
+    """
 
     def __init__(self, bytes_per_day: int | None, now: Callable[[], float], elapsed: Callable[[], float]) -> None:
-        """None for `bytes_per_day` sets no limit. `now` is the wall clock, `elapsed` one that never goes back."""
+        """`bytes_per_day` None sets no limit. `now` is the wall clock; `elapsed` is a clock that never goes back."""
         self._bytes_per_day = bytes_per_day
         self._now = now
         self._elapsed = elapsed
         self._started: float | None = None
-        """The reading of `elapsed` at which the day began; None before its first write."""
+        """The reading of `elapsed` at the start of the day; None before the day's first write."""
         self._num_bytes = 0
 
     def resume(self, saved: WriteDay | None) -> None:
-        """Goes on with the day that an earlier process saved, if there is one."""
+        """Continues the day that an earlier process saved, if any."""
         if saved is not None:
             downtime = max(0.0, self._now() - saved.saved_at)
             self._started = self._elapsed() - saved.age_seconds - downtime
@@ -70,7 +69,7 @@ class WriteBudget:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written in the current day, those handed to the writer included."""
+        """Bytes written in the current day, including bytes handed to the writer."""
         if self._started is not None and self._elapsed() - self._started >= DAY_SECONDS:
             self._started, self._num_bytes = None, 0
         return self._num_bytes
@@ -80,7 +79,7 @@ class WriteBudget:
         return self._bytes_per_day is None or self.written_bytes + num_bytes <= self._bytes_per_day
 
     def count(self, num_bytes: int) -> WriteDay:
-        """Counts bytes that are handed to the writer; returns the day, to be saved with them."""
+        """Counts bytes handed to the writer; returns the day, to be saved with them."""
         total = self.written_bytes + num_bytes
         if self._started is None:
             self._started = self._elapsed()
@@ -92,12 +91,12 @@ class WriteBudget:
         return DiskWrites(self.written_bytes, self._bytes_per_day)
 
     def correct(self, difference_bytes: int) -> None:
-        """Replaces an estimate that was counted by what was written; the argument is the difference."""
+        """Adds the difference between bytes written and the estimate that was counted."""
         self._num_bytes = max(0, self.written_bytes + difference_bytes)
 
 
 FORMAT = 1
-"""The version of files and rows; it changes with their meaning, and state of another version is deleted."""
+"""The version of files and rows. Change it when their meaning changes; state of other versions is deleted."""
 
 _ENCODING = ("utf-8", "surrogatepass")
 """A namespace may come from a client's JSON, which may contain half a surrogate pair."""
@@ -125,42 +124,42 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class FileRow:
-    """What the index says of one file."""
+    """The index's description of one file."""
 
     name: str
     is_snapshot: bool
     has_points: bool
     namespace: str
     start: int
-    """The token offset of the first row; of a snapshot, of its first window row."""
+    """Token offset of the first row; for a snapshot, of its first window row."""
     stop: int
     parent_key: bytes
-    """The key of the prefix before `start`; of a snapshot, its own `key`."""
+    """The key of the prefix before `start`; for a snapshot, its own `key`."""
     key: bytes
     """The key of the prefix before `stop`."""
     tokens: TokenArray
-    """The tokens `[start, stop)`; none for a snapshot."""
+    """The tokens `[start, stop)`; empty for a snapshot."""
     receipt: Receipt
     last_used: int
 
 
 class DiskIndex:
-    """An open database. Any method may raise OSError, sqlite3.Error, or UnicodeDecodeError from its messages."""
+    """An open database. Any method may raise OSError, sqlite3.Error, or UnicodeDecodeError from SQLite's messages."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         self.num_foreign = 0
-        """Files of another fingerprint whose rows were removed when the index was opened."""
+        """Number of rows of another fingerprint that opening the index removed."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskIndex":
-        """Opens the index of `folder`; deletes its rows if they are of another fingerprint.
+        """Opens the index of `folder`; deletes its rows if they have another fingerprint.
 
         Raises sqlite3.DatabaseError for another format.
         """
         path = folder / _DATABASE
         if _DATABASE not in files.sizes(folder):
-            # SQLite would create it readable by others. Its further files take their permissions from this one.
+            # SQLite would make the file readable by others. Its further files copy the permissions of this one.
             files.close(files.create(path))
         database = files.connect(path)
         try:
@@ -173,7 +172,7 @@ class DiskIndex:
 
     @staticmethod
     def remove(files: FileSystem, folder: Path) -> None:
-        """Deletes the database, which must not be open."""
+        """Deletes the database, which must be closed."""
         for suffix in ("-wal", "-shm", ""):
             files.remove(folder / (_DATABASE + suffix))
 
@@ -204,12 +203,12 @@ class DiskIndex:
         return found
 
     def write_day(self) -> WriteDay | None:
-        """Returns the day that was saved last; None if there is none, or it cannot be one."""
+        """Returns the day saved last; None if there is none or it is invalid."""
         found = self._database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
         return _write_day(found) if found is not None else None
 
     def add(self, row: FileRow, day: WriteDay) -> None:
-        """Adds a row for a file that is complete, and saves how much was written today."""
+        """Adds a row for a complete file, and saves the day's bytes written."""
         receipt = row.receipt
         values = (
             *(row.name, row.is_snapshot, row.has_points, row.namespace.encode(*_ENCODING), row.start, row.stop),
@@ -233,7 +232,7 @@ class DiskIndex:
             database.executemany("UPDATE files SET last_used = ? WHERE name = ?", changes)
 
     def scrub(self) -> None:
-        """Empties the write-ahead log, where removed rows can still be read; the database overwrites its own."""
+        """Empties the write-ahead log, where removed rows can still be read; the database file overwrites its own."""
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def close(self) -> None:
@@ -242,7 +241,7 @@ class DiskIndex:
 
 
 def _row(values: tuple[Any, ...]) -> FileRow:
-    """Returns a row from its columns; raises TypeError or ValueError if they are not valid."""
+    """Returns a row from its columns; raises TypeError or ValueError if they are invalid."""
     name, is_snapshot, has_points, namespace, start, stop, parent_key, key, tokens, *sizes, digest, last_used = values
     if len(sizes) != 3:
         raise ValueError("columns are missing")
@@ -264,7 +263,7 @@ def _row(values: tuple[Any, ...]) -> FileRow:
 
 
 def _write_day(values: tuple[Any, ...]) -> WriteDay | None:
-    """Returns a saved day from its columns; None if they are not valid."""
+    """Returns a saved day from its columns; None if they are invalid."""
     saved_at, age_seconds, num_bytes = values
     are_times = all(isinstance(value, float) and math.isfinite(value) for value in (saved_at, age_seconds))
     if not are_times or not isinstance(num_bytes, int) or age_seconds < 0 or num_bytes < 0:

@@ -1,15 +1,9 @@
-"""Reading state from disk before it is needed, in a thread of its own.
+"""Input and output of the disk tier in threads of its own: reading ahead, loading, and the queue of writes.
 
-Requests that wait for the same piece share one read. The first to load the piece, or part of it, gets it and owns its
-memory. The others find in the trie what was loaded, and read the rest again if they need it. Methods belong to the
-worker thread.
-
-Loads the tier's files into memory, from what was read ahead or from disk. Worker thread only.
-
-What waits to be written to disk, and the thread that writes, deletes and updates the index, in order.
-
-After a write has failed, nothing new is accepted for `RETRY_SECONDS`. Methods belong to the worker thread; it learns
-from `ended` which writes are over.
+Requests that wait for the same piece share one read. The first to load the piece, or part of it, takes its memory;
+the others find the loaded state in the trie, and read again what they still need. One writer thread writes, deletes
+and updates the index, in order. After a failed write the queue accepts nothing for `RETRY_SECONDS`. All methods
+belong to the worker thread.
 """
 
 import contextlib
@@ -32,18 +26,18 @@ from cache.layers.state import PointState, Segment
 
 @dataclass(eq=False)
 class _Piece:
-    """Rows of a file, or its point state, that are being read or were read."""
+    """Rows of a file, or its point state: being read, or read."""
 
     file: StoredFile
     rows: FilePart | None
-    """The rows; None for the point state."""
+    """The rows; None for point state."""
     num_bytes: int
     state: "Future[Any]"
     num_waiting: int = 1
-    """Prefetches that have this piece."""
+    """Number of prefetches that share the piece."""
 
     def holds(self, file: StoredFile, rows: FilePart | None) -> bool:
-        """Returns whether the piece contains some rows of a file, or is its point state."""
+        """Returns whether the piece contains these rows of a file, or is its point state if `rows` is None."""
         if self.file is not file or self.rows is None or rows is None:
             return self.file is file and self.rows is rows
         return self.rows.start <= rows.start and rows.stop <= self.rows.stop
@@ -54,7 +48,7 @@ _CANCELLED.cancel()
 
 
 class Prefetch:
-    """State that is being read ahead. Its owner must cancel it once it has loaded what it needs."""
+    """State that is being read ahead. The owner must cancel the prefetch after loading."""
 
     def __init__(self, pieces: list[_Piece], release: Callable[[_Piece], None]) -> None:
         self._pieces = pieces
@@ -62,7 +56,7 @@ class Prefetch:
 
     @property
     def is_done(self) -> bool:
-        """Whether every read is over, with or without success."""
+        """Whether every read has ended, with or without success."""
         return all(piece.state.done() for piece in self._pieces)
 
     def cancel(self) -> None:
@@ -72,18 +66,18 @@ class Prefetch:
 
 
 class ReadAhead:
-    """The reading thread and the pieces it has read."""
+    """The reading thread, and the pieces it has read."""
 
     def __init__(self, store: DiskStore, max_bytes: int) -> None:
         self._num_bytes = 0
-        """About how many bytes of memory the pieces take."""
+        """Approximate bytes of memory that the pieces take."""
         self._store = store
         self._max_bytes = max_bytes
         self._pieces: list[_Piece] = []
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
 
     def begin(self, wanted: Iterable[FileSpan | FileSnapshot]) -> Prefetch:
-        """Begins to read state that is on disk, as far as there is memory for it."""
+        """Begins to read state from disk, as far as memory allows."""
         pieces = list[_Piece]()
         for item in wanted:
             for file, rows, num_bytes in _pieces_of(item) if item.is_written else ():
@@ -106,7 +100,7 @@ class ReadAhead:
         return piece
 
     def take_rows(self, file: StoredFile, start: int, stop: int) -> Segment | None:
-        """Returns rows that were read ahead, waiting if they are just being read; None if no piece has them.
+        """Returns rows that were read ahead, after waiting for a running read; None if no piece has them.
 
         Raises DiskFault.
         """
@@ -126,7 +120,7 @@ class ReadAhead:
         return None
 
     def _take(self, piece: _Piece) -> Any:
-        """Waits for a piece; returns None if its read has not started, since reading it now is faster then."""
+        """Waits for a piece; None if its read has not started, since the caller can then read it faster."""
         state = piece.state
         self._remove(piece)
         return None if state.cancelled() else state.result()
@@ -160,13 +154,13 @@ def _pieces_of(item: FileSpan | FileSnapshot) -> Iterator[tuple[StoredFile, File
 
 
 def _cut(segment: Segment, start: int, stop: int) -> Segment:
-    """Returns the rows `[start, stop)` of a segment; the segment itself if these are all its rows."""
+    """Returns rows `[start, stop)` of a segment; the segment itself if these are all its rows."""
     segment = segment.tail(start)
     return segment if stop == segment.stop else segment.split(stop)[0]
 
 
 class FileReader:
-    """Reads the files of one folder. A file that cannot be read is dropped and logged."""
+    """Loads the files of one folder, read ahead or from disk. Drops and logs a file that cannot be read."""
 
     def __init__(
         self,
@@ -181,16 +175,16 @@ class FileReader:
         self._log = log
 
     def prefetch(self, wanted: Iterable[FileSpan | FileSnapshot]) -> Prefetch:
-        """Begins to read state that is on disk, as far as there is memory for it."""
+        """Begins to read state from disk, as far as memory allows."""
         return self._sources[1].begin(wanted) if self._sources is not None else Prefetch([], lambda piece: None)
 
     def load_rows(self, file: StoredFile, start: int, stop: int) -> Segment:
-        """Returns rows of a file in evaluated arrays. Raises DiskFault, after dropping the file."""
+        """Returns rows of a file in evaluated arrays. Drops an unreadable file and raises DiskFault."""
         with self._reading(file) as (store, ahead):
             return ahead.take_rows(file, start, stop) or store.read_rows(file, start, stop)
 
     def load_points(self, file: StoredFile) -> PointState:
-        """Returns a file's point state in evaluated arrays. Raises DiskFault, after dropping the file."""
+        """Returns a file's point state in evaluated arrays. Drops an unreadable file and raises DiskFault."""
         with self._reading(file) as (store, ahead):
             return ahead.take_points(file) or store.read_points(file)
 
@@ -213,12 +207,12 @@ class FileReader:
 
 
 RETRY_SECONDS = 60.0
-"""How long nothing is written after a write failed."""
+"""Pause after a failed write."""
 
 
 @dataclass
 class _Write:
-    """A file that was handed to the thread, and the bytes of memory that are free once it is written."""
+    """A file handed to the thread, and the bytes of memory that become free once it is written."""
 
     file: StoredFile
     num_bytes: int
@@ -226,7 +220,7 @@ class _Write:
 
 
 class WriteQueue:
-    """The writer thread of one folder. Without a store it accepts nothing, like one that is closed."""
+    """The writer thread of one folder. Without a store the queue accepts nothing, like a closed one."""
 
     def __init__(
         self,
@@ -237,7 +231,7 @@ class WriteQueue:
         log: ProblemLog,
     ) -> None:
         self.waiting_bytes = 0
-        """Bytes of memory held by what waits to be written."""
+        """Bytes of memory that unwritten state holds."""
         self._store = store
         self._max_waiting_bytes = max_waiting_bytes
         self._elapsed = elapsed
@@ -248,11 +242,13 @@ class WriteQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether more than half of the memory for waiting state is in use."""
+        """Whether unwritten state holds more than half of its memory limit."""
         return 2 * self.waiting_bytes > self._max_waiting_bytes
 
     def accepts(self, num_bytes: int) -> bool:
-        """Returns whether state of `num_bytes` in memory may wait too; an empty queue takes one piece of any size."""
+        """Returns whether state of `num_bytes` in memory may wait too; an empty queue accepts one piece of any
+        size.
+        """
         if self._store is None or self._elapsed() < self._paused_until:
             return False
         if self._writes and self.waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -261,13 +257,15 @@ class WriteQueue:
         return True
 
     def add(self, order: WriteOrder, num_bytes: int) -> None:
-        """Has a file written; `num_bytes` of memory wait until it is. Needs `accepts`."""
+        """Queues a file for writing; it holds `num_bytes` of memory until written. Requires `accepts`."""
         assert self._store is not None
         self._writes.append(_Write(order.file, num_bytes, self._thread.submit(self._store.write, order)))
         self.waiting_bytes += num_bytes
 
     def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
-        """Yields each file whose write is over since the last call, with its receipt; None if it was not written."""
+        """Yields each file whose write has ended since the last call, with its receipt; None if it was not
+        written.
+        """
         while self._writes and self._writes[0].receipt.done():
             write = self._writes.popleft()
             self.waiting_bytes -= write.num_bytes
@@ -284,22 +282,22 @@ class WriteQueue:
         return None
 
     def delete(self, files: Collection[StoredFile]) -> None:
-        """Has files deleted, after everything that was added before is written."""
+        """Queues files for deletion, after all earlier writes."""
         if self._store is not None:
             self._thread.submit(self._store.delete, files)
 
     def save_recency(self, files: Collection[StoredFile]) -> None:
-        """Has the index record when files were last used."""
+        """Queues an update of when files were last used."""
         if self._store is not None:
             self._thread.submit(self._store.touch, files)
 
     def scrub(self) -> None:
-        """Has the index overwrite what was deleted from it."""
+        """Queues overwriting of what was deleted from the index."""
         if self._store is not None:
             self._thread.submit(self._store.scrub)
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits until everything that was added is written or has failed; False if that takes longer."""
+        """Waits until every queued write has succeeded or failed; False on timeout."""
         if self._store is None:
             return True
         barrier = self._thread.submit(lambda: None)
@@ -307,7 +305,7 @@ class WriteQueue:
         return barrier.done()
 
     def close(self) -> None:
-        """Ends the thread: the file being written is finished, those that wait are not written."""
+        """Ends the thread: finishes the file being written, and drops the waiting files."""
         for write in self._writes:
             write.receipt.cancel()
         if self._store is not None:

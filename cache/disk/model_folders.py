@@ -1,7 +1,7 @@
-"""The folders of a cache directory, one for each model: what they are called, what they take, and removing them.
+"""The folders of a cache directory, one per model: finding, naming, listing and removing them.
 
-A folder is called `NAME-FINGERPRINT`. The name is for people; the fingerprint says whose state it is, so a model that
-is called by another name finds its folder again. Only files that the disk tier wrote are ever removed.
+A folder is called `NAME-FINGERPRINT`. The name is for people; the fingerprint identifies the state, so a model finds
+its folder under any name. Only files that the disk tier wrote are ever removed.
 """
 
 import contextlib
@@ -28,18 +28,20 @@ class ModelFolder:
 
     path: Path
     model: str
-    """The name under which the model was served first, with `-` for what no file name should hold; maybe empty."""
+    """The name under which the model was first served, with `-` for characters unfit for a file name; may be
+    empty.
+    """
     num_bytes: int
     last_used: float
     """Seconds since 1970; 0 if nothing was ever written."""
     is_in_use: bool
-    """Whether a server has it open now."""
+    """Whether a server has the folder open."""
 
 
 def place(parent: Path, model: str, fingerprint: str) -> Path:
-    """Returns the folder of a model in `parent`: the one that is there, or else the one to make.
+    """Returns the folder of a model in `parent`, whether it exists or not.
 
-    A folder that an older version named by the fingerprint alone gets its name.
+    A folder that an older version named by the fingerprint alone is renamed.
     """
     digits = fingerprint[:FINGERPRINT_DIGITS]
     wanted = parent / f"{_file_name(model)}-{digits}"
@@ -50,7 +52,7 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
 
 
 def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
-    """Returns the folders of models that were called `model` too and whose files were others, by name."""
+    """Returns the folders, by name, of models that were also called `model` but had other files."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
         matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]
@@ -59,17 +61,17 @@ def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
 
 
 def find_all(parent: Path) -> list[ModelFolder]:
-    """Returns the models' folders in `parent` by name; none if it does not exist. Raises OSError."""
+    """Returns the models' folders in `parent` by name; none if `parent` does not exist. Raises OSError."""
     return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []
 
 
 def remove(folder: ModelFolder) -> bool:
-    """Deletes what the disk tier wrote; returns False if files of others stay, and the folder with them.
+    """Deletes what the disk tier wrote; returns False if foreign files, and so the folder, remain.
 
     Raises DiskInUse while a server has the folder open, and OSError.
     """
     with _locked(folder.path):
-        # The lock goes last: until then no server can open what is half removed.
+        # The lock goes last: until then no server can open a half-removed folder.
         for path in sorted(folder.path.iterdir(), key=lambda path: path.name == LOCK):
             if _OURS.fullmatch(path.name):
                 path.unlink()
@@ -93,7 +95,7 @@ def _describe(path: Path) -> ModelFolder:
 
 
 def is_in_use(path: Path) -> bool:
-    """Returns whether a server has a folder open now; it need not exist."""
+    """Returns whether a server has a folder open; the folder need not exist."""
     if not (path / LOCK).exists():
         return False
     try:
@@ -105,7 +107,7 @@ def is_in_use(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock that a server holds while it has a folder open; raises DiskInUse."""
+    """Holds the lock of a folder; raises DiskInUse while a server holds it."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

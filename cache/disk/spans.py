@@ -1,7 +1,7 @@
-"""State that is on disk: spans and snapshots that hold no memory, but can be clipped and loaded.
+"""State on disk as spans and snapshots that take no memory, but can be clipped and loaded.
 
-A file is written once and never changed. Spans refer to ranges of the rows of files, so splitting and joining them
-reads nothing. A `FileSpan` may have gaps, ranges for which there is no file. All of it belongs to the worker thread.
+A file is written once and never changed. Spans refer to row ranges of files, so splitting and joining spans reads
+nothing. A `FileSpan` may have gaps: ranges without a file. Everything here belongs to the worker thread.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FileState(Enum):
-    """The states of a file, in the order in which it goes through them."""
+    """The states of a file, in order."""
 
     PENDING = "pending"
     """Waiting to be written, or being written."""
@@ -29,7 +29,7 @@ class FileState(Enum):
 
 
 class FileLoader(Protocol):
-    """Loads files into memory; `cache.disk.io.FileReader`."""
+    """Loads files into memory; implemented by `cache.disk.io.FileReader`."""
 
     def load_rows(self, file: "StoredFile", start: int, stop: int) -> "Segment":
         """Returns rows of a file in evaluated arrays; raises DiskFault."""
@@ -47,7 +47,7 @@ class StoredFile:
     start: int
     stop: int
     num_bytes: int
-    """Its size on disk; an estimate until it is written."""
+    """Size on disk; an estimate until the file is written."""
     is_snapshot: bool = False
     has_points: bool = False
     name: str = ""
@@ -67,17 +67,17 @@ class FilePart:
 
     @property
     def num_bytes(self) -> int:
-        """Its share of the bytes of its file."""
+        """The part's share of the bytes of its file."""
         return self.file.num_bytes * (self.stop - self.start) // (self.file.stop - self.file.start)
 
     def clipped(self, start: int, stop: int) -> "FilePart | None":
-        """Returns what of the part lies in `[start, stop)`."""
+        """Returns the overlap of the part with `[start, stop)`; None if there is none."""
         start, stop = max(start, self.start), min(stop, self.stop)
         return FilePart(self.file, start, stop) if start < stop else None
 
 
 class FileSpan:
-    """Span state of the tokens `[start, stop)` on disk, in one file or several. Immutable; holds no memory."""
+    """Rows of the tokens `[start, stop)` on disk, in one file or several. Immutable; takes no memory."""
 
     def __init__(self, start: int, stop: int, parts: tuple[FilePart, ...] = ()) -> None:
         self.start = start
@@ -92,17 +92,17 @@ class FileSpan:
 
     @property
     def is_gone(self) -> bool:
-        """Whether some of it can no longer be loaded."""
+        """Whether part of the span can no longer be loaded."""
         return any(file.state is FileState.GONE for file in self.files)
 
     @property
     def is_written(self) -> bool:
-        """Whether all of it is on disk and in the index, so that it can be loaded."""
+        """Whether the whole span is on disk and in the index, and so can be loaded."""
         return not any(self.missing()) and all(file.state is FileState.WRITTEN for file in self.files)
 
     @property
     def written_stop(self) -> int:
-        """The offset up to which the rows from `start` on are on disk without a gap."""
+        """The offset up to which the rows are on disk without a gap."""
         stop = self.start
         for part in self.parts:
             if part.start > stop or part.file.state is not FileState.WRITTEN:
@@ -112,7 +112,7 @@ class FileSpan:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes on disk; for a file that holds more than this span, the part that is the span."""
+        """Bytes on disk; of a file that holds more than this span, only the span's part."""
         return sum(part.num_bytes for part in self.parts)
 
     def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":
@@ -120,7 +120,7 @@ class FileSpan:
         return self.clipped(self.start, offset), self.clipped(offset, self.stop)
 
     def load(self) -> "Segment":
-        """Reads the rows into memory, evaluated. Raises DiskFault, and then the file at fault is gone."""
+        """Reads the rows into memory, evaluated. Raises DiskFault; the faulty file is then GONE."""
         if not self.is_written:
             raise DiskFault(f"the state of tokens {self.start} to {self.stop} is not on disk")
         loaded = (part.file.loader.load_rows(part.file, part.start, part.stop) for part in self.parts)
@@ -132,7 +132,7 @@ class FileSpan:
         return FileSpan(start, stop, tuple(part for part in parts if part is not None))
 
     def missing(self) -> Iterator[tuple[int, int]]:
-        """Yields the ranges that no file holds."""
+        """Yields the ranges without a file."""
         done = self.start
         for part in self.parts:
             if part.file.state is FileState.GONE:
@@ -144,7 +144,7 @@ class FileSpan:
             yield done, self.stop
 
     def filled(self, file: StoredFile) -> "FileSpan":
-        """Returns the span with `file` in those of its missing ranges that the file covers."""
+        """Returns the span with `file` in the missing ranges that the file covers."""
         live = [part for part in self.parts if part.file.state is not FileState.GONE]
         new = [FilePart(file, *gap).clipped(file.start, file.stop) for gap in self.missing()]
         live.extend(part for part in new if part is not None)
@@ -153,7 +153,7 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class FileSnapshot:
-    """A snapshot on disk: window rows that end at `offset`, point state at `offset`, or both. Holds no memory."""
+    """A snapshot on disk: window rows that end at `offset`, point state at `offset`, or both. Takes no memory."""
 
     file: StoredFile
 
@@ -179,12 +179,12 @@ class FileSnapshot:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it can no longer be loaded."""
+        """Whether the snapshot can no longer be loaded."""
         return self.file.state is FileState.GONE
 
     @property
     def is_written(self) -> bool:
-        """Whether it is on disk and in the index, so that it can be loaded."""
+        """Whether the snapshot is on disk and in the index, and so can be loaded."""
         return self.file.state is FileState.WRITTEN
 
     @property
@@ -193,7 +193,7 @@ class FileSnapshot:
         return self.file.num_bytes
 
     def load(self) -> "tuple[Segment | None, PointState | None]":
-        """Reads window rows and point state into memory. Raises DiskFault, and then the file is gone."""
+        """Reads window rows and point state into memory. Raises DiskFault; the file is then GONE."""
         if not self.is_written:
             raise DiskFault(f"the state at token {self.offset} is not on disk")
         rows, loader = self.rows, self.file.loader
@@ -202,7 +202,7 @@ class FileSnapshot:
 
 
 def merged(parts: Iterable[FilePart]) -> tuple[FilePart, ...]:
-    """Returns adjoining parts of the same file as one."""
+    """Joins adjoining parts of the same file."""
     found: list[FilePart] = []
     for part in parts:
         continues = found and found[-1].file is part.file and found[-1].stop == part.start

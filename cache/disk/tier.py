@@ -1,25 +1,13 @@
 """The disk tier: state of past tokens that outlives memory and the process.
 
-What is handed to `write_span` and `write_snapshot` is written by a thread of the tier's own, each token's state at
-most once: the tier finds by tokens what files hold already, however the edges were cut when it was written. A
-`FileSpan` or `FileSnapshot` stands for state on disk. It can be loaded once it `is_written`, and it may be `is_gone`
-later, because it was evicted, damaged or cleared.
+A thread of the tier writes what `write_span` and `write_snapshot` receive, each token's state at most once: the tier
+finds by tokens what files already hold, however the edges were cut at writing. A `FileSpan` or `FileSnapshot` stands
+for state on disk: loadable once it `is_written`, and `is_gone` after it was evicted, damaged or cleared.
 
-A failure here costs the reuse of some state and nothing else. A write that fails pauses writing, with one warning in
-the log; state that cannot be read raises DiskFault, and is evaluated again. State of other weights, another format or
-another machine's folder is never read. Files hold people's conversations: only their owner can read them, and their
-names reveal no tokens.
-
-`DiskTier` decides what is written. Its parts: `tree` (which files hold which tokens), `space` (recency and eviction),
-`write_queue` and `write_budget` (when it is written), `reader` (loading), `listing` (for people), `folder` (files and
-index). All methods belong to the worker thread.
-
-The disk space of the tier's files: bytes by namespace, the time of each file's last use, and eviction.
-
-When the budget is full, the least recently used files go first; the tree knows which files others depend on. Nothing
-here reads or writes: deletions go through the write queue. Worker thread only.
-
-What is on disk of one namespace, for people to look at; bounded, because the worker waits meanwhile.
+A failure here costs the reuse of some state and nothing else. A failed write pauses writing, with one warning in the
+log; unreadable state raises DiskFault and is evaluated again. State of other weights, another format or another
+machine's folder is never read. Files hold people's conversations: only their owner can read them, and their names
+reveal no tokens. All methods belong to the worker thread.
 """
 
 import itertools
@@ -47,21 +35,27 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 _LOW_WATERMARK = 0.95
-"""Eviction goes on until the budget is full to this part, so that not every write has to evict.
+"""Eviction continues until the budget is full to this fraction, so that not every write has to evict.
 
-Where files are small it stops earlier, after `tree.MAX_SPARE_FILES`.
+With small files eviction stops earlier, after `tree.MAX_SPARE_FILES`.
 """
 
 
 class DiskSpace:
-    """Counts the files of a tier and keeps them within a budget."""
+    """Accounts for the tier's files by namespace and last use, and evicts within a budget. Worker thread only.
+
+    When the budget is full, the least recently used files are evicted first; the tree knows which files others depend
+    on. Reads and writes nothing: deletions go through the write queue.
+    """
 
     def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        """Bytes of all files, those that wait to be written included."""
+        """Bytes of all files, including unwritten ones."""
         self.num_gone = 0
-        """Files deleted since the tier was opened: evicted, damaged, cleared, or replaced by one that holds more."""
+        """Number of files deleted since the tier was opened: evicted, damaged, cleared, or replaced by a larger
+        one.
+        """
         self._tree = tree
         self._queue = queue
         self._journal = journal
@@ -69,16 +63,16 @@ class DiskSpace:
         self._now = 0
         """The last reading of the clock of use, which counts uses."""
         self._touched: set[StoredFile] = set()
-        """Files whose last use the index does not know yet."""
+        """Files whose last use is not yet in the index."""
 
     def bytes_of(self, namespace: str) -> int:
-        """Returns the bytes of a namespace's files, those that wait to be written included."""
+        """Returns the bytes of a namespace's files, including unwritten ones."""
         return self._namespace_bytes.get(namespace, 0)
 
     # ------------------------------------------------------------------------------------------- files come and go
 
     def adopt(self, files: Collection[StoredFile]) -> None:
-        """Counts the files that were in the folder when it was opened; evicts some if the budget is smaller now."""
+        """Counts the files found in the folder at opening; evicts some if the budget is smaller now."""
         for file in files:
             self.add(file)
         self._now = max((file.last_used for file in files), default=0) + 1
@@ -89,14 +83,14 @@ class DiskSpace:
         self._count(file, file.num_bytes)
 
     def complete(self, file: StoredFile, receipt: Receipt) -> None:
-        """Records that a file is written, unless it is gone meanwhile."""
+        """Records that a file is written, unless it has become GONE."""
         if file.state is FileState.PENDING:
             file.state, file.receipt = FileState.WRITTEN, receipt
             self._count(file, receipt.num_bytes - file.num_bytes)
             file.num_bytes = receipt.num_bytes
 
     def drop(self, files: Iterable[StoredFile]) -> None:
-        """Deletes files, after those before them in the queue are written."""
+        """Deletes files, after all earlier writes in the queue."""
         gone = [file for file in files if file.state is not FileState.GONE]
         for file in gone:
             file.state = FileState.GONE
@@ -108,7 +102,7 @@ class DiskSpace:
             self._queue.delete(gone)
 
     def evict_for(self, num_bytes: int, newest: int) -> bool:
-        """Deletes files so that `num_bytes` more fit; those last used at `newest` or later stay.
+        """Deletes files so that `num_bytes` more fit; files last used at `newest` or later stay.
 
         Returns False, and deletes nothing, if that is not enough.
         """
@@ -145,9 +139,9 @@ class DiskSpace:
         return list(range(self._now, self._now - count, -1))
 
     def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use of the files that are needed to restore at `stop` on the way to a place; returns its time.
+        """Records a use of the files needed to restore at `stop`, on the way to a place; returns the time of use.
 
-        The use counts at `used_at`, or now. A file that was used later keeps its later time.
+        The use counts at `used_at`, or now. A later use of a file stays recorded.
         """
         used_at = used_at if used_at is not None else self.times_of_use(1)[0]
         for file in self._tree.on_path(place, stop):
@@ -157,7 +151,7 @@ class DiskSpace:
         return used_at
 
     def save_recency(self) -> None:
-        """Has the index record the uses since the last call."""
+        """Queues an index update with all uses since the last call."""
         if self._touched:
             self._queue.save_recency(self._touched)
             self._touched = set()
@@ -172,16 +166,16 @@ class DiskSpace:
 
 
 MAX_VISITED = 4096
-"""No listing looks at more edges than these, listed or not."""
+"""The most edges that one listing visits, listed or not."""
 
 
 @dataclass(frozen=True, eq=False)
 class DiskEntry:
-    """What is on disk of one edge `[start, stop)`."""
+    """State on disk of one edge `[start, stop)`."""
 
     namespace: str
     number: int
-    """Names the edge among those of the namespace."""
+    """Identifies the edge within its namespace."""
     parent: "DiskEntry | None"
     """The entry that stops at `start`; None at the root."""
     start: int
@@ -194,12 +188,12 @@ class DiskEntry:
 
 @dataclass(frozen=True, eq=False)
 class DiskListing:
-    """Some or all of the edges of one namespace whose rows are on disk from the root on."""
+    """Some or all edges of one namespace whose rows are on disk from the root on."""
 
     entries: list[DiskEntry]
     """Parents before children."""
     num_edges: int
-    """Edges in all: those that are not listed, and those that wait to be written, included."""
+    """Number of all edges, including unlisted and unwritten ones."""
     is_truncated: bool
     """Whether edges were left out because there are too many."""
 
@@ -209,14 +203,14 @@ NO_LISTING = DiskListing([], 0, False)
 
 
 class DiskContents:
-    """What is on disk, by namespace."""
+    """Reports what is on disk, by namespace; bounded, because the worker waits for the report."""
 
     def __init__(self, tree: DiskTree, space: DiskSpace) -> None:
         self._tree = tree
         self._space = space
 
     def namespaces(self) -> list[str]:
-        """Returns the namespaces of which there is anything."""
+        """Returns the namespaces with state on disk."""
         return self._tree.namespaces()
 
     def num_edges(self, namespace: str) -> int:
@@ -224,11 +218,11 @@ class DiskContents:
         return self._tree.num_edges(namespace)
 
     def bytes_of(self, namespace: str) -> int:
-        """Returns the bytes of a namespace's files, those that wait to be written included."""
+        """Returns the bytes of a namespace's files, including unwritten ones."""
         return self._space.bytes_of(namespace)
 
     def listing(self, namespace: str, max_edges: int) -> DiskListing:
-        """Returns up to `max_edges` edges of a namespace whose rows are there from the root on."""
+        """Returns up to `max_edges` edges of a namespace whose rows are on disk from the root on."""
         num_edges = self.num_edges(namespace)
         visited = itertools.islice(_walk(self._tree, namespace), MAX_VISITED)
         found = list(itertools.islice((entry for entry in visited if entry is not None), max_edges + 1))
@@ -263,19 +257,21 @@ def _entry(tree: DiskTree, namespace: str, parent: DiskEntry | None, node: DiskN
 
 
 _HEADER_BYTES = 4096
-"""Estimated bytes that a file takes besides its data."""
+"""Estimated bytes of a file besides its data."""
 
 _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""A clock that never goes back and counts the time that the machine sleeps: macOS and Linux name it differently."""
+"""A clock that never goes back and counts the machine's sleep: macOS and Linux name it differently."""
 
 
 def elapsed_seconds() -> float:
-    """Returns the seconds since some fixed moment, the machine's sleep included."""
+    """Returns the seconds since a fixed moment, including the machine's sleep."""
     return time.clock_gettime(_CLOCK_WITH_SLEEP)
 
 
 class DiskTier:
-    """Immutable state on disk. Worker thread only; it writes and reads ahead in threads of its own."""
+    """Decides which state is written to disk, and finds it again. Worker thread only; has threads for input and
+    output.
+    """
 
     def __init__(
         self,
@@ -314,13 +310,13 @@ class DiskTier:
     ) -> "DiskTier":
         """Opens or creates a folder for the state of one model; reads names, sizes and tokens, no state.
 
-        `fingerprint` says what the state depends on: weights, tokenizer, types, library versions. State with another
-        one is deleted. At most `write_budget_bytes_per_day` are written in a day, see `write_budget`. At most
-        `max_in_flight_bytes`, or one piece of state, wait in memory to be written, and as many are read ahead. `now`
-        is the wall clock, `elapsed` one that never goes back.
+        `fingerprint` covers what the state depends on: weights, tokenizer, types, library versions. State with
+        another fingerprint is deleted. At most `write_budget_bytes_per_day` are written in a day, see `WriteBudget`.
+        At most `max_in_flight_bytes`, or one piece of state, wait in memory to be written, and as many are read
+        ahead. `now` is the wall clock, `elapsed` a clock that never goes back.
 
-        Raises DiskInUse while another process has the folder, FolderUnsafe if it is another user's or others could
-        write into it, and FolderUnusable if it cannot be used for any other reason.
+        Raises DiskInUse while another process has the folder, FolderUnsafe if another user owns it or can write into
+        it, and FolderUnusable if it cannot be used for another reason.
         """
         make = partial(
             cls,
@@ -348,22 +344,24 @@ class DiskTier:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has a folder; without one it keeps nothing."""
+        """Whether the tier has a folder; without one it keeps nothing."""
         return self._store is not None
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, those that wait to be written included."""
+        """Bytes of all files, including unwritten ones."""
         return self._space.used_bytes
 
     @property
     def num_gone(self) -> int:
-        """Files deleted since the tier was opened: evicted, damaged, cleared, or replaced by one that holds more."""
+        """Number of files deleted since the tier was opened: evicted, damaged, cleared, or replaced by a larger
+        one.
+        """
         return self._space.num_gone
 
     @property
     def is_busy(self) -> bool:
-        """Whether so much waits to be written that what is not urgent should not be added."""
+        """Whether so much waits to be written that only urgent writes should be added."""
         self._notice_written()
         return self._queue.is_busy
 
@@ -371,29 +369,31 @@ class DiskTier:
 
     @property
     def contents(self) -> DiskContents:
-        """Tells what is on disk of each namespace, as of now."""
+        """Returns what is on disk now, by namespace."""
         self._notice_written()
         return DiskContents(self._tree, self._space)
 
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
         """Returns the place where the match of `tokens` ends; they follow `place`, which is `START` or not gone.
 
-        The place answers the questions below until it is gone. Files that are written later may lie beyond it.
+        The place is valid until it is gone. Files written later may extend beyond it.
         """
         return self._tree.follow(namespace, place, tokens)
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Returns what is on disk, or waits to be written, of the tokens `[start, stop)`; it may have gaps."""
+        """Returns the state of the tokens `[start, stop)` that is on disk or waits to be written; it may have
+        gaps.
+        """
         self._notice_written()
         return self._tree.covered(place, start, stop)
 
     def snapshots(self, place: DiskPlace) -> Iterator[FileSnapshot]:
-        """Yields the snapshots on the way to a place, on disk or waiting to be written, the deepest first."""
+        """Yields the snapshots on the way to a place, written or waiting, the deepest first."""
         self._notice_written()
         return map(FileSnapshot, self._tree.snapshots(place))
 
     def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
-        """Returns whether a place stands for `num_tokens` tokens, and there is state of tokens behind them."""
+        """Returns whether a place covers all `num_tokens` tokens and there is state of later tokens."""
         return self._tree.goes_on(place, num_tokens)
 
     # ------------------------------------------------------------------------------------------------- writing
@@ -407,13 +407,12 @@ class DiskTier:
         near: DiskPlace = START,
         used_at: int | None = None,
     ) -> FileSpan | None:
-        """Has a segment written that stops at `len(tokens)`; `tokens` are all tokens from the sequence's start.
+        """Writes a segment that stops at `len(tokens)`; `tokens` are all tokens from the sequence's start.
 
-        Returns at once a span that can be loaded once it `is_written`; None if the segment cannot be taken now,
-        because too much waits, the day's or the whole budget is used up, or the disk fails. Tokens whose state is on
-        disk already are not written again. Borrows the segment's arrays. `near` is a place on the way to the tokens'
-        end, which saves comparing. `used_at` is one of `times_of_use`, by default now; nothing that was used later is
-        evicted for it.
+        Returns at once a span that can be loaded once it `is_written`; None if the segment is refused, because too
+        much waits, the day's or the whole budget is used up, or the disk fails. Tokens whose state is on disk are not
+        written again. Borrows the segment's arrays. `near` is a place on the way to the tokens' end, which saves
+        comparing. `used_at` is one of `times_of_use`, by default now; nothing used later is evicted for the segment.
         """
         self._notice_written()
         place = self._tree.locate(namespace, tokens, near)
@@ -436,10 +435,10 @@ class DiskTier:
         near: DiskPlace = START,
         used_at: int | None = None,
     ) -> FileSnapshot | None:
-        """Has a snapshot written that is valid right after `tokens`, where the window's rows end.
+        """Writes a snapshot that is valid right after `tokens`, where the window's rows end.
 
-        Returns like `write_span`; None also for point state of a class that cannot be stored. A snapshot on disk that
-        holds less is replaced.
+        Returns like `write_span`; None also for point state of a class that cannot be stored. Replaces a snapshot on
+        disk that holds less.
         """
         self._notice_written()
         place = self._tree.locate(namespace, tokens, near)
@@ -472,7 +471,7 @@ class DiskTier:
         for file in new:
             self._tree.add(tokens[: file.stop], file, place)
             self._space.add(file)
-            # All files borrow the same arrays, so their memory waits for the last one.
+            # All files borrow the same arrays, so the memory is charged to the last one.
             waiting_bytes = image.num_bytes if file is new[-1] else 0
             self._queue.add(WriteOrder(file, image, tokens[: file.stop], day), waiting_bytes)
         self._space.save_recency()
@@ -504,7 +503,7 @@ class DiskTier:
         return self._space.times_of_use(count)
 
     def clear(self, namespace: str | None = None) -> None:
-        """Deletes everything, or everything of one namespace, and overwrites its tokens in the index's files."""
+        """Deletes everything, or one namespace, and overwrites its tokens in the index's files."""
         self._notice_written()
         self._space.drop(self._tree.files(namespace))
         self._queue.scrub()
@@ -512,29 +511,29 @@ class DiskTier:
     # -------------------------------------------------------------------------------------------------- reading
 
     def prefetch(self, wanted: Iterable[FileSpan | FileSnapshot]) -> Prefetch:
-        """Begins to read state that is on disk, so that its `load` waits for no more than the rest of it.
+        """Begins to read state from disk, so that `load` waits only for the remaining reads.
 
-        What would take more memory than may be in flight is not read ahead.
+        State beyond `max_in_flight_bytes` is not read ahead.
         """
         return self._reader.prefetch(wanted)
 
     # ---------------------------------------------------------------------------------------------------- ending
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Waits until everything handed over is on disk; returns False if that takes longer."""
+        """Waits until everything handed over is on disk; returns False on timeout."""
         self._space.save_recency()
         is_all_written = self.wait(timeout_seconds)
         self._notice_written()
         return is_all_written
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits as `flush` does, but leaves it to the next call to update the files."""
+        """Waits like `flush`, but leaves updating the files to the next call."""
         return self._queue.wait(timeout_seconds)
 
     def close(self) -> None:
-        """Ends the tier: the file being written is finished, those that wait are not, and the folder is unlocked.
+        """Ends the tier: finishes the file being written, drops the waiting files, and unlocks the folder.
 
-        Call `flush` first to keep them. Afterwards the tier takes nothing and loads nothing.
+        Call `flush` first to keep the waiting files. A closed tier stores and loads nothing.
         """
         self._space.save_recency()
         self._queue.close()
@@ -552,7 +551,9 @@ class DiskTier:
 
 
 def _attached(make: Callable[[DiskStore], DiskTier], store: DiskStore) -> DiskTier:
-    """Returns a tier with the content of a folder; an empty one, after a warning, if its index is damaged."""
+    """Returns a tier with the content of a folder; an empty one, after a warning, if the folder's index is
+    damaged.
+    """
     try:
         tier = make(store)
         tier._attach(store)
@@ -567,7 +568,7 @@ def _attached(make: Callable[[DiskStore], DiskTier], store: DiskStore) -> DiskTi
 
 
 def _file_of(row: FileRow, loader: FileLoader) -> StoredFile:
-    """Returns the written file that a row of the index describes."""
+    """Returns the written file of an index row."""
     return StoredFile(
         *(loader, row.namespace, row.start, row.stop, row.receipt.num_bytes, row.is_snapshot, row.has_points),
         *(row.name, row.receipt, FileState.WRITTEN, row.last_used),
@@ -575,5 +576,5 @@ def _file_of(row: FileRow, loader: FileLoader) -> StoredFile:
 
 
 def _file_bytes(image: StateImage, start: int, stop: int) -> int:
-    """Returns about how many bytes a file of the rows `[start, stop)` takes."""
+    """Returns the approximate size of a file with the rows `[start, stop)`."""
     return image.bytes_of(stop - start) + _HEADER_BYTES

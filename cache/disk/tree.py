@@ -1,13 +1,8 @@
-"""The tokens that the disk tier holds state of: one prefix trie per namespace, with files on its nodes.
+"""The tokens with state on disk: one prefix trie per namespace, with files on its nodes.
 
 No two files cover the same tokens of the same prefix. An edge may have gaps, since a longer prefix can be written
-before a shorter one. The file of a snapshot is on the node that ends at its offset. A file depends on the one that
-holds the tokens right before its own. This module reads and writes nothing and knows no budget; worker thread only.
-
-Files in the order of their last use, kept up to date in a heap as files are added, used and deleted.
-
-A heap entry may be out of date: its file was used again since, or is gone. `pop` notices that when the entry comes
-up, which is early enough because use only moves a file back in the order. Worker thread only.
+before a shorter one. A snapshot's file is on the node that ends at its offset. A file depends on the file that holds
+the tokens right before its own. This module reads and writes nothing and knows no budget; worker thread only.
 """
 
 import heapq
@@ -25,11 +20,15 @@ from cache.trie import Place, TokenNode, TokenTrie
 from cache.types import TokenArray
 
 MIN_GARBAGE = 1024
-"""So many entries of files that are gone may stay in the heap before `compact` removes them."""
+"""Up to this many entries of GONE files stay in the heap until `compact` removes them."""
 
 
 class LruOrder:
-    """Files, least recently used first; of files that were used together, the one with the largest `stop` first."""
+    """Files in a heap, least recently used first; of files used together, the one with the largest `stop` first.
+
+    A heap entry may be outdated: its file was used again, or is GONE. `pop` checks each entry, which is early enough
+    because a use only moves a file back in the order. Worker thread only.
+    """
 
     def __init__(self) -> None:
         self._count = itertools.count()
@@ -40,7 +39,7 @@ class LruOrder:
         heapq.heappush(self._heap, self._entry(file))
 
     def pop(self) -> StoredFile | None:
-        """Removes and returns the first file that is not gone; None if there is none."""
+        """Removes and returns the first file that is not GONE; None if there is none."""
         while self._heap:
             last_used, _, _, file = heapq.heappop(self._heap)
             if file.state is FileState.GONE:
@@ -51,13 +50,13 @@ class LruOrder:
         return None
 
     def compact(self, num_files: int) -> None:
-        """Removes the entries of files that are gone, once they outnumber the `num_files` that are left."""
+        """Removes the entries of GONE files, once they outnumber the `num_files` others."""
         if len(self._heap) > 2 * num_files + MIN_GARBAGE:
             self._heap = [entry for entry in self._heap if entry[-1].state is not FileState.GONE]
             heapq.heapify(self._heap)
 
     def files(self) -> set[StoredFile]:
-        """Returns the files that are not gone, for `DiskTree.check`."""
+        """Returns the files that are not GONE, for `DiskTree.check`."""
         return {entry[-1] for entry in self._heap if entry[-1].state is not FileState.GONE}
 
     def _entry(self, file: StoredFile) -> tuple[int, int, int, StoredFile]:
@@ -65,14 +64,14 @@ class LruOrder:
 
 
 MAX_SPARE_FILES = 16
-"""The most files that are evicted at once, unless more are needed: the worker waits meanwhile."""
+"""The most files evicted at once, unless more are needed: the worker waits for the eviction."""
 
 
 class Hasher(Protocol):
-    """Computes the keys of a growing prefix; `cache.disk.folder.PrefixHasher`."""
+    """Computes the keys of a growing prefix; implemented by `cache.disk.folder.PrefixHasher`."""
 
     def extended(self, tokens: TokenArray) -> "Hasher":
-        """Returns the hasher of the prefix with `tokens` added."""
+        """Returns the hasher of the prefix extended by `tokens`."""
 
     def key(self) -> bytes:
         """Returns the key of the prefix."""
@@ -88,24 +87,24 @@ class DiskNode(TokenNode):
         self.parts: tuple[FilePart, ...] = ()
         """Rows of the edge's tokens, ascending, without overlap."""
         self.snapshot_file: StoredFile | None = None
-        """The snapshot at its end; files that are gone may still be here until they are pruned."""
+        """The snapshot at the edge's end; GONE files may stay here until they are pruned."""
 
     @property
     def span(self) -> FileSpan:
-        """What files hold of the edge's tokens."""
+        """The rows of the edge's tokens in files."""
         return FileSpan(self.start, self.stop, self.parts)
 
     def divide_state(self, upper: "DiskNode", offset: int) -> None:
-        """Divides the rows; the snapshot stays where it ends."""
+        """Divides the rows; the snapshot stays at the edge's end."""
         above, below = self.span.split(offset)
         upper.parts, self.parts = above.parts, below.parts
 
     def drop_state(self) -> None:
-        """Lets go of the files."""
+        """Releases the files."""
         self.parts, self.snapshot_file = (), None
 
     def check(self) -> None:
-        """Asserts that the rows are of this edge and the snapshot is at its end."""
+        """Asserts that the rows belong to this edge and the snapshot to its end."""
         done = self.start
         for part in _live_parts(self):
             assert done <= part.start < part.stop <= self.stop, f"{self} holds a part that is not its own"
@@ -124,14 +123,14 @@ DiskPlace: TypeAlias = Place[DiskNode]
 
 
 class _End(NamedTuple):
-    """The place of a file's `stop`, and the trie that it is in."""
+    """The place of a file's `stop`, and its trie."""
 
     trie: DiskTrie
     place: DiskPlace
 
 
 class DiskTree:
-    """Files by the tokens that they hold state of."""
+    """Files by the tokens whose state they hold."""
 
     def __init__(self) -> None:
         self._tries: dict[str, DiskTrie] = {}
@@ -143,7 +142,7 @@ class DiskTree:
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
         """Returns the place where the match of `tokens` ends; they follow `place`, which is not gone."""
         trie = self._tries.get(namespace)
-        # A question must not create a namespace: a client may name a new one with each request.
+        # A look-up must not create a namespace: a client may name a new one with each request.
         return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
 
     def locate(self, namespace: str, tokens: TokenArray, near: DiskPlace) -> DiskPlace:
@@ -152,14 +151,14 @@ class DiskTree:
         return self.follow(namespace, start, tokens[start.length :])
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Returns what files hold of the tokens `[start, stop)` on the way to a place; it may have gaps."""
+        """Returns the rows in files of the tokens `[start, stop)`, on the way to a place; the span may have gaps."""
         last = min(stop, place.length)
         edges = reversed(list(place.edges(start, stop)))
         parts = [part.clipped(start, last) for node in edges for part in _live_parts(node)]
         return FileSpan(start, stop, merged(part for part in parts if part is not None))
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
-        """Yields the files of the snapshots on the way to a place, the deepest first."""
+        """Yields the snapshot files on the way to a place, the deepest first."""
         for node in place.edges(0, place.length):
             file = _snapshot_file(node) if node.stop <= place.length else None
             if file is not None:
@@ -171,12 +170,12 @@ class DiskTree:
         return next((file for node in ends if (file := _snapshot_file(node)) is not None), None)
 
     def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
-        """Returns whether a place stands for `num_tokens` tokens, and there are files of tokens behind them."""
+        """Returns whether a place covers all `num_tokens` tokens and there are files of later tokens."""
         last = next(place.edges(num_tokens - 1, num_tokens), None)
         return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
 
     def on_path(self, place: DiskPlace, stop: int) -> list[StoredFile]:
-        """Returns the files needed to restore at `stop`, on the way to a place, as far as they exist."""
+        """Returns the existing files needed to restore at `stop`, on the way to a place."""
         last = min(stop, place.length)
         files = [part.file for node in place.edges(0, stop) for part in _live_parts(node) if part.start < last]
         snapshot = self.snapshot(place, stop)
@@ -193,13 +192,13 @@ class DiskTree:
         return iter(trie.root.children.values()) if trie is not None else iter(())
 
     def state_on(self, node: DiskNode) -> tuple[FileSpan, FileSnapshot | None]:
-        """Returns what files hold of a node's edge, and the snapshot at its end; either may still be pending."""
+        """Returns the rows of a node's edge in files, and the snapshot at its end; either may still be pending."""
         file = _snapshot_file(node)
         snapshot = FileSnapshot(file) if file is not None else None
         return FileSpan(node.start, node.stop, tuple(_live_parts(node))), snapshot
 
     def namespaces(self) -> list[str]:
-        """Returns the namespaces of which there are files."""
+        """Returns the namespaces with files."""
         return list(self._tries)
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
@@ -226,9 +225,9 @@ class DiskTree:
     # ------------------------------------------------------------------------------------------------ changes
 
     def add(self, tokens: TokenArray, file: StoredFile, near: DiskPlace) -> None:
-        """Adds a file of rows that no other file holds, or of a snapshot; it stops at `len(tokens)`.
+        """Adds a file of rows that no other file holds, or of a snapshot; the file stops at `len(tokens)`.
 
-        `tokens` are those from the sequence's start on; `near` is a place on the way to their end.
+        `tokens` begin at the sequence's start; `near` is a place on the way to their end.
         """
         trie = self._trie(file.namespace)
         length = min(near.length, len(tokens))
@@ -239,7 +238,7 @@ class DiskTree:
         return self._tries.setdefault(namespace, TokenTrie(DiskNode, namespace))
 
     def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
-        """Adds a file to the nodes of its tokens; it stops where `tokens` end below `node`."""
+        """Adds a file to the nodes of its tokens; the file stops where `tokens` end below `node`."""
         last = trie.extend(node, tokens)
         self._ends[file] = _End(trie, Place(last, file.stop))
         self._order.push(file)
@@ -251,7 +250,7 @@ class DiskTree:
                 step.parts = step.span.filled(file).parts
 
     def prune(self, gone: Iterable[StoredFile]) -> None:
-        """Removes files that are gone, and then the edges without files on or below them."""
+        """Removes GONE files, and then the edges without files on or below them."""
         nodes: dict[DiskNode, DiskTrie] = {}
         for file in gone:
             nodes.update(dict.fromkeys(self._nodes_of(file), self._ends[file].trie))
@@ -267,10 +266,10 @@ class DiskTree:
     # ----------------------------------------------------------------------------------------------- eviction
 
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
-        """Returns files to evict, least recently used first. A file is among them only with all that depend on it.
+        """Returns files to evict, least recently used first, each only together with all files that depend on it.
 
-        They free `excess_bytes`, and up to `spare_bytes` more if few files are enough for that. Files that were
-        last used at `newest` or later are not among them.
+        They free `excess_bytes`, and up to `spare_bytes` more if few files suffice for that. Files last used at
+        `newest` or later are excluded.
         """
         chosen: dict[StoredFile, None] = {}
         waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)
@@ -298,7 +297,7 @@ class DiskTree:
         return next((other for other in after if other not in chosen), None)
 
     def _nodes_of(self, file: StoredFile) -> Iterator[DiskNode]:
-        """Yields the nodes that a file is on, the last one first."""
+        """Yields the nodes of a file, the last one first."""
         start = file.stop - 1 if file.is_snapshot else file.start
         return self._ends[file].place.edges(start, file.stop)
 
@@ -312,8 +311,8 @@ class DiskTree:
     ) -> None:
         """Adds the files of an index, from the root down; `adopt` makes the file of a row.
 
-        Each key is computed again from the tokens, which shows whether they were changed. A row with changed
-        tokens is left out, and so are the rows that depend on it.
+        Each key is computed again from the tokens, which reveals changed tokens. A row with changed tokens is left
+        out, with all rows that depend on it.
         """
         waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
         for row in rows:
@@ -334,7 +333,9 @@ class DiskTree:
 def _child_offsets(
     row: FileRow, hasher: Hasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
 ) -> list[tuple[int, Hasher]]:
-    """Returns the offsets on a row's tokens at which others start, and its end; nothing if its key is wrong."""
+    """Returns the offsets on a row's tokens at which other rows start, and its end; nothing if the row's key is
+    wrong.
+    """
     if row.is_snapshot:
         return [(row.start, hasher)] if hasher.key() == row.key else []
     found, done = list[tuple[int, Hasher]](), row.start
@@ -347,7 +348,7 @@ def _child_offsets(
 
 
 def _parent_offset(row: FileRow) -> int:
-    """Returns the offset that the `parent_key` of a row stands for."""
+    """Returns the offset of a row's `parent_key`."""
     return row.stop if row.is_snapshot else row.start
 
 
@@ -370,7 +371,7 @@ def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
 
 
 def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
-    """Yields the files that depend on a file's rows on a node; they are on the node or below it."""
+    """Yields the files, on a node or below it, that depend on a file's rows on the node."""
     parts = _live_parts(node)
     later = [part.file for part in parts[[part.file for part in parts].index(file) + 1 :]]
     if later:
@@ -394,7 +395,7 @@ def _snapshots_at(node: DiskNode) -> list[StoredFile]:
 
 
 def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
-    """Removes a node without files on or below it, then its parent if that is true of it now, and so on."""
+    """Removes a node without files on or below it, then each ancestor of which that has become true."""
     while node.parent is not None and not node.children and not _files(node):
         above = node.parent
         trie.remove(node)

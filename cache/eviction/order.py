@@ -1,14 +1,13 @@
-"""The order in which stored state is evicted, updated as nodes change.
+"""The order in which stored state is evicted, fair among namespaces and updated as nodes change. Pure.
 
 There are too many nodes to value all of them for each request. So a node is valued again only when a change, of the
-node or of another one, may have lowered its value. A value that has risen meanwhile, since state before the node was
-evicted or another request used it, is noticed when the node is about to be evicted: it is then valued again and put
-back. Invariant: no value in the order is too high. How values fall with age is for `cache.eviction.value.Queue`.
-
-Fairness among namespaces when memory is short: from which of them to evict first. Pure.
+node or of another one, may have lowered its value. A value may also rise, because state before the node was evicted
+or another request used the node; this is noticed when the node is about to be evicted, and the node is put back with
+the new value. Invariant: no value in the order is too high. `cache.eviction.value.Queue` knows how values fall with
+age.
 
 A namespace's fair share is the budget divided by the number of namespaces that hold anything. A namespace may hold
-more while memory is free. Once it is short, namespaces over their share are evicted from before all others.
+more while memory is free; when memory is short, namespaces over their share are evicted from first.
 """
 
 import heapq
@@ -29,19 +28,19 @@ def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
 
 
 class Shares:
-    """The bytes that each namespace holds, and which of them hold more than their share."""
+    """The bytes that each namespace holds, and which namespaces hold more than their share."""
 
     def __init__(self, ledger: Ledger) -> None:
         """The budget is the ledger's."""
         self.held: dict[str, int] = {}
-        """Bytes, of the namespaces that hold any."""
+        """Bytes, for each namespace that holds any."""
         self._ledger = ledger
         self._over: set[str] | None = set()
-        """None if it must be computed again, because the number of namespaces or the budget has changed."""
+        """None when outdated: the number of namespaces or the budget has changed."""
         self._budget_bytes = ledger.budget_bytes
 
     def add(self, namespace: str, num_bytes: int) -> None:
-        """Counts bytes that a namespace now holds; negative when it let go of them."""
+        """Counts bytes that a namespace now holds; negative when it has released them."""
         before, held = len(self.held), self.held.pop(namespace, 0) + num_bytes
         assert held >= 0, f"more bytes were dropped in {namespace!r} than stored"
         if held:
@@ -53,7 +52,7 @@ class Shares:
             (self._over.add if is_over else self._over.discard)(namespace)
 
     def over(self) -> set[str]:
-        """Returns the namespaces over their share, as `over_share` does. Do not change the set."""
+        """Returns the namespaces over their share, like `over_share`. Do not change the set."""
         if self._over is None or self._budget_bytes != self._ledger.budget_bytes:
             self._budget_bytes = self._ledger.budget_bytes
             self._over = over_share(self.held, self._budget_bytes)
@@ -61,7 +60,7 @@ class Shares:
 
 
 class FairQueue:
-    """Candidates of all namespaces; those of namespaces over their share come first. Otherwise ordered as `Queue`."""
+    """Candidates of all namespaces, first of those over their share; otherwise in the order of `Queue`."""
 
     def __init__(self, find_over_share: Callable[[], set[str]]) -> None:
         """`find_over_share` is called before each candidate, since every eviction may change the answer."""
@@ -76,13 +75,13 @@ class FairQueue:
         return self._num_candidates
 
     def push(self, namespace: str, candidate: Candidate) -> None:
-        """Adds a candidate, unless it would free nothing."""
+        """Adds a candidate, unless evicting it would free nothing."""
         if candidate.num_bytes <= 0:
             return
         if namespace not in self._queues:
             self._queues[namespace] = Queue()
             if len(self._queues) == 2:
-                # Candidates that came while there was only one namespace were not ranked.
+                # Candidates added while there was only one namespace were not ranked.
                 self._over.forget()
                 self._all.forget()
         self._queues[namespace].push(candidate)
@@ -92,7 +91,7 @@ class FairQueue:
             self._all.pushed(namespace)
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns what to evict next when the clock reads `now`; None if nothing is left."""
+        """Removes and returns the next candidate when the clock reads `now`; None if nothing is left."""
         if len(self._queues) == 1:
             (only,) = self._queues.values()
             candidate = only.pop(now)
@@ -102,9 +101,9 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Looks at the next `num_candidates` and removes the outdated ones; goes round all candidates in turn.
+        """Removes outdated candidates among the next `num_candidates`; goes through all candidates in turn.
 
-        It may look at a few more, since it takes whole heaps of a `Queue`.
+        May check a few more, since it takes whole heaps of a `Queue`.
         """
         has_restarted = False
         while num_candidates > 0:
@@ -124,31 +123,31 @@ class FairQueue:
 
 
 class _Ranking:
-    """Some namespaces by the rank of what each of them would give up next, at one reading of the clock.
+    """Namespaces by the rank of their next candidate, at one reading of the clock.
 
-    All are ranked anew when the clock has moved on or a namespace has come in; else only those that have changed.
+    All namespaces are ranked again when the clock has moved or a namespace was added; otherwise only changed ones.
     """
 
     def __init__(self, queues: dict[str, Queue]) -> None:
-        """`queues` is the caller's; an emptied one is removed from it."""
+        """`queues` belongs to the caller; an emptied queue is removed from it."""
         self._queues = queues
         self._now = -1
         self._names: set[str] = set()
-        """The namespaces that are ranked, those without candidates included."""
+        """The ranked namespaces, including those without candidates."""
         self._firsts: list[tuple[tuple[bool, float], str]] = []
         """A heap. A namespace's rank in it is never too high."""
 
     def pushed(self, name: str) -> None:
-        """Says that a namespace has one more candidate, which may be its first."""
+        """Records that a namespace has one more candidate, which may be its first."""
         if name in self._names:
             heapq.heappush(self._firsts, (self._queues[name].rank(self._now), name))
 
     def forget(self) -> None:
-        """Has all namespaces ranked anew when one is asked for."""
+        """Forces all namespaces to be ranked again at the next use."""
         self._now, self._names, self._firsts = -1, set(), []
 
     def pop(self, names: Set[str], now: int) -> Candidate | None:
-        """Removes and returns what to evict next from some namespaces; None if they have no candidates."""
+        """Removes and returns the next candidate of some namespaces; None if they have none."""
         if now != self._now or not names <= self._names:
             self._rank(names, now)
         while self._firsts:
@@ -174,19 +173,20 @@ class _Ranking:
 
 
 MANY_CHANGED = 64
-"""At this many changed nodes all are valued again, although memory is not short, so that eviction takes less time
-later."""
+"""Above this many changed nodes all are valued, although memory is not short, so that a later eviction takes less
+time.
+"""
 MIN_GARBAGE = 1024
 """Up to this many outdated entries may stay in the queue."""
 SWEPT_PER_CHANGE = 4
-"""Entries that are looked at, to remove outdated ones, for each changed node. Only while half of all are outdated."""
+"""Entries checked for each changed node, to remove outdated ones. Only while half of all entries are outdated."""
 
 
 class EvictionOrder:
     """Candidates for eviction from all namespaces, in order. Worker thread only.
 
-    Whoever changes a node's state, children or use must say so. Nodes that are pinned or live in a slot are in the
-    order too; whoever pops one of them puts it back.
+    Callers must report every change of a node's state, children or use. Nodes that are pinned or live in a slot are
+    in the order too; a caller that pops one puts it back.
     """
 
     def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
@@ -195,15 +195,15 @@ class EvictionOrder:
         self._find_over_share = find_over_share
         self._queue = FairQueue(find_over_share)
         self._latest: dict[Node, Candidate] = {}
-        """The entries of the queue that are not outdated."""
+        """The current entries of the queue."""
         self._changed: dict[Node, str] = {}
-        """Nodes to value anew, with their namespaces."""
+        """Nodes to value again, with their namespaces."""
 
     def changed(self, namespace: str, node: Node) -> None:
-        """Says that a node or one of its children has changed, or that the node has left the trie.
+        """Records that a node or one of its children has changed, or that the node has left the trie.
 
         A node that has left the trie leaves the order at once: a long prompt joins hundreds of edges while it is
-        evaluated, and none of them should be looked at again.
+        evaluated, and none of them should be visited again.
         """
         if node.parent is not None:
             self._changed[node] = namespace
@@ -212,13 +212,13 @@ class EvictionOrder:
             self._latest.pop(node, None)
 
     def snapped(self, namespace: str, node: Node) -> None:
-        """Says that a node has another snapshot, from which nodes below it may now be evaluated."""
+        """Records that a node has another snapshot, from which nodes below it may now be evaluated."""
         self.changed(namespace, node)
         for below in self._valuation.evaluated_from(node):
             self.changed(namespace, below)
 
     def used(self, namespace: str, node: Node, now: int) -> None:
-        """Says that a sequence was restored at a node, or recorded up to it, when the clock read `now`."""
+        """Records that a sequence was restored at a node, or recorded up to it, when the clock read `now`."""
         node.last_used = now
         above: Node | None = node
         while above is not None and above.last_used_behind < now:
@@ -227,17 +227,17 @@ class EvictionOrder:
         self.changed(namespace, node)
 
     def ended(self, namespace: str, node: Node) -> None:
-        """Says that a node is now where its session ends."""
+        """Records that a node's session now ends at the node."""
         for left in self._valuation.record_session_end(namespace, node):
             self.changed(namespace, left)
 
     def refresh_if_many_changed(self) -> None:
-        """Values the nodes that have changed anew if they are many."""
+        """Values the changed nodes if there are many."""
         if len(self._changed) > MANY_CHANGED:
             self._refresh()
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns what to evict next, with its value of now; None if nothing is left.
+        """Removes and returns the next candidate, with its current value; None if nothing is left.
 
         `now` is the reading of the clock of `Node.last_used`.
         """
@@ -255,7 +255,7 @@ class EvictionOrder:
         return None
 
     def put_back(self, candidate: Candidate) -> None:
-        """Returns to the order what was popped, unless it was evicted."""
+        """Returns a popped candidate to the order, unless its node was evicted."""
         namespace, node = candidate.key
         if _is_evictable(node) and node not in self._latest:
             self.changed(namespace, node)
@@ -268,9 +268,9 @@ class EvictionOrder:
             self._queue.push(namespace, candidate)
 
     def check(self, nodes: Iterable[tuple[str, Node]]) -> None:
-        """Asserts that every node that could be evicted is in the order, and that no value there is too high.
+        """Asserts that every evictable node is in the order, and that no value there is too high.
 
-        Computes every value. Leaves out the nodes that are to be valued anew before the next eviction.
+        Computes every value, except of nodes that will be valued before the next eviction.
         """
         pending = self._find_stale()
         for namespace, node in nodes:
@@ -281,7 +281,9 @@ class EvictionOrder:
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, str]:
-        """Returns the changed nodes and those whose value may be lower because of them, with namespaces."""
+        """Returns the nodes whose value a change may have lowered, with namespaces: changed nodes and those they
+        affect.
+        """
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
             end = self._valuation.leaf_counting(node)

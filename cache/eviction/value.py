@@ -1,15 +1,11 @@
-"""The value of a node's state: its bytes, its cost to evaluate again, and the chance that it is wanted again.
-
-From these figures `cache.eviction.value` decides. They depend on the node and its neighbours only, and finding them
-takes walks as long as a conversation at most, so they are computed again whenever something changes there.
-
-What to evict when memory is short: a pure order over candidates.
+"""Values stored state, and orders it for eviction when memory is short. Pure.
 
 A candidate is a whole leaf, or the snapshot of a node with children. Its value is the chance that it is wanted again,
 times the tokens to evaluate then, divided by its bytes and its age; the lowest value is evicted first. Value falls
 with age because gaps between turns are long-tailed: a user who has been away for an hour will hardly be back within
 the next minute. The number of uses says nothing: a conversation that has just ended was used more often than one that
-has just begun.
+has just begun. Apart from age, a value depends on the node and its neighbours only; computing it takes walks as long
+as a conversation at most, so it is repeated whenever something changes there.
 """
 
 import bisect
@@ -26,14 +22,14 @@ from cache.trie import Node
 from cache.types import LayerKinds
 
 LONG_TOKENS = 70_000
-"""The longer a conversation is beyond this, the less likely it goes on."""
+"""Above this length, the longer a conversation is, the less likely it continues."""
 
 
 class Chance(float, Enum):
-    """How likely state is wanted when its conversation goes on, by what it is.
+    """Relative chances that state is wanted when its conversation continues, by the role of the state.
 
-    Of 2 817 recorded requests of coding agents 2 624 went on from their conversation's end, 44 from the end of its
-    last prompt, 86 from where that prompt had gone on itself, 8 from further back, and 55 kept no more than tools and
+    Of 2 817 recorded requests of coding agents 2 624 continued from their conversation's end, 44 from the end of its
+    last prompt, 86 from where that prompt had continued, 8 from further back, and 55 kept no more than tools and
     system messages. The weights below are such shares, tried out and rounded; the hit rate of recorded conversations
     depends little on any of them.
     """
@@ -41,7 +37,7 @@ class Chance(float, Enum):
     REST = 30.0
     """All that is left of a conversation whose end was evicted: without it, the next turn evaluates everything."""
     FIRST = 2.0
-    """The first restore point of a conversation: what is left of it once all later ones are evicted."""
+    """The first restore point of a conversation: what remains once all later ones are evicted."""
     CURRENT = 1.0
     """The end of a conversation."""
     SHARED = 1 / 10
@@ -49,13 +45,13 @@ class Chance(float, Enum):
     EARLIER = 1 / 12
     """A restore point well before a conversation's end: seldom returned to, but useful once the end is evicted."""
     PROBATION = 1 / 16
-    """The end of a prompt without a session that nothing has ever gone on from."""
+    """The end of a prompt without a session that nothing has continued."""
     LANDING = 1 / 20
-    """Where the newest turn of a conversation went on from."""
+    """Where the newest turn of a conversation continued from."""
     PROMPT = 1 / 60
     """The end of the newest prompt."""
     LEFT = 1 / 100
-    """An end of a session that has since gone on elsewhere."""
+    """A former end of a session that has continued elsewhere."""
     SUPERSEDED = 1e-6
     """A restore point that newer ones of the same conversation replace."""
     UNUSABLE = 0.0
@@ -63,39 +59,39 @@ class Chance(float, Enum):
 
 
 def chance_to_go_on(num_tokens: int) -> float:
-    """Returns the chance that a conversation of so many tokens is wanted at its end.
+    """Returns the chance that a conversation of this length is wanted at its end.
 
     Contexts are bounded, and agents begin anew before the bound. Of recorded conversations that had been silent for
-    64 to 256 requests, one that was shorter than 40 000 tokens came back about six times as often, with each request
-    of others, as one longer than 140 000.
+    64 to 256 requests, one shorter than 40 000 tokens came back about six times as often, with each request of
+    others, as one longer than 140 000.
     """
     return Chance.CURRENT * min(1.0, (LONG_TOKENS / max(1, num_tokens)) ** 2)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that can be evicted. `key` is the caller's handle and is not looked into."""
+    """State that can be evicted. `key` is the caller's handle and is never inspected."""
 
     key: Any
     num_bytes: int
-    """Bytes that evicting it may free."""
+    """Bytes that evicting the candidate may free."""
     num_tokens: int
-    """Tokens that would have to be evaluated again, from the nearest restore point that remains."""
+    """Tokens to evaluate again, from the nearest restore point that remains."""
     last_used: int
-    """When it or anything below it was used, by a clock that counts requests."""
+    """When the state, or any state below it, was used, by a clock that counts requests."""
     chance: float = Chance.CURRENT
     is_explicit: bool = False
-    """A client asked for it, so it is evicted after everything else."""
+    """A client requested the state, so it is evicted last."""
     is_session_end: bool = False
-    """The end of a session that is no background work."""
+    """The end of a session that is not background work."""
 
     @cached_property
     def weight(self) -> tuple[bool, float]:
-        """Its value without its age: of two that were used at the same time, the lower one is evicted first."""
+        """The value without age: of two candidates used at the same time, the lighter is evicted first."""
         return self.is_explicit, self.chance * self.num_tokens / self.num_bytes
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """Its value at a reading of the clock. Candidates are evicted in ascending order of rank."""
+        """The value at a reading of the clock; the lowest rank is evicted first."""
         is_explicit, value = self.weight
         return is_explicit, value / max(1, now - self.last_used)
 
@@ -105,15 +101,15 @@ AGE_SHARE = 4
 MAX_HEAPS = 256
 """At this many heaps neighbours are joined, even if nothing is evicted."""
 MAX_JOINED = 4096
-"""Two heaps are not joined if they hold more than this together and there are few heaps: so each is swept quickly."""
+"""Two heaps larger than this together are not joined while there are few heaps, so that each is swept quickly."""
 
 
 class Queue:
-    """Candidates in the order of eviction. Only what frees bytes is among them.
+    """Candidates in the order of eviction. Holds only candidates that free bytes.
 
     Time changes the order only between candidates of different ages. So candidates of about the same age share a
-    heap, ordered by weight, and only the first of each heap is compared. As candidates grow older, differences in
-    age come to matter less, and neighbouring heaps are joined: there are never more than some dozens.
+    heap, ordered by weight, and only the first of each heap is compared. As candidates grow older, differences in age
+    matter less, and neighbouring heaps are joined: there are never more than some dozens.
     """
 
     def __init__(self) -> None:
@@ -123,13 +119,13 @@ class Queue:
         """In the order of use."""
         self._now = 0
         self._firsts: list[tuple[tuple[bool, float], int, _Heap]] = []
-        """A heap of heaps, by the rank that the first of each had at `_now`."""
+        """A heap of heaps, by the rank of each heap's first candidate at `_now`."""
 
     def __len__(self) -> int:
         return self._num_candidates
 
     def push(self, candidate: Candidate) -> None:
-        """Adds a candidate, unless it would free nothing."""
+        """Adds a candidate, unless evicting it would free nothing."""
         if candidate.num_bytes > 0:
             heap = self._heap(candidate.last_used)
             heapq.heappush(heap.entries, (candidate.weight, candidate.last_used, next(self._count), candidate))
@@ -138,13 +134,13 @@ class Queue:
                 self._rank(heap)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The rank of the next candidate. Not for an empty queue."""
+        """The rank of the next candidate. The queue must not be empty."""
         heap = self._first(now)
         assert heap is not None, "an empty queue has no next candidate"
         return heap.rank(now)
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns what to evict next; None if nothing is left."""
+        """Removes and returns the next candidate; None if nothing is left."""
         heap = self._first(now)
         if heap is None:
             return None
@@ -152,7 +148,7 @@ class Queue:
         return heapq.heappop(heap.entries)[-1]
 
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
-        """Removes outdated candidates, one heap with each step; yields how many the heap held and how many it lost.
+        """Removes outdated candidates, one heap with each step; yields how many candidates the heap held and lost.
 
         The queue may be used between two steps.
         """
@@ -182,7 +178,7 @@ class Queue:
         heapq.heappush(self._firsts, (heap.rank(self._now), next(self._count), heap))
 
     def _heap(self, last_used: int) -> "_Heap":
-        """Returns the heap of the candidates that were used then; makes it if there is none."""
+        """Returns the heap of the candidates last used then; makes it if missing."""
         index = bisect.bisect_right(self._heaps, last_used, key=lambda heap: heap.start)
         if index and last_used < self._heaps[index - 1].stop:
             return self._heaps[index - 1]
@@ -194,7 +190,7 @@ class Queue:
         return heap
 
     def _join(self, now: int) -> None:
-        """Joins neighbours that are of about one age at `now`, and ranks all anew."""
+        """Joins neighbouring heaps of about the same age at `now`, and ranks all again."""
         heaps = list[_Heap]()
         max_entries = MAX_JOINED if len(self._heaps) < MAX_HEAPS else self._num_candidates
         for heap in self._heaps:
@@ -210,19 +206,19 @@ class Queue:
 
 @dataclass
 class _Heap:
-    """Candidates that were used within `[start, stop)`, the one of least weight first, and of equals the oldest."""
+    """Candidates last used within `[start, stop)`, the lightest first, and of equals the oldest."""
 
     start: int
     stop: int
     entries: list[tuple[tuple[bool, float], int, int, Candidate]] = field(default_factory=list)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The rank of the first candidate, as `Candidate.rank` has it."""
+        """The rank of the first candidate; see `Candidate.rank`."""
         (is_explicit, value), last_used, _, _ = self.entries[0]
         return is_explicit, value / max(1, now - last_used)
 
     def take(self, later: "_Heap") -> None:
-        """Adds all candidates of another heap, which were used later."""
+        """Adds all candidates of a heap that was used later."""
         self.stop = later.stop
         if len(later.entries) > len(self.entries):
             self.entries, later.entries = later.entries, self.entries
@@ -235,7 +231,7 @@ _HEADS = (RestorePointKind.SYSTEM_END, RestorePointKind.BRANCH, RestorePointKind
 
 
 class Valuation:
-    """Values nodes, and remembers where each session ended last."""
+    """Values nodes, and remembers where each session last ended."""
 
     def __init__(self, layout: LayerKinds) -> None:
         self._layout = layout
@@ -243,10 +239,10 @@ class Valuation:
         self._ends: dict[tuple[str, str], Node] = {}
         """The end of each session, by namespace and name."""
         self._current: dict[tuple[str, str], dict[Node, None]] = {}
-        """The nodes that were valued as the end of each session; several if the last one was evicted."""
+        """The nodes valued as the end of each session; several if the last end was evicted."""
 
     def record_session_end(self, namespace: str, node: Node) -> list[Node]:
-        """Notes that the session of `node` ends there; returns the other nodes that were valued as its end."""
+        """Records that the session of `node` ends there; returns the other nodes that were valued as its end."""
         if node.session_id is None:
             return []
         session = namespace, node.session_id
@@ -267,8 +263,7 @@ class Valuation:
     def evaluated_from(self, node: Node) -> Iterator[Node]:
         """Yields the leaves and snapshots whose tokens would be evaluated again from a restore point.
 
-        They lie below it, down to the next restore points, these included. A node that is no restore point has
-        none.
+        They lie below the restore point, up to and including the next restore points. Other nodes have none.
         """
         below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
         while below:
@@ -279,7 +274,7 @@ class Valuation:
                 below += next_node.children.values()
 
     def leaf_counting(self, node: Node) -> Node | None:
-        """Returns the only leaf below a node, which the node's bytes may count for; None for a leaf or a fork."""
+        """Returns the only leaf below a node, whose bytes may include the node's; None for a leaf or a fork."""
         if not self._needs_snapshots or not node.children:
             return None
         while len(node.children) == 1 and not self._is_point(node):
@@ -289,9 +284,9 @@ class Valuation:
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
         """Yields the nodes above `node` whose chance a change there may have lowered.
 
-        `held` has their values so far. They are found upwards because the chance of a restore point depends on the
-        next two below it, and on the sessions that end below it. Nodes further above are added to `seen`, so that
-        several changes on one path look at them once.
+        `held` has the values so far. The walk goes upwards because the chance of a restore point depends on the next
+        two below it, and on the sessions that end below it. Visited nodes further above are added to `seen`, so that
+        several changes on one path visit them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):
@@ -355,7 +350,7 @@ class Valuation:
         return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
 
     def _base(self, node: Node) -> int:
-        """Returns the offset of the nearest restore point above a node: where evaluating it again would begin."""
+        """Returns the offset of the nearest restore point above a node, where evaluation would begin."""
         if not self._needs_snapshots:
             return node.start
         above = node.parent
@@ -366,7 +361,7 @@ class Valuation:
         return 0
 
     def _tail_bytes(self, leaf: Node) -> int:
-        """Returns the bytes of a leaf and of the nodes above it that nothing could be restored from without it."""
+        """Returns the bytes of a leaf and of the nodes above it that would be useless without it."""
         num_bytes, node = leaf.num_bytes, leaf.parent
         while node is not None and self._needs_snapshots and not self._is_point(node):
             if len(node.children) > 1 or node.num_slots:
@@ -389,7 +384,7 @@ def _is_last_point(node: Node) -> bool:
 
 
 def _newer(node: Node) -> Node | None:
-    """Returns the next restore point below a node, or the leaf; None if several conversations go on there."""
+    """Returns the next restore point below a node, or the leaf; None if several conversations continue there."""
     if len(node.children) != 1:
         return None
     (node,) = node.children.values()
@@ -399,7 +394,7 @@ def _newer(node: Node) -> Node | None:
 
 
 def _is_shared(node: Node) -> bool:
-    """Whether several sessions end below a node. A leaf without a session counts as a session of its own."""
+    """Whether several sessions end below a node. A leaf without a session counts as a session."""
     owners = (leaf.session_id or leaf for leaf in _leaves(node))
     first = next(owners)
     return any(owner != first for owner in owners)

@@ -1,4 +1,4 @@
-"""How the layer caches of one model come apart into state that can be stored, and go together again.
+"""Takes the layer caches of one model apart into state that can be stored, puts them together, and sizes sequences.
 
 mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts the layers into three kinds:
 
@@ -6,13 +6,8 @@ mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts 
 * *window* state (sliding window, chunked attention): the same, but only the last W rows are there;
 * *point* state (recurrent, convolution, and every class without an adapter): whole, valid at one offset.
 
-Nothing here knows tokens, nodes or a budget.
-
-What is inside each of mlx-lm's classes of layer cache whose state is rows per token.
-
-One adapter per class. A class without one is taken whole, as point state: slower, never wrong.
-
-How many bytes a live sequence takes: estimated from a short one, before any memory is allocated.
+Each mlx-lm class whose state is rows per token has one adapter here. A class without an adapter is taken whole, as
+point state: slower, never wrong. Nothing here knows tokens, nodes or a budget.
 """
 
 from cache.layers import mlx_lm_guard as _guard  # noqa: F401
@@ -46,39 +41,39 @@ from cache.types import LayerCache
 
 
 class RowLeaf(Protocol):
-    """Adapter of one class of layer cache whose state is rows per token."""
+    """Adapter of one layer cache class whose state is rows per token."""
 
     window: int | None
-    """How many of the last rows the class keeps; None keeps all."""
+    """How many of the last rows the class keeps; None if it keeps all."""
     num_components: int
     can_overallocate: bool
-    """Whether a buffer may be longer than the rows in it."""
+    """Whether a buffer may be longer than its rows."""
 
     def length(self, cache: LayerCache) -> int:
-        """Returns how many rows are there, the last of them at the sequence's end."""
+        """Returns the number of rows; the last row is at the sequence's end."""
 
     def arrays(self, cache: LayerCache) -> list[mx.array]:
-        """Returns the components in temporal order, [1, num_heads, length, width] each; views."""
+        """Returns the components in temporal order, each [1, num_heads, length, width]; views."""
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        """Makes `arrays`, whose first `num_rows` rows end at `offset`, the cache's state. Consumes them."""
+        """Makes `arrays` the cache's state; their first `num_rows` rows end at `offset`. Consumes the arrays."""
 
     def truncate(self, cache: LayerCache, offset: int) -> None:
         """Forgets rows from `offset` on; for classes that keep all rows."""
 
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns how many rows a window class's buffers take at most while `num_tokens` are evaluated.
+        """Returns the most rows in a window class's buffers while `num_tokens` are evaluated.
 
-        Prompts are evaluated in calls of up to `chunk_tokens`, answers in calls of one token. A call adds its
-        rows before old ones go, so this may be more than the window.
+        Prompts are evaluated in calls of up to `chunk_tokens`, answers in calls of one token. A call adds rows before
+        it removes old ones, so there may be more rows than the window.
         """
 
     def capacity(self, cache: LayerCache) -> int | None:
-        """Returns how many rows the buffers take, None before there are any; for classes that keep all rows."""
+        """Returns how many rows fit the buffers, None before there are any; for classes that keep all rows."""
 
 
 class _SpanLeaf:
-    """What the classes that keep every row have in common."""
+    """Base of the classes that keep every row."""
 
     window: int | None = None
     num_components = 2
@@ -109,7 +104,7 @@ class _AttentionLeaf(_SpanLeaf):
 
 
 class _ConcatenatingLeaf(_AttentionLeaf):
-    """`ConcatenateKVCache`: the same in buffers without spare rows: each token copies them."""
+    """`ConcatenateKVCache`: keys and values in buffers without spare rows; each token copies them."""
 
     can_overallocate = False
 
@@ -138,7 +133,7 @@ class _QuantizedLeaf(_SpanLeaf):
 
 
 class _WindowLeaf:
-    """What the classes that keep the last rows have in common."""
+    """Base of the classes that keep the last rows."""
 
     num_components = 2
     can_overallocate = False
@@ -196,7 +191,7 @@ class _ChunkedLeaf(_WindowLeaf):
 
 
 def row_leaf(cache: LayerCache) -> RowLeaf | None:
-    """Returns the adapter of a cache whose state is rows, None for one that can only be taken whole."""
+    """Returns the adapter of a cache whose state is rows; None for a cache that must be taken whole."""
     kind = type(cache)
     if kind is mlx_lm_cache.KVCache:
         return _AttentionLeaf()
@@ -220,12 +215,13 @@ def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
 
 
 GROWTH_TOKENS = 256
-"""Rows by which a full span buffer grows. Each growth reads and writes all rows once, and attention reads them once a
-token: growing adds one part in 128. On average a live sequence leaves half of a step unused."""
+"""Rows by which a full span buffer grows. Each growth reads and writes all rows once, and attention reads all rows
+once per token, so growing adds one part in 128. On average a live sequence leaves half of a step unused.
+"""
 
 
 class Layout:
-    """How the layer caches of one model come apart. Made once from a fresh list of them."""
+    """How the layer caches of one model come apart. Made once, from a fresh list of caches."""
 
     _spans: "Sequence[_Place]" = ()
     _windows: "Sequence[_Place]" = ()
@@ -236,19 +232,19 @@ class Layout:
         self._spans = [_Place(i, leaf) for i, leaf in rows if leaf is not None and leaf.window is None]
         self._windows = [_Place(i, leaf) for i, leaf in rows if leaf is not None and leaf.window in windows]
         if len(windows) > 1:
-            # Rows are kept for one common window; layers with several are taken whole instead.
+            # Rows are kept for one common window; with several windows, the layers are taken whole instead.
             self._windows, windows = [], set()
         known = {place.index for place in (*self._spans, *self._windows)}
         self._points = [index for index, _ in rows if index not in known]
         self.window = next(iter(windows), None) or 0
-        """Rows that must be there before an offset to restore the window layers at it; 0 without such layers."""
+        """Rows before an offset that restoring the window layers needs; 0 without such layers."""
         _number(self._spans)
         _number(self._windows)
 
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
-        """Leaves out the layers whose caches are still empty after the model has evaluated tokens with `caches`.
+        """Excludes the layers whose caches are still empty after the model has evaluated tokens with `caches`.
 
-        Some models hand out a cache for each layer although some layers share another's keys and values.
+        Some models make a cache for each layer although some layers share another's keys and values.
         """
         leaves = leaves_of(caches)
         self._spans = [place for place in self._spans if place.leaf.length(leaves[place.index])]
@@ -269,7 +265,7 @@ class Layout:
     # -- sizes
 
     def live_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Returns the bytes that live caches hold in the allocator, unused capacity included."""
+        """Returns the bytes that live caches hold in the allocator, including unused capacity."""
         arrays = [array for cache in leaves_of(caches) for array in arrays_in(cache)]
         mx.eval(arrays)
         return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
@@ -283,10 +279,10 @@ class Layout:
         return _bytes_per_row(self._windows, caches)
 
     def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns how many rows a window layer's buffers take at most while `num_tokens` are evaluated.
+        """Returns the most rows in a window layer's buffers while `num_tokens` are evaluated.
 
-        Calls of up to `chunk_tokens` add their rows before old ones go, so this may be more than the window. It
-        depends on the class of the cache.
+        Calls of up to `chunk_tokens` add rows before old ones are removed, so there may be more rows than the window.
+        The number depends on the class of the cache.
         """
         return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 
@@ -298,7 +294,7 @@ class Layout:
     # -- capacity of live buffers
 
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
-        """Returns how many tokens all span buffers take; None if there are none yet."""
+        """Returns how many tokens fit all span buffers; None before there are any."""
         leaves = leaves_of(caches)
         capacities = [
             place.leaf.capacity(leaves[place.index]) for place in self._spans if place.leaf.can_overallocate
@@ -308,9 +304,9 @@ class Layout:
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
         """Resizes span buffers to `capacity_tokens`, which must not be less than they hold.
 
-        Those that are too small, or larger by more than a step of growth, are copied one after another, so that the
-        extra memory is one buffer. A buffer that is not there yet is made so large by the first evaluation. After an
-        error the caches are damaged.
+        Buffers that are too small, or larger by more than a step of growth, are copied one after another, so the
+        extra memory is one buffer. The first evaluation allocates missing buffers at this size. After an error the
+        caches are damaged.
         """
         leaves = leaves_of(caches)
         for place in self._spans:
@@ -322,7 +318,7 @@ class Layout:
         self.bound_growth(caches)
 
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
-        """Has span buffers that are there grow by a step from now on, however large their first size was."""
+        """Makes existing span buffers grow by a step from now on, however large their first size was."""
         leaves = leaves_of(caches)
         for place in self._spans:
             if place.leaf.can_overallocate and place.leaf.capacity(leaves[place.index]) is not None:
@@ -331,7 +327,7 @@ class Layout:
     # -- spans
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> "LiveRows":
-        """Returns the span rows `[start, stop)` of live caches as views to copy from at once."""
+        """Returns the span rows `[start, stop)` of live caches as views, to be copied at once."""
         leaves = leaves_of(caches)
         arrays = [array for place in self._spans for array in place.leaf.arrays(leaves[place.index])]
         return LiveRows([array[..., start:stop, :] for array in arrays])
@@ -341,7 +337,7 @@ class Layout:
     ) -> list[Segment]:
         """Copies token ranges out of live span caches, one owned segment per half-open range.
 
-        With `consume` each layer is dropped as soon as its rows are out, so the extra memory is one pack.
+        With `consume` each layer is dropped as soon as its rows are copied, so the extra memory is one pack.
         """
         leaves = leaves_of(caches)
         packs: list[list[Pack]] = [[] for _ in ranges]
@@ -400,7 +396,7 @@ class Layout:
         return offset - min((place.leaf.length(leaves[place.index]) for place in self._windows), default=0)
 
     def cut_window(self, caches: Sequence[LayerCache], start: int, offset: int) -> Segment:
-        """Copies window rows of `[start, offset)` out of live caches that rest at `offset`."""
+        """Copies the window rows `[start, offset)` out of live caches that have evaluated exactly `offset` tokens."""
         leaves, rows = leaves_of(caches), list[mx.array]()
         for place in self._windows:
             skipped = place.leaf.length(leaves[place.index]) - (offset - start)
@@ -412,7 +408,7 @@ class Layout:
     def load_windows(self, caches: Sequence[LayerCache], rows: Sequence[Segment], offset: int) -> None:
         """Restores live window caches at `offset` from adjoining segments that cover the last rows before it.
 
-        Raises AssertionError if they do not.
+        Raises AssertionError if they do not cover them.
         """
         leaves, num_rows = leaves_of(caches), min(offset, self.window)
         end = rows_up_to(offset, num_rows, rows)
@@ -425,7 +421,7 @@ class Layout:
             place.leaf.load(leaves[place.index], arrays, num_rows, offset)
 
     def take_points(self, caches: Sequence[LayerCache]) -> PointState:
-        """Returns the whole state of the point layers as it is now."""
+        """Returns the current state of the point layers."""
         leaves = leaves_of(caches)
         return PointState([leaves[index] for index in self._points])
 
@@ -450,7 +446,7 @@ class Layout:
 
 @dataclass
 class _Place:
-    """Where one row layer stands: among the leaves, and its components among all of its kind."""
+    """A row layer's index among the leaves, and the indices of its components among all of the same kind."""
 
     index: int
     leaf: RowLeaf
@@ -458,7 +454,7 @@ class _Place:
 
 
 def _bytes_per_row(places: Iterable[_Place], caches: Sequence[LayerCache]) -> float:
-    """Returns the bytes of one row of all places together; a layer that holds no rows counts nothing."""
+    """Returns the bytes of one row of all places together; a layer without rows counts 0."""
     leaves, total = leaves_of(caches), 0.0
     for place in places:
         cache = leaves[place.index]
@@ -485,7 +481,7 @@ def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:
 
 
 def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
-    """Returns the parts joined along tokens in a buffer of its own, with `num_spare` more rows at the end."""
+    """Joins the parts along tokens in a new buffer with `num_spare` more rows at the end."""
     batch, num_heads, _, width = parts[0].shape
     if num_spare > 0:
         parts = [*parts, mx.zeros((batch, num_heads, num_spare, width), parts[0].dtype)]
@@ -493,11 +489,13 @@ def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
 
 
 CHUNK_TOKENS = 256
-"""Prompt tokens evaluated in one model call at most, unless something else is configured."""
+"""The most prompt tokens evaluated in one model call, by default."""
 
 
 class SequenceSizes:
-    """Bytes of the sequences of one model. Worker thread only."""
+    """Bytes of the sequences of one model, estimated from a short sequence before memory is allocated. Worker thread
+    only.
+    """
 
     def __init__(self, layout: Layout, chunk_tokens: int) -> None:
         """Prompts are evaluated in calls of up to `chunk_tokens`."""
@@ -515,17 +513,17 @@ class SequenceSizes:
         self._point_bytes = self._layout.point_bytes(caches)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns about how many bytes a live sequence takes at most until it has `num_tokens`.
+        """Returns the approximate most bytes that a live sequence takes until it has `num_tokens`.
 
-        A window layer counts with the rows that it holds right after a prefill chunk, which are more than its window.
-        Point state counts twice: while rows decode together, the runner holds a merged copy of it.
+        A window layer counts with its rows right after a prefill chunk, which are more than its window. Point state
+        counts twice: while rows decode together, the runner holds a merged copy of it.
         """
         in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
         rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token
         return int(rows) + 2 * self._point_bytes
 
     def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
-        """Returns how many of `num_tokens` are left when their rows must take `excess_bytes` less.
+        """Returns how many of `num_tokens` remain when their rows must take `excess_bytes` less.
 
         All of them if nothing is in excess or nothing has been measured; negative if the rows are not enough.
         """

@@ -1,14 +1,9 @@
-"""Immutable rows of token ranges, as the trie stores them.
+"""Immutable state of layers, as the trie stores it: rows of token ranges, and whole state at one offset.
 
-A component is one array of one layer: its keys, its values, their scales. Rows of many components are packed into few
-arrays, since an allocator may bound the number of live buffers.
-
-Arrays that own their bytes.
-
-A slice of a larger buffer keeps all of that buffer alive, behind the back of whoever counts bytes. So what is stored
-is copied unless it owns its buffer.
-
-Whole state of layers that can be restored only where it was taken: recurrent, convolution, and unknown classes.
+A component is one array of one layer: keys, values, or their scales. Rows of many components are packed into few
+arrays, since an allocator may bound the number of live buffers. A slice of a larger buffer keeps the whole buffer
+alive, uncounted, so state is copied before it is stored unless it owns its buffer. Layers that can be restored only
+where their state was taken (recurrent, convolution, unknown classes) are kept whole.
 """
 
 import copy
@@ -27,7 +22,7 @@ _SMALLEST_BYTES = 8
 
 
 def owned(array: mx.array) -> mx.array:
-    """Returns `array`, or an evaluated copy of it where it is a view of a larger buffer."""
+    """Returns `array`; if it is a view of a larger buffer, an evaluated copy."""
     mx.eval(array)
     if is_view(array):
         array = mx.array(array)
@@ -36,12 +31,12 @@ def owned(array: mx.array) -> mx.array:
 
 
 def is_view(array: mx.array) -> bool:
-    """Whether an evaluated array's buffer is larger than an allocation of its own would be."""
+    """Whether an evaluated array's buffer is larger than its own allocation would be."""
     return int(mx.get_array_buffer_size(array)) > _allocated_bytes(array.nbytes)
 
 
 def _allocated_bytes(num_bytes: int) -> int:
-    """Returns the size of the buffer that the allocator gives an array, rounded up as on this device."""
+    """Returns the bytes that the allocator takes for an array, rounded up as on this device."""
     granule = _granule_bytes()
     if granule == 1:
         return num_bytes
@@ -60,7 +55,7 @@ def _granule_bytes() -> int:
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """Returns every array that a layer cache reaches, whatever its class calls its state."""
+    """Returns every array that a layer cache references, under any attribute name."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, dict):
@@ -75,18 +70,18 @@ PACK_BYTES = 32 << 20
 
 
 class RowSource(Protocol):
-    """Rows of a token range, component by component; a component is one of a layer's arrays."""
+    """Rows of a token range, by component."""
 
     def component(self, index: int) -> mx.array:
         """Returns the rows of one component, shape [1, num_heads, num_tokens, width]; may be a view."""
 
     def forget(self, index: int) -> None:
-        """Says that this component will not be read again."""
+        """Declares that this component will not be read again."""
 
 
 @dataclass
 class Pack:
-    """Rows of some components with equal shapes in one array, [num_components, num_heads, num_tokens, width]."""
+    """Rows of equally shaped components in one array, [num_components, num_heads, num_tokens, width]."""
 
     indices: tuple[int, ...]
     rows: mx.array
@@ -96,7 +91,7 @@ class Pack:
 class Segment:
     """Immutable rows of the tokens `[start, stop)` for a fixed list of components. Owns its bytes.
 
-    Raises AssertionError for packs of more or fewer rows: a slice beyond what is there is shorter, and silent.
+    Raises AssertionError for packs of more or fewer rows, since MLX silently shortens a slice beyond the end.
     """
 
     def __init__(self, start: int, stop: int, packs: Sequence[Pack]) -> None:
@@ -111,12 +106,12 @@ class Segment:
 
     @classmethod
     def of(cls, start: int, stop: int, packs: Iterable[tuple[tuple[int, ...], mx.array]]) -> "Segment":
-        """Returns a segment of packs as `packs` gives them: for a segment that was stored elsewhere."""
+        """Returns a segment of the given `packs`, for a segment stored elsewhere."""
         return cls(start, stop, [Pack(indices, rows, len(indices)) for indices, rows in packs])
 
     @property
     def packs(self) -> list[tuple[tuple[int, ...], mx.array]]:
-        """Components and their rows, [num_components, num_heads, num_tokens, width]. Not for changing."""
+        """Components and their rows, [num_components, num_heads, num_tokens, width]. Do not change them."""
         return [(pack.indices, pack.rows) for pack in self._packs]
 
     @property
@@ -130,7 +125,7 @@ class Segment:
         return pack.rows[row : row + 1]
 
     def forget(self, index: int) -> None:
-        """Drops the array that holds this component once none of its components is wanted any more.
+        """Drops the array of this component once all of the array's components are forgotten.
 
         For a segment that is being moved into live caches: it is unusable afterwards.
         """
@@ -148,7 +143,7 @@ class Segment:
         )
 
     def join(self, later: "Segment") -> "Segment":
-        """Returns one segment of this one and `later`, which must start where this one stops."""
+        """Joins this segment and `later`, which must start where this one stops."""
         if later.start != self.stop:
             raise ValueError(f"segments [{self.start}, {self.stop}) and [{later.start}, {later.stop}) do not meet")
         indices = sorted(self._where)
@@ -163,7 +158,7 @@ class Segment:
 def assert_rows(rows: mx.array, start: int, stop: int) -> None:
     """Raises AssertionError unless an array, [..., num_tokens, width], has a row for each token `[start, stop)`.
 
-    Does not use `assert`, which can be switched off: with wrong rows the model says wrong tokens, and nobody notices.
+    Does not use `assert`, which can be switched off: with wrong rows the model writes wrong tokens, unnoticed.
     """
     if rows.shape[-2] != stop - start:
         raise AssertionError(f"{rows.shape[-2]} rows for the tokens [{start}, {stop})")
@@ -174,7 +169,7 @@ def _sliced(pack: Pack, start: int, stop: int) -> Pack:
 
 
 def groups(indices: Sequence[int], rows: Sequence[mx.array]) -> Iterable[tuple[list[int], list[mx.array]]]:
-    """Yields runs of equally shaped components whose rows fit one pack together."""
+    """Yields runs of equally shaped components whose rows fit one pack."""
     group: list[int] = []
     held: list[mx.array] = []
     for index, array in zip(indices, rows, strict=True):
@@ -216,14 +211,14 @@ class LiveRows:
         return array
 
     def forget(self, index: int) -> None:
-        """Lets go of the view; the rows stay live where they are."""
+        """Drops the view; the rows stay live."""
         self._arrays[index] = None
 
 
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
     """Returns how many rows segments hold up to `offset`; raises AssertionError unless the last `num_rows` are there.
 
-    Does not use `assert`, for the reason that `assert_rows` gives.
+    Does not use `assert`, for the reason in `assert_rows`.
     """
     starts, stops = [segment.start for segment in rows], [segment.stop for segment in rows]
     if starts[1:] != stops[:-1] or min(starts, default=offset) > offset - num_rows or max(stops, default=0) < offset:
@@ -235,8 +230,8 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
 class PointState:
     """Whole state of the point layers at one offset. Immutable, and owns its bytes.
 
-    Buffers may be shared with a live cache, array objects never: a model that writes into its state in place
-    changes its own object, and the library gives that a buffer of its own.
+    Buffers may be shared with a live cache, array objects never: a model that writes into its state in place changes
+    its own object, and MLX gives that object a new buffer.
     """
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
@@ -246,7 +241,7 @@ class PointState:
 
     @property
     def held(self) -> Sequence[LayerCache]:
-        """The layer caches that carry the state. Not for changing; `PointState(held)` is the same state again."""
+        """The layer caches that carry the state. Do not change them; `PointState(held)` is the same state again."""
         return self._held
 
     def put(self, caches: Sequence[LayerCache]) -> None:
