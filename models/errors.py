@@ -35,19 +35,19 @@ class ModelBroken(ModelError):
 
 
 class TokenizerFailed(ModelError):
-    """The tokenizers library gives up on a text; no fault of ours or the client's."""
+    """The tokenizers library fails on a text, through no fault of ours or the client's."""
 
 
 class PromptTooLong(ModelError):
-    """A prompt does not fit; tokenizing ended where that was clear."""
+    """A prompt does not fit; tokenizing ended as soon as that was clear."""
 
     def __init__(self, num_tokens: int, max_tokens: int) -> None:
         super().__init__(f"the prompt has {num_tokens} tokens or more; at most {max_tokens} can be taken")
         self.num_tokens = num_tokens
-        """Counted so far."""
+        """Tokens counted so far."""
         self.max_tokens = max_tokens
         self.param = "messages"
-        """What the prompt came from: `messages` or `prompt`."""
+        """The source of the prompt: `messages` or `prompt`."""
 
 
 class InvalidParameter(ModelError):
@@ -60,33 +60,33 @@ class InvalidParameter(ModelError):
 
 
 class InvalidGrammar(ModelError):
-    """No output can be bound to a schema, a pattern or a grammar; the message says what is wrong with it."""
+    """A schema, pattern or grammar cannot constrain any output; the message states the fault."""
 
 
 class EmbeddingUnsupported(ModelError):
-    """The model makes no vectors of texts, or in a way that is not known; the message says why."""
+    """The model makes no vectors of texts, or in an unknown way; the message states the reason."""
 
     param = "model"
 
 
 class GrammarFailed(ModelError):
-    """An output cannot be bound any further: following its grammar has become too much work."""
+    """An output cannot be constrained any further: following its grammar has become too much work."""
 
 
 class StoreError(ModelError):
-    """A name of our own for a model cannot be read, made or changed."""
+    """A local name for a model cannot be read, made or changed."""
 
 
 class StoreDamaged(StoreError):
-    """The manifest was damaged; it is set aside, and there are no stored models."""
+    """The manifest was damaged and has been set aside; there are no stored models."""
 
 
 class ModelfileError(ModelError):
-    """A Modelfile cannot be read, or asks for what is not done here; the message names the line."""
+    """A Modelfile cannot be read, or asks for something unsupported; the message names the line."""
 
 
 class PullFailed(ModelError):
-    """A download did not come about; what was fetched before is kept."""
+    """A download failed; the bytes fetched so far are kept."""
 
 
 class HubUnreachable(PullFailed):
@@ -94,7 +94,7 @@ class HubUnreachable(PullFailed):
 
 
 class RepositoryNotFound(PullFailed):
-    """The hub knows no such repository or revision, or does not show it to us."""
+    """The hub knows no such repository or revision, or hides it from us."""
 
 
 class RepositoryGated(PullFailed):
@@ -106,7 +106,7 @@ class RepositoryUnsuitable(PullFailed):
 
 
 class MemoryTooSmall(PullFailed):
-    """The machine has no memory for the weights."""
+    """The machine has too little memory for the weights."""
 
 
 class DiskTooFull(PullFailed):
@@ -114,6 +114,6 @@ class DiskTooFull(PullFailed):
 
 
 def reason(error: BaseException) -> str:
-    """Returns why something failed, in the words of the system where it has some: `permission denied`."""
+    """Returns why something failed, in the system's words if it has any, such as `permission denied`."""
     strerror = getattr(error, "strerror", None)
     return str(strerror).lower() if strerror else " ".join(str(error).split()) or type(error).__name__

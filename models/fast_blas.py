@@ -1,10 +1,9 @@
-"""Has MLX multiply matrices with a fast BLAS of the system, where MLX brings a plain one. Knows no MLX.
+"""Makes MLX multiply matrices with a fast BLAS of the system, where MLX brings a slow one. Knows no MLX.
 
 On Linux, MLX's CPU backend links the reference BLAS, which is about 30 times slower in float32 than OpenBLAS. A
-library that is loaded before MLX with global symbols replaces it: the dynamic linker resolves each name in the order
-of loading (ELF gABI, "Shared Object Dependencies"). So `load_fast_blas` must run before MLX is imported.
-
-No package of Python's brings such a library: those of numpy and scipy have names of their own in it.
+library loaded before MLX with global symbols replaces it: the dynamic linker resolves each name in the order of
+loading (ELF gABI, "Shared Object Dependencies"). So `load_fast_blas` must run before MLX is imported. No Python
+package brings such a library: numpy's and scipy's copies use other names for the functions.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ ADVICE = "apt install libopenblas0-pthread"
 
 
 def load_fast_blas(open_library: Callable[[str, int], object] = ctypes.CDLL) -> str | None:
-    """Loads the first library that is there and returns its name; None if there is none, or MLX needs none."""
+    """Loads the first library found and returns its name; None if there is none, or MLX needs none."""
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None
     for name in LIBRARIES:

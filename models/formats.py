@@ -1,12 +1,12 @@
-"""How one model makes a vector of a text: which positions count, and what ends a text. Pure.
+"""How one model turns a text into a vector, or judges a query and a document. Pure.
 
-Sentence Transformers keep the first in `1_Pooling/config.json`. Where that is missing, a tokenizer that puts a
-special token behind each text belongs to a model trained to sum a text up there; any other model gets the mean.
+Which positions count for a vector, and what ends a text: Sentence Transformers keep the first in
+`1_Pooling/config.json`. Where that is missing, a tokenizer that puts a special token after each text belongs to a
+model trained to sum a text up there; any other model gets the mean.
 
-How a reranker reads a query and a document together and says whether they match. Pure.
-
-Such a reranker is a language model that was trained to answer a question about both with yes or no. Its score is the
-probability of yes against that of no as the next token. The prompt is that of Qwen3-Reranker's model card, "Usage".
+A reranker here is a language model trained to answer a question about a query and a document with yes or no. The
+score is the probability of yes against that of no as the next token. The prompt is that of Qwen3-Reranker's model
+card, "Usage".
 """
 
 import json
@@ -24,7 +24,7 @@ _MODE = "pooling_mode_"
 
 
 class Pooling(StrEnum):
-    """Which of a text's positions the vector is made of. The value is Sentence Transformers' name."""
+    """The positions of a text that make up the vector. The value is Sentence Transformers' name."""
 
     MEAN = "mean"
     LAST = "lasttoken"
@@ -37,10 +37,10 @@ class EmbeddingFormat:
 
     pooling: Pooling = Pooling.MEAN
     end_token_id: int | None = None
-    """The special token that the tokenizer puts behind every text; None where it puts none."""
+    """The special token that the tokenizer puts after every text; None if it puts none."""
 
     def cut(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        """Returns the first `max_tokens` of a text's tokens; what ends every text stays at the end."""
+        """Returns the first `max_tokens` of a text's tokens; the end token stays at the end."""
         if len(tokens) <= max_tokens:
             return list(tokens)
         end = [] if self.end_token_id is None else [self.end_token_id]
@@ -48,9 +48,9 @@ class EmbeddingFormat:
 
 
 def read_embedding_format(folder: Path, empty_text: Sequence[int], special_ids: frozenset[int]) -> EmbeddingFormat:
-    """Returns the format of the model in `folder`; raises EmbeddingUnsupported for a pooling that is not supported.
+    """Returns the format of the model in `folder`; raises EmbeddingUnsupported for an unsupported pooling.
 
-    `empty_text` are the tokens of an empty text with what the tokenizer puts around it; `special_ids` those that are
+    `empty_text` are the tokens of an empty text, including those the tokenizer puts around it; `special_ids` are
     never text.
     """
     end = empty_text[-1] if empty_text and empty_text[-1] in special_ids else None
@@ -59,7 +59,7 @@ def read_embedding_format(folder: Path, empty_text: Sequence[int], special_ids: 
 
 
 def _named(path: Path) -> Pooling | None:
-    """Returns the pooling that a file names; None where there is no file."""
+    """Returns the pooling in a file; None if there is no file."""
     try:
         chosen = _chosen(json.loads(path.read_text(encoding="utf-8")))
         return Pooling(" and ".join(chosen))
@@ -70,7 +70,7 @@ def _named(path: Path) -> Pooling | None:
 
 
 def _chosen(modes: dict[str, Any]) -> list[str]:
-    """Returns the names of the modes that are on, in either way in which such files have been written."""
+    """Returns the names of the active modes, in either form of such files."""
     if "pooling_mode" in modes:
         return [str(modes["pooling_mode"])]
     names = [key.removeprefix(_MODE) for key, value in modes.items() if key.startswith(_MODE) and value is True]
@@ -89,14 +89,14 @@ _ANSWERS = ("no", "yes")
 
 @dataclass(frozen=True)
 class Judgement:
-    """The two tokens that a text is judged by: the score is the probability of `yes_id` against that of `no_id`."""
+    """The two tokens that judge a text: the score is the probability of `yes_id` against that of `no_id`."""
 
     no_id: int
     yes_id: int
 
 
 Reading: TypeAlias = Pooling | Judgement
-"""What is made of a text that a model has read."""
+"""How to read the result of a text that a model has evaluated."""
 
 
 @dataclass(frozen=True)
@@ -107,26 +107,26 @@ class RerankFormat:
 
     @property
     def prefix(self) -> str:
-        """What stands before query and document; its special tokens count as such."""
+        """The text before query and document; its special tokens count as such."""
         return _PREFIX
 
     @property
     def suffix(self) -> str:
-        """What stands behind them; its special tokens count as such."""
+        """The text after query and document; its special tokens count as such."""
         return _SUFFIX
 
     def text(self, query: str, document: str, instruction: str | None = None) -> str:
-        """Returns what is judged; special tokens in it are text."""
+        """Returns the text to judge; special tokens in it are text."""
         return f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
 
 
 def read_rerank_format(
     name: str, config: Mapping[str, Any], template: str, token_id: Callable[[str], int | None]
 ) -> RerankFormat | None:
-    """Returns how a model judges; None for one that is no reranker of this kind.
+    """Returns how a model judges; None for a model that is no reranker of this kind.
 
     It is one if its configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), if
-    its chat template asks Qwen3-Reranker's question, or if it is called so. `token_id` returns a token's id.
+    its chat template asks Qwen3-Reranker's question, or if its name says so. `token_id` returns a token's id.
     """
     named = config.get("classifier_from_token")
     if named is None and _QUESTION not in template and not _NAME.search(name):

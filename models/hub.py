@@ -1,10 +1,8 @@
 """Downloads models into the local Hugging Face cache: only what MLX needs, and never the same bytes twice.
 
-`huggingface_hub` keeps no part of a file whose download is interrupted, and a small model is one file. So weights
-are fetched here first, each into `blobs/<sha256>.part`, which the next attempt continues, and moved to where
-`snapshot_download` finds them; it then fetches the rest and files everything under its name.
-
-What a download tells while it goes on is said in events.
+`huggingface_hub` keeps no part of a file whose download is interrupted, and a small model is one file. So weights are
+first fetched here, each into `blobs/<sha256>.part`, which the next attempt continues, and moved to where
+`snapshot_download` finds them; it then fetches the rest and files everything under its name. Events report progress.
 """
 
 import errno
@@ -63,12 +61,12 @@ class PlannedFile:
     name: str
     num_bytes: int
     digest: str
-    """Its SHA-256 in hexadecimal; empty for a small file."""
+    """SHA-256 in hexadecimal; empty for a small file."""
 
 
 @dataclass(frozen=True)
 class PullPlanned:
-    """What is to be fetched is known, and that there is space for it."""
+    """The files to fetch are known, and there is space for them."""
 
     repository: str
     files: tuple[PlannedFile, ...]
@@ -76,35 +74,35 @@ class PullPlanned:
 
 @dataclass(frozen=True)
 class PullProgress:
-    """How far it is."""
+    """Progress of the download."""
 
     file: PlannedFile | None
-    """The one that is being fetched; None for the small ones together, and at the beginning and the end."""
+    """The file being fetched; None for all small files together, and at the beginning and the end."""
     file_bytes: int
-    """What of it is here."""
+    """Bytes of the file that are here."""
     done_bytes: int
-    """What of all files is here, those that were before included."""
+    """Bytes of all files that are here, including those from before."""
     total_bytes: int
 
 
 @dataclass(frozen=True)
 class PullChecking:
-    """A file is all here, and its contents are compared with its digest."""
+    """A file is complete, and its contents are compared with its digest."""
 
     file: PlannedFile
 
 
 PullEvent: TypeAlias = PullPlanned | PullProgress | PullChecking
 TellPull: TypeAlias = Callable[[PullEvent], None]
-"""Called on the thread that downloads; what it raises ends the download, and what was fetched is kept."""
+"""Called on the downloading thread; an exception ends the download, and the bytes fetched so far are kept."""
 
 
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
-"""Attempts in a row that bring nothing of a file, after which its download is given up for now."""
+"""Attempts in a row without any new byte of a file, after which the download fails."""
 _PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-"""How long a hub that is busy is waited for, if it says no less."""
+"""Longest wait for a busy hub, unless the hub asks for less."""
 _BUSY = (429, 500, 502, 503, 504)
 _TIMEOUT_SECONDS = 10.0
 """Longest silence of the hub, as in `huggingface_hub`."""
@@ -115,11 +113,11 @@ class _File:
     name: str
     size_bytes: int
     sha256: str | None
-    """Known for large files only; those are the ones worth resuming."""
+    """Known for large files only; only those are worth resuming."""
 
     @property
     def planned(self) -> PlannedFile:
-        """Returns what others are told of it."""
+        """Returns the public description of the file."""
         return PlannedFile(self.name, self.size_bytes, self.sha256 or "")
 
 
@@ -139,12 +137,12 @@ class _Download:
         return self.blobs / f"{file.sha256}.part"
 
     def is_here(self, file: _File) -> bool:
-        """Returns whether `file` is in its place and as long as it should be."""
+        """Returns whether `file` is in its place and has the right length."""
         places = [self.blobs / file.sha256] if file.sha256 else []
         return any(_is_as_long(place, file.size_bytes) for place in (*places, self._snapshot_file(file)))
 
     def bytes_here(self, file: _File) -> int:
-        """Returns how many bytes of `file` need not be fetched again."""
+        """Returns how many bytes of `file` are already here."""
         if self.is_here(file):
             return file.size_bytes
         part = self.part(file)
@@ -155,10 +153,10 @@ class _Download:
 
 
 def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: int | None = None) -> Path:
-    """Returns the folder of the model called `name`, downloaded as far as it was not here yet.
+    """Returns the folder of the model called `name`, after downloading what is missing.
 
-    `max_weights_bytes` is what this machine has memory for; larger weights are not fetched.
-    Raises ModelNotFound if `name` can be no repository, and PullFailed; what was fetched until then is kept.
+    `max_weights_bytes` is the memory of this machine for weights; larger weights are not fetched. Raises
+    ModelNotFound if `name` cannot be a repository, and PullFailed; the bytes fetched so far are kept.
     """
     if name in BUILT_IN:
         return resolve(name)
@@ -202,7 +200,7 @@ def _is_as_long(place: Path, num_bytes: int) -> bool:
 
 
 def _is_wanted(name: str) -> bool:
-    """Returns what `snapshot_download` decides by the same patterns."""
+    """Applies the same patterns as `snapshot_download`."""
     return any(fnmatch(name, pattern) for pattern in FILE_PATTERNS) and not any(
         fnmatch(name, pattern) for pattern in IGNORED_PATTERNS
     )
@@ -247,7 +245,7 @@ def _require_space(download: _Download, name: str) -> None:
 
 
 class _Progress:
-    """How far a download is, as it is told."""
+    """Reports the progress of a download."""
 
     def __init__(self, download: _Download, tell: TellPull) -> None:
         self._tell = tell
@@ -258,28 +256,28 @@ class _Progress:
         self.add(0)
 
     def begin(self, file: _File, num_bytes: int) -> None:
-        """A file is fetched now, of which so much is here."""
+        """Starts a file of which `num_bytes` are here."""
         self._file, self._file_bytes = file, num_bytes
         self.add(0)
 
     def add(self, num_bytes: int) -> None:
-        """So much more is here; less, where a file is fetched anew."""
+        """Adds bytes that have arrived; negative if a file is fetched anew."""
         self._done_bytes += num_bytes
         self._file_bytes += num_bytes
         file = None if self._file is None else self._file.planned
         self._tell(PullProgress(file, self._file_bytes, self._done_bytes, self._total_bytes))
 
     def check(self, file: _File) -> None:
-        """A file is all here."""
+        """Reports that a file is complete."""
         self._tell(PullChecking(file.planned))
 
     def end(self) -> None:
-        """All files are here."""
+        """Reports that all files are complete."""
         self._tell(PullProgress(None, 0, self._total_bytes, self._total_bytes))
 
 
 def _fetch(download: _Download, file: _File, progress: _Progress) -> None:
-    """Fetches what is missing of one file, and moves it to its place if its contents are right."""
+    """Fetches the missing part of a file, and moves the file to its place if its contents are right."""
     part = download.part(file)
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as target, _alone(target, download.repository):
@@ -294,7 +292,7 @@ def _fetch(download: _Download, file: _File, progress: _Progress) -> None:
 
 
 def _receive_rest(download: _Download, file: _File, target: BinaryIO, add: Callable[[int], None]) -> None:
-    """Appends what is missing of a file, going on where the connection was cut as long as anything comes."""
+    """Appends the missing part of a file, and reconnects as long as each attempt brings bytes."""
     num_futile = 0
     while target.tell() < file.size_bytes:
         before_bytes = target.tell()
@@ -311,7 +309,7 @@ def _receive_rest(download: _Download, file: _File, target: BinaryIO, add: Calla
 
 
 def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
-    """Returns after how many seconds another attempt makes sense; None where none does."""
+    """Returns the seconds until another attempt makes sense; None if none does."""
     if not isinstance(error, HfHubHTTPError):
         return _PAUSE_SECONDS
     if error.response.status_code not in _BUSY:
@@ -321,12 +319,12 @@ def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
 
 
 def _receive(download: _Download, file: _File, target: BinaryIO, add: Callable[[int], None]) -> None:
-    """Appends to what is there already until the hub has sent everything or the connection is cut."""
+    """Appends to the existing bytes until the hub has sent everything or the connection is cut."""
     url = hf_hub_url(download.repository.repository, file.name, revision=download.commit)
     with get_session().stream("GET", url, headers=_headers(target.tell()), timeout=_TIMEOUT_SECONDS) as response:
         hf_raise_for_status(response)
         if response.status_code != httpx2.codes.PARTIAL_CONTENT:
-            # The whole file comes, whatever was asked for.
+            # The whole file arrives, although a range was requested.
             add(-target.tell())
             target.truncate(0)
         for block in response.iter_bytes(_BLOCK_BYTES):
@@ -337,7 +335,7 @@ def _receive(download: _Download, file: _File, target: BinaryIO, add: Callable[[
 def _headers(num_bytes_here: int) -> dict[str, str]:
     token = get_token()
     return {
-        # A range of a compressed answer would be one of other bytes.
+        # A range of a compressed answer would contain other bytes.
         "Accept-Encoding": "identity",
         **({"Range": f"bytes={num_bytes_here}-"} if num_bytes_here else {}),
         **({"Authorization": f"Bearer {token}"} if token else {}),
@@ -362,7 +360,7 @@ def _sha256(path: Path) -> str:
 
 
 class _SilentBar(tqdm):
-    """Stands where `huggingface_hub` wants a progress bar; shows nothing."""
+    """A progress bar for `huggingface_hub` that shows nothing."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
@@ -370,7 +368,7 @@ class _SilentBar(tqdm):
 
 @contextmanager
 def _explained(repository: RepositoryName) -> Iterator[None]:
-    """Turns what can go wrong with the hub, the network and the disk into PullFailed with one sentence."""
+    """Turns errors of the hub, the network and the disk into PullFailed with one sentence."""
     endpoint = HfApi().endpoint
     try:
         yield
@@ -399,7 +397,7 @@ def _explained(repository: RepositoryName) -> Iterator[None]:
 
 
 def _answered(endpoint: str, error: HfHubHTTPError) -> HubUnreachable:
-    """Returns what an answer that is an error means to a person."""
+    """Returns the error for a person that an HTTP error stands for."""
     status = error.response.status_code
     if status in (401, 403):
         return HubUnreachable(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")

@@ -1,11 +1,8 @@
-"""Vectors of texts: the output of a model's last layer, before it becomes logits, pooled over the text's positions.
+"""Vectors of texts: the output of a model's last layer, before the logits, pooled over the text's positions.
 
 The judgement of a text is a vector of one number: how much likelier one token is than another to follow the text.
-
-Short texts are evaluated together, padded behind their end: no position sees what follows it, so padding changes
-nothing. A long text is evaluated alone, chunk by chunk, with layer caches of its own, which nothing else ever uses.
-
-Worker thread only.
+Short texts are evaluated together, padded at the end: no position sees later ones, so padding changes nothing. A long
+text is evaluated alone, chunk by chunk, with its own layer caches. Worker thread only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +20,10 @@ from models.lora import AdapterSet, selecting
 from models.mlx_lm_import import make_prompt_cache
 
 Vector: TypeAlias = NDArray[np.float32]
-"""`[dimensions]`, of length 1; of a judgement the probability alone."""
+"""`[dimensions]`, of length 1; for a judgement, the probability alone."""
 _Evaluate: TypeAlias = Callable[..., mx.array]
 _UNKNOWN = object()
-"""Stands for a head that was not looked for yet."""
+"""Marks a head that has not been searched for yet."""
 _TRUNKS = ("model", "backbone", "transformer", "language_model")
 
 
@@ -34,14 +31,14 @@ class Embedder:
     """Makes vectors with one model."""
 
     def __init__(self, model: Any, adapters: AdapterSet | None = None) -> None:
-        """Evaluates nothing; `adapters` are on the model."""
+        """Evaluates nothing; `adapters` are attached to the model."""
         self._model = model
         self._adapters = adapters
         self._trunk: _Evaluate | None = None
         self._head: _Evaluate | object | None = _UNKNOWN
 
     def embed(self, texts: Sequence[NDArray[np.int32]], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
-        """Returns the vectors of texts of a token or more each, evaluated together; raises EmbeddingUnsupported."""
+        """Returns the vectors of texts of one token or more, evaluated together; raises EmbeddingUnsupported."""
         evaluate = self._evaluation(reading)
         padded = np.zeros((len(texts), max(len(text) for text in texts)), np.int32)
         for row, text in enumerate(texts):
@@ -52,7 +49,7 @@ class Embedder:
             return [self._finished(row, reading) for row in rows]
 
     def begin(self, reading: Reading, adapter: int = NO_ADAPTER) -> "LongText":
-        """Returns a text to be evaluated piece by piece; raises EmbeddingUnsupported."""
+        """Returns a text to be evaluated chunk by chunk; raises EmbeddingUnsupported."""
         evaluate_any, adapters = self._evaluation(reading), self._adapters
 
         def evaluate(tokens: mx.array, cache: list[LayerCache]) -> mx.array:
@@ -66,7 +63,9 @@ class Embedder:
         return LongText(evaluate, finish, list(make_prompt_cache(self._model)), reading)
 
     def _evaluation(self, reading: Reading) -> _Evaluate:
-        """Returns what evaluates tokens: the trunk, or the model where it is to judge and its head is unknown."""
+        """Returns the function that evaluates tokens: the trunk, or the model if it judges and its head is
+        unknown.
+        """
         if isinstance(reading, Pooling) or self._find_head() is not None:
             return self._find_trunk()
         return cast(_Evaluate, self._model)
@@ -80,13 +79,13 @@ class Embedder:
         return np.array(mx.softmax(pair)[1:], np.float32)
 
     def _find_head(self) -> _Evaluate | None:
-        """Returns what makes logits of the trunk's states; None where that cannot be told from the outside."""
+        """Returns the function from the trunk's states to logits; None if it cannot be found from the outside."""
         if self._head is _UNKNOWN:
             self._head = self._searched_head()
         return cast(_Evaluate | None, self._head)
 
     def _searched_head(self) -> _Evaluate | None:
-        """Returns the candidate whose logits are the model's own."""
+        """Returns the candidate whose logits equal the model's."""
         try:
             trunk = self._find_trunk()
         except EmbeddingUnsupported:
@@ -96,13 +95,13 @@ class Embedder:
         return next((head for head in _heads(self._model) if _makes(head, states, wanted)), None)
 
     def _find_trunk(self) -> Callable[..., mx.array]:
-        """Returns the part of the model that ends before the logits; raises EmbeddingUnsupported for none."""
+        """Returns the part of the model that ends before the logits; raises EmbeddingUnsupported if there is none."""
         if self._trunk is None:
             self._trunk = self._searched()
         return self._trunk
 
     def _searched(self) -> Callable[..., mx.array]:
-        """Returns the innermost of the parts, each within the one before, that can be called by itself."""
+        """Returns the innermost of the nested parts that can be called alone."""
         found: Any = None
         part = _next_part(self._model)
         while part is not None:
@@ -116,7 +115,7 @@ class Embedder:
 
 
 class LongText:
-    """One text, evaluated piece by piece."""
+    """One text, evaluated chunk by chunk."""
 
     def __init__(
         self, evaluate: _Evaluate, finish: Callable[[mx.array], Vector], caches: list[LayerCache], reading: Reading
@@ -141,7 +140,7 @@ class LongText:
         mx.eval(self._pooled, [cache.state for cache in self._caches])
 
     def vector(self) -> Vector:
-        """Returns the vector of all that was fed, a token at least."""
+        """Returns the vector of all tokens fed so far, at least one."""
         assert self._pooled is not None, "a text without tokens has no vector"
         return self._finish(self._pooled)
 
@@ -159,7 +158,7 @@ def _gives_states(part: Any) -> bool:
 
 
 def _heads(model: Any) -> Iterator[_Evaluate]:
-    """Yields what may make logits of states, of the model and of its parts."""
+    """Yields the candidates for a head, in the model and its parts."""
     part = model
     while part is not None:
         if callable(head := getattr(part, "lm_head", None)):
@@ -178,7 +177,9 @@ def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
 
 
 def _read(states: mx.array, reading: Reading) -> mx.array:
-    """Returns `[dimensions]` of the states `[num_tokens, dimensions]` of one text; float32 unless it is judged."""
+    """Returns `[dimensions]` from the states `[num_tokens, dimensions]` of one text; float32 except for a
+    judgement.
+    """
     if isinstance(reading, Judgement):
         return states[-1]
     states = states.astype(mx.float32)

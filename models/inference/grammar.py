@@ -1,8 +1,8 @@
-"""Grammars compiled against one model's tokens, by llguidance; the only module that knows it.
+"""Grammars compiled against one model's tokens, by llguidance; the only module that knows llguidance.
 
-Compiling takes up to some 100 ms and belongs on a thread of its own. What was compiled is kept, the latest first, and
-each output follows a copy. JSON is bound to one line with at most one space behind commas and colons: white space
-without a limit is what a small model would go on with for ever.
+Compiling takes up to about 100 ms and belongs on a thread of its own. Compiled grammars are kept, the latest first,
+and each output follows a copy. JSON is constrained to one line with at most one space after commas and colons: a
+small model would continue unlimited white space for ever.
 """
 
 import hashlib
@@ -21,24 +21,24 @@ from models.errors import GrammarFailed, InvalidGrammar
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 
 MAX_KEPT = 16
-"""Compiled grammars that are kept; with `_LIMITS` each holds some 20 MB at most."""
+"""The most compiled grammars kept; with `_LIMITS` each takes at most about 20 MB."""
 MAX_CHARACTERS: Final = 1 << 18
-"""The most characters of the text of a grammar."""
+"""The most characters of a grammar's text."""
 MAX_MESSAGE: Final = 400
 _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
 )
-"""Of a lexer, which all outputs of a grammar share: 7 MB of expressions at the beginning, 10 MB of states."""
+"""Limits of a lexer, which all outputs of a grammar share: 7 MB of expressions at the beginning, 10 MB of states."""
 _RENEWAL_TOKENS = 256
-"""Tokens that an output must have taken before its lexer is made anew once more."""
+"""Tokens that an output must have accepted before its lexer is renewed again."""
 
 
 class GrammarCompiler:
     """Compiles grammars for one model. For any thread."""
 
     def __init__(self, describe_tokenizer: Callable[[], str], eos_token_ids: Iterable[int]) -> None:
-        """`describe_tokenizer` returns the text of a `tokenizer.json`; it is called with the first grammar."""
+        """`describe_tokenizer` returns the text of a `tokenizer.json`; it is called for the first grammar."""
         self._describe_tokenizer = describe_tokenizer
         self._eos = sorted(eos_token_ids)
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[bytes, LlguidanceGrammar] = OrderedDict()
 
     def compile(self, grammar: Grammar) -> "LlguidanceGrammar":
-        """Returns a grammar ready to be followed; raises InvalidGrammar, saying what is wrong with it."""
+        """Returns a compiled grammar; raises InvalidGrammar with the fault."""
         if len(grammar.text) > MAX_CHARACTERS:
             raise InvalidGrammar(f"{len(grammar.text)} characters are more than the {MAX_CHARACTERS} that are taken")
         digest = hashlib.sha256(f"{grammar.kind}\n{grammar.text}".encode("utf-8", "surrogatepass")).digest()
@@ -64,7 +64,7 @@ class GrammarCompiler:
         return compiled
 
     def spell(self, marker: str) -> str:
-        """Returns how a Lark grammar names a marker, which may be a token of its own; raises InvalidGrammar."""
+        """Returns how a Lark grammar writes a marker, which may be a token of its own; raises InvalidGrammar."""
         with self._lock:
             tokenizer = self._ready_tokenizer()
         tokens = tokenizer.tokenize_str(marker, parse_special=True)
@@ -98,12 +98,14 @@ class LlguidanceGrammar:
         return LlguidanceMatcher(self)
 
     def copy(self) -> tuple[Any, Any]:
-        """Returns the library's matcher at the beginning, and a copy of it, which shares its lexer."""
+        """Returns the library's matcher at the beginning, and a copy of it that shares its lexer."""
         with self._lock:
             return self._beginning, self._beginning.deep_copy()
 
     def renew(self, spent: Any) -> None:
-        """Makes the lexer anew, which holds the states of all outputs so far, unless it is another than `spent`'s."""
+        """Renews the lexer, which holds the states of all outputs so far, unless it already differs from
+        `spent`'s.
+        """
         with self._lock:
             if self._beginning is spent:
                 self._beginning = self._compile()
@@ -120,7 +122,7 @@ class LlguidanceGrammar:
         texts = np.flatnonzero(np.unpackbits((words & self.free).view(np.uint8), bitorder="little"))
         if not len(texts):
             return
-        # Where the lexer is too large, the mask is there nevertheless; only the first token fails.
+        # With too large a lexer the mask still exists; only the first token fails.
         matcher.accept(int(texts[0]))
         try:
             matcher.mask()
@@ -133,7 +135,9 @@ class LlguidanceMatcher:
     """Follows one output."""
 
     def __init__(self, grammar: LlguidanceGrammar, num_at_renewal: int = -_RENEWAL_TOKENS) -> None:
-        """`num_at_renewal` is how many tokens it had taken when its lexer was made anew last; at first it may be."""
+        """`num_at_renewal` is the number of tokens accepted at the last renewal of the lexer; the first is always
+        allowed.
+        """
         self._grammar = grammar
         self._beginning, self._matcher = grammar.copy()
         self._words = np.zeros((1, len(grammar.free)), np.int32)
@@ -142,21 +146,21 @@ class LlguidanceMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is allowed as it is and nothing may follow."""
+        """Whether the output is valid and nothing may follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def accept(self, token: int) -> None:
-        """Takes the next token. One that is not allowed is an error, which `mask` raises."""
+        """Accepts the next token. A forbidden token is an error, which `mask` raises."""
         self._tokens.append(token)
         self._matcher.consume_token(token)
 
     def accept_text(self, text: str) -> None:
-        """Takes text as `accept` takes a token."""
+        """Accepts text like a token; see `accept`."""
         for token in self._grammar.tokenizer.tokenize_str(text):
             self.accept(token)
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next; raises GrammarFailed where that cannot be said."""
+        """Returns which tokens may come next; raises GrammarFailed if that cannot be determined."""
         fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error() and len(self._tokens) - self._num_at_renewal >= _RENEWAL_TOKENS:
             self._renew()
@@ -169,17 +173,17 @@ class LlguidanceMatcher:
         return words
 
     def _renew(self) -> None:
-        """Goes on with a new lexer: other outputs may have filled the one that was shared with them."""
+        """Continues with a new lexer: other outputs may have filled the shared one."""
         self._grammar.renew(self._beginning)
         self._beginning, self._matcher = self._grammar.copy()
         self._num_at_renewal = len(self._tokens)
         self._matcher.consume_tokens(self._tokens)
 
     def _spell_out(self, words: MaskWords) -> None:
-        """Replaces the only token of a mask where it is a special one that stands for text.
+        """Replaces the only token of a mask if it is a special token that stands for text.
 
-        Text that must follow is cut into tokens before it is matched, and what looks like a special token is cut as
-        one, which the matcher then does not take.
+        Text that must follow is cut into tokens before it is matched, and text that looks like a special token
+        becomes one, which the matcher then rejects.
         """
         (token,) = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[:1].tolist()
         if self._matcher.validate_tokens([token]) == 1:
@@ -191,12 +195,12 @@ class LlguidanceMatcher:
             words[spelled[0] // _WORD_BITS] = np.array(1 << spelled[0] % _WORD_BITS, np.uint32).astype(np.int32)
 
     def mask_without_end(self) -> MaskWords:
-        """Returns a mask of all tokens but the ends of turn."""
+        """Returns a mask of all tokens except the ends of turn."""
         return self._grammar.free
 
 
 def _definition(grammar: Grammar) -> str:
-    """Returns a grammar as llguidance takes it; raises InvalidGrammar."""
+    """Returns a grammar in llguidance's form; raises InvalidGrammar."""
     matcher = llguidance.LLMatcher
     try:
         match grammar.kind:
@@ -232,6 +236,6 @@ def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:
 
 
 def _brief(error: object) -> str:
-    # Behind this mark the library lists its own functions, where it has failed itself.
+    # After this mark the library lists its own functions, if the failure is its own.
     text = " ".join(str(error).partition("<backtrace>")[0].partition("<non-verbose/>")[0].split())
     return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"

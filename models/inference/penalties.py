@@ -1,12 +1,9 @@
-"""What makes tokens less likely that were there before, for some rows of a decode step at once.
+"""Penalties on tokens that occurred before, and tokens that a request rules out, for all rows of a decode step at
+once.
 
-A penalty takes the state of its rows over when the rows change, is told of every token that is sampled, unread, and
-gives the state back. Where no row asks for one, `of` returns None and nothing is computed.
-
-Which tokens a request itself rules out, for some rows of a decode step at once.
-
-Where a grammar leaves only tokens that are ruled out, the grammar counts. Where no row asks for it, `of` returns None
-and nothing is computed.
+A penalty takes over the state of its rows when the rows change, counts every sampled token without reading it, and
+gives the state back. Where a grammar allows only tokens that are ruled out, the grammar wins. If no row uses a kind,
+its `of` returns None and nothing is computed.
 """
 
 import math
@@ -21,27 +18,27 @@ from models.inference.sampling_params import MAX_REPEATED, SamplingParams
 from models.inference.sampling_state import NO_TOKEN, PenaltyWindow, RepeatedEnds, RowSampling, padded, shifted
 
 MAX_PENALTY = 1e9
-"""Beyond it nothing becomes less likely, and an infinite one could leave a row without a token."""
+"""Above this limit nothing becomes less likely, and an infinite penalty could leave a row without a token."""
 
 
 class Penalty(Protocol):
-    """One kind of penalty on all rows of a step; its arrays have one row for each."""
+    """One kind of penalty on all rows of a step; its arrays have one row per row of the step."""
 
     def apply_to(self, logits: mx.array) -> mx.array:
         """Returns the penalised logits, float32 `[num_rows, vocab_size]`."""
         ...
 
     def count(self, tokens: mx.array) -> None:
-        """Takes the sampled token of each row, `[num_rows]`."""
+        """Counts the sampled token of each row, `[num_rows]`."""
         ...
 
     def give_back(self, rows: Sequence[RowSampling]) -> None:
-        """Writes the state of each row back to where `of` took it from."""
+        """Writes the state of each row back to its `RowSampling`."""
         ...
 
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Returns the penalties that at least one of the rows asks for, in the order in which they apply."""
+    """Returns the penalties that at least one row uses, in the order in which they apply."""
     found: list[Penalty | None] = [
         _Repetition.of(rows, vocab_size),
         _Occurrences.of(rows, vocab_size),
@@ -82,7 +79,7 @@ class _Repetition:
 
 @dataclass
 class _Occurrences:
-    """Penalises tokens of the output: once for their presence, and once for each occurrence."""
+    """Penalises tokens of the output: once for their presence, and again for each occurrence."""
 
     counts: mx.array
     presence: mx.array
@@ -113,15 +110,15 @@ class _Occurrences:
 
 @dataclass
 class _Windowed:
-    """All three penalties on the last tokens of prompt and output, each row with a window of its own length."""
+    """Applies all three penalties to the last tokens of prompt and output, with a window length per row."""
 
     counts: mx.array
     recent: mx.array
-    """`[num_rows, longest window]`, each row's window at its end."""
+    """`[num_rows, longest window]`, each row's window at the end."""
     oldest: mx.array
     """Where the window of each row begins in `recent`, `[num_rows, 1]`."""
     forgets: mx.array
-    """1 for rows whose window has a beginning, else 0."""
+    """1 for rows with a bounded window, else 0."""
     repetition: mx.array
     presence: mx.array
     frequency: mx.array
@@ -168,21 +165,21 @@ class _Windowed:
 
 @dataclass
 class _Dry:
-    """Don't repeat yourself: penalises tokens that would go on with a repetition, the more the longer it is already.
+    """Don't repeat yourself: penalises tokens that would continue a repetition, more for longer repetitions.
 
-    The method is that of llama.cpp and koboldcpp. How long the repetition in front of each token is follows from the
-    step before: by one more where that token's forerunner is the token just sampled, else nothing. Windows move by
-    one token in each step, so these lengths stay where they are.
+    The method is that of llama.cpp and koboldcpp. The length of the repetition before each token follows from the
+    previous step: one more if the token's predecessor is the token just sampled, else 0. Windows move by one token in
+    each step, so these lengths keep their places.
     """
 
     recent: mx.array
-    """`[num_rows, longest window]`, each row's window at its end."""
+    """`[num_rows, longest window]`, each row's window at the end."""
     lengths: mx.array
-    """As `recent`: see `RepeatedEnds`."""
+    """Shaped like `recent`: see `RepeatedEnds`."""
     is_breaker: mx.array
     """`[num_rows, vocab_size]`."""
     num_before: mx.array
-    """As `recent`: how many tokens of the row's own window stand in front of each."""
+    """Shaped like `recent`: how many tokens of the row's own window precede each token."""
     multiplier: mx.array
     base: mx.array
     allowed_length: mx.array
@@ -231,7 +228,7 @@ class _Dry:
 
 
 def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | None:
-    """Returns the rows as one array, `missing` for those that are None; None if all are."""
+    """Returns the rows as one array, with `missing` for None; None if all are None."""
     if all(row is None for row in rows):
         return None
     return mx.stack([missing if row is None else row for row in rows])
@@ -242,14 +239,14 @@ def _column(values: Iterable[float]) -> mx.array:
 
 
 def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
-    """Returns what rules out tokens of at least one of the rows."""
+    """Returns the rules that exclude tokens for at least one row."""
     found: list[Penalty | None] = [_AllowedTokens.of(rows, vocab_size), _BadWords.of(rows), _EarlyEnds.of(rows)]
     return [ban for ban in found if ban is not None]
 
 
 @dataclass
 class _AllowedTokens:
-    """Nothing but some tokens may be sampled."""
+    """Allows only the listed tokens."""
 
     is_allowed: mx.array
     """`[num_rows, vocab_size]`."""
@@ -270,7 +267,7 @@ class _AllowedTokens:
         return _unless_empty(mx.where(self.is_allowed, logits, -math.inf), logits)
 
     def count(self, tokens: mx.array) -> None:
-        """Does nothing: what is allowed never changes."""
+        """Does nothing: the allowed tokens never change."""
 
     def give_back(self, rows: Sequence[RowSampling]) -> None:
         """Does nothing."""
@@ -278,14 +275,16 @@ class _AllowedTokens:
 
 @dataclass
 class _BadWords:
-    """Sequences of tokens that the output may not hold: the last one is ruled out behind the others."""
+    """Token sequences that the output must not contain: excludes the last token after the others."""
 
     row_ids: mx.array
     """The row of each sequence, `[num_sequences]`."""
     before: mx.array
-    """All but its last token, at the end of `[num_sequences, width]`; `NO_TOKEN` in front is any token."""
+    """All tokens of each sequence but the last, right-aligned in `[num_sequences, width]`; `NO_TOKEN` is any
+    token.
+    """
     last: mx.array
-    """Its last token, `[num_sequences]`."""
+    """The last token of each sequence, `[num_sequences]`."""
     recent: mx.array
     """The end of each row's output, `[num_rows, width]`."""
 
@@ -318,7 +317,7 @@ class _BadWords:
 
 
 class _EarlyEnds:
-    """Tokens that would end a row before its `min_tokens`. Which rows these are changes with each draw."""
+    """Excludes end tokens before a row's `min_tokens`. The affected rows change with each draw."""
 
     def __init__(self, rows: Sequence[RowSampling]) -> None:
         self._rows = rows
@@ -354,5 +353,5 @@ def _is_early(row: RowSampling) -> bool:
 
 
 def _unless_empty(ruled_out: mx.array, logits: mx.array) -> mx.array:
-    """Returns `logits` for the rows of which nothing is left otherwise."""
+    """Returns `logits` for rows that would be left without a token."""
     return mx.where(ruled_out.max(axis=-1, keepdims=True) > -math.inf, ruled_out, logits)

@@ -1,31 +1,22 @@
-"""Tests whether a model decodes ragged batches correctly.
+"""Tests whether a model decodes ragged batches correctly. Worker thread only.
 
 A model may do anything with its layer caches, so a list of model classes cannot answer this. Rows of different
 lengths are decoded together, and each is compared with the same row decoded alone: the logits, and what every layer
 writes into its caches, where a wrong position shows at once. There are rows before, at and beyond every length at
-which the model may change what it does (`models.inference.probe`); the long ones are made up
-(`models.inference.probe`).
+which the model may change its behaviour. Such lengths come from layer caches that keep a bounded number of rows,
+windows that the model asks its caches' masks for, and numbers of its configuration whose names suggest a bound of
+attention; an unrelated number only costs one more length.
+
+Long rows are synthetic. A decode step depends on a row's length and on the contents of its layer caches, not on how
+they were computed, so keys and values are drawn from those of a few real tokens. Values at the borders, where a
+window ends or a chunk begins, are enlarged: a mask that is wrong by one token then changes a layer's output by a
+large part, not by one part in a thousand. Point state has one size at all lengths, so it is only varied.
 
 The same arithmetic in another order rounds differently. So each row is also evaluated alone as one chunk: the
-*spread* between that and token by token says how much difference is rounding. Rounding may also change a discrete
+*spread* between that and token by token shows how much difference is rounding. Rounding may also change a discrete
 choice, such as of an expert, and then much differs. New random tokens change other choices, but a fault comes back at
-the same row, step and layer; only faults that come back count.
-
-The time is bounded. A model that is not proven correct within it decodes its rows one after another.
-Worker thread only.
-
-Synthetic long rows for the probe: state of any length without evaluating as many tokens.
-
-A decode step depends on a row's length and on the contents of its layer caches, not on how they were computed. So
-keys and values are drawn from those of a few real tokens. Values at the borders, where a window ends or a chunk
-begins, are made large: a mask that is wrong by one token then changes what the layer puts out by a good part, not by
-one part in a thousand. Point state has one size at all lengths, so it is only varied.
-
-The lengths at which a model's attention may change: sliding windows, chunks, an indexer's selection.
-
-Sizes come from three places: layer caches that keep a bounded number of rows, windows that the model asks its caches'
-masks for, and numbers of its configuration whose names suggest a bound of attention. A number that has nothing to do
-with attention only costs the probe one more length.
+the same row, step and layer; only faults that come back count. The time is bounded: a model that is not proven
+correct within it decodes its rows one after another.
 """
 
 import logging
@@ -50,15 +41,15 @@ logger = logging.getLogger(__name__)
 _BORDER_TOKENS = 6
 """How many tokens around a border have large values: a row passes the border in fewer steps."""
 _MAX_GAIN = 16.0
-"""Half precision must not overflow in a layer that attends to one of the large values alone."""
+"""Half precision must not overflow in a layer that attends to one large value alone."""
 
 
 def fill(
     caches: Sequence[LayerCache], short: Sequence[LayerCache], num_tokens: int, borders: Sequence[int], seed: int
 ) -> None:
-    """Makes fresh `caches` a row of `num_tokens` tokens, like `short`, which holds a few; the same for one seed.
+    """Fills fresh `caches` with a row of `num_tokens` tokens, like the few in `short`; deterministic for a seed.
 
-    `borders` are distances from the row's end. Raises `NotRagged` for a class that is not known here.
+    `borders` are distances from the row's end. Raises `NotRagged` for an unknown class.
     """
     gains = _gains(num_tokens, borders)
     for index, (cache, source) in enumerate(zip(leaves(caches), leaves(short), strict=True)):
@@ -72,13 +63,13 @@ def fill(
 
 
 def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
-    """Makes fresh `caches` hold the state of `source`, which does not change with them."""
+    """Copies the state of `source` into fresh `caches`; later changes to `caches` leave `source` unchanged."""
     for cache, original in zip(leaves(caches), leaves(source), strict=True):
         vars(cache).update({name: _same(value) for name, value in vars(original).items()})
 
 
 def _same(value: Any) -> Any:
-    """The value itself, arrays as new objects: writing into an array changes the object, not what it was made of."""
+    """Copies a value's structure with new array objects: writing into an array changes only its object."""
     if isinstance(value, list):
         return [_same(part) for part in value]
     return value[...] if isinstance(value, mx.array) else value
@@ -100,7 +91,7 @@ def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
 
 
 def _gains(num_tokens: int, borders: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Returns the factor by which the values of each token are enlarged, `[num_tokens]`."""
+    """Returns the factor for the values of each token, `[num_tokens]`."""
     from_end = np.arange(num_tokens, 0, -1)
     at_border = np.zeros(num_tokens, bool)
     at_border[:1] = at_border[-1:] = True
@@ -130,13 +121,13 @@ def _fill_rows(
 
 
 def _drawn_keys(keys: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
-    """Keys around those of real tokens: what all have in common stays, and attention as sharp as it was."""
+    """Keys around those of real tokens: their common part stays, and attention keeps its sharpness."""
     one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
     return one + (other - third) * mx.array(0.3, keys.dtype)
 
 
 def _drawn_values(values: mx.array, gains: np.ndarray[Any, Any], rng: np.random.Generator) -> mx.array:
-    """Values of either sign, so that many together come to little and one large one shows."""
+    """Values of either sign, so that many together nearly cancel and one large value shows."""
     signs = gains * rng.choice([-1.0, 1.0], len(gains))
     return _drawn(values, len(gains), rng) * mx.array(signs[:, None]).astype(values.dtype)
 
@@ -155,7 +146,7 @@ _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
     """Returns the lengths in tokens, ascending, at which attention may change.
 
-    `asked_windows` are those that `spy_on_masks` has collected in a call of the model.
+    `asked_windows` were collected by `spy_on_masks` in a call of the model.
     """
     kept = {int(size) for cache in leaves(caches) for size in _bounds(cache)}
     named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
@@ -163,7 +154,7 @@ def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[in
 
 
 def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
-    """Returns a set that fills with the windows that a model asks the masks of `caches` for, as it is called."""
+    """Returns a set that collects the windows for which a called model asks the masks of `caches`."""
     windows: set[int] = set()
     for cache in leaves(caches):
         if hasattr(cache, "make_mask"):
@@ -187,7 +178,7 @@ def _bounds(cache: LayerCache) -> Iterator[int]:
 
 
 def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
-    """Sizes among the fields of `value` and of what it consists of: modules, configurations, lists, dicts."""
+    """Sizes among the fields of `value` and its parts: modules, configurations, lists, dicts."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -214,32 +205,33 @@ def _size(name: str, number: int, fields: dict[Any, Any]) -> Iterator[int]:
 
 
 MAX_SECONDS = 30.0
-"""Time limit of the whole probe, which one model call may exceed. A slower machine gains little from ragged
-decode."""
+"""Time limit of the whole probe; one model call may exceed it. A slower machine gains little from ragged decode."""
 MAX_STATE_BYTES = 2 << 30
-"""The most bytes that all synthetic rows of a trial take together."""
+"""The most bytes of all synthetic rows of a trial together."""
 
 _NUM_TRIALS = 4
 _SPREADS = 3.0
-"""A larger difference, in spreads, is not rounding. Both are maxima over several values of the same kind."""
+"""A difference of more spreads is not rounding. Both are maxima over several values of the same kind."""
 _LARGEST_ERROR = 0.25
-"""The largest difference that is allowed, however large the spread is."""
+"""The largest difference allowed for any spread."""
 _SMALLEST_SPREAD = 1e-5
-"""Lower bound of the spread; one unit in the last place is another."""
+"""Lower bound of the spread: the unit in the last place is arbitrary."""
 
 _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
-"""mlx-lm's caches grow by so many tokens at once: a border for every model."""
+"""mlx-lm's caches grow by this many tokens at once: a border for every model."""
 _STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""Which rows decode together in each step. In the last one a row has left and the order has changed."""
+"""Rows that decode together in each step. In the last step a row has left and the order has changed."""
 
 
 class NotProven(Exception):
-    """The probe would take too long or too much memory to say anything."""
+    """The probe would take too much time or memory to prove anything."""
 
 
 class _Observed(NamedTuple):
-    """Names one array of a row's evaluation: where it comes from, and the row's step; -1 for state after the last."""
+    """Identifies one array of a row's evaluation by its place and the row's step; -1 for state after the last
+    step.
+    """
 
     place: tuple[int, int]
     """Layer cache and component; layer cache -1 for logits."""
@@ -276,7 +268,7 @@ def is_ragged(
 
 
 class _Evaluator:
-    """Calls the model and keeps the time. Raises `NotProven` instead of a call that would end too late."""
+    """Calls the model and measures time. Raises `NotProven` instead of making a call that would end too late."""
 
     def __init__(self, model: Any, clock: Callable[[], float], max_seconds: float) -> None:
         self._model = model
@@ -292,7 +284,7 @@ class _Evaluator:
     def measure(self) -> list[int]:
         """Times the second evaluation of one token, since the first may compile kernels.
 
-        Returns the lengths at which the model may change what it does.
+        Returns the lengths at which the model may change its behaviour.
         """
         self([[0]], self.make_caches())
         begun, caches = self._clock(), self.make_caches()
@@ -303,7 +295,7 @@ class _Evaluator:
         return find_borders(self._model, caches, windows)
 
     def require(self, num_tokens: int) -> None:
-        """Raises `NotProven` if so many tokens would not be evaluated in time."""
+        """Raises `NotProven` if `num_tokens` cannot be evaluated in time."""
         needed = self._clock() - self._started + num_tokens * self._token_seconds
         if needed > self._max_seconds:
             pace = f"at {self._token_seconds:.2g} s per token"
@@ -339,7 +331,7 @@ class _Rows:
             raise NotProven(f"rows of {self._border} tokens, where attention changes, are {needed >> 20} MiB")
 
     def make(self, row: int) -> list[LayerCache]:
-        """The row's caches before its first step, made anew."""
+        """Makes the row's caches before its first step."""
         caches = self._evaluate.make_caches()
         if row == 0:
             copy_row(caches, self._short)
@@ -365,7 +357,7 @@ class _Rows:
         return trace
 
     def together(self) -> _Trace:
-        """All rows, as `_STEPS` says."""
+        """All rows, in the groups of `_STEPS`."""
         caches = [self.make(row) for row in range(3)]
         logits: list[list[mx.array]] = [[], [], []]
         for members, steps in groupby(_STEPS):
@@ -388,7 +380,7 @@ _TOKENS_PER_TRIAL = 2 * _SHORT_TOKENS + 3 * sum(len(members) for members in _STE
 
 
 def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
-    """The arrays of floats that the layer caches hold, with buffers as large as they are."""
+    """The float arrays in the layer caches, including unused capacity."""
     for cache in leaves(caches):
         held = cache.cache if isinstance(cache, ArraysCache) else (cache.keys, cache.values)
         yield from (array for array in held if array is not None and mx.issubdtype(array.dtype, mx.floating))
@@ -413,7 +405,7 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 
 
 def _find_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
-    """Says where rows together differ from each alone; None if they do not."""
+    """Describes where rows together differ from each alone; None if they do not."""
     RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
     evaluate.require(len(borders) * _TOKENS_PER_TRIAL)
@@ -424,7 +416,7 @@ def _find_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
 
 
 def _find_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> str | None:
-    """As above, with rows around one border. Tells a fault from chance by having it come back."""
+    """Like `_find_fault`, with rows around one border. A fault, unlike chance, comes back."""
     suspects: dict[_Observed, float] = {}
     for trial in range(_NUM_TRIALS):
         evaluate.require(_TOKENS_PER_TRIAL)
@@ -437,7 +429,7 @@ def _find_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int
 
 
 def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
-    """Where rows together differ more from each alone than rounding explains, and by how much."""
+    """Where, and by how much, rows together differ from each alone by more than rounding explains."""
     alone, in_chunks, together = rows.alone(), rows.in_chunks(), rows.together()
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
     for key, array in alone.items():

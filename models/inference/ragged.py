@@ -2,17 +2,16 @@
 
 A model sees a batch of rows with one token each, so its linear layers run once. Only two things differ per row:
 
-- *Span and window layers* (keys and values). Each row keeps its own layer cache, untouched by the others: a
-  `RaggedLayer` stands in their place, hands each row's keys and values to the row's cache, and returns what the
-  caches hold as `Rows`. While `ragged_attention()` is entered, MLX's attention loops over `Rows`. Nothing is
-  padded, nothing is copied when a row joins or leaves.
+- *Span and window layers* (keys and values). Each row keeps its own layer cache, unaffected by other rows: a
+  `RaggedLayer` stands in for all of them, passes each row's keys and values to the row's cache, and returns the
+  content of the caches as `Rows`. Within `ragged_attention()`, MLX's attention loops over `Rows`. Nothing is padded,
+  nothing is copied when a row joins or leaves.
 - *Point state* (recurrent, convolution) has one size for all rows. It is merged into one batch and stays merged as
   long as the same rows decode; `RaggedBatch.extract` gives a row its part back.
 
-This module knows nothing of tokens, sampling or requests. A model that applies to keys an operation that `Rows`
-does not implement fails in its first call, because the shape of `Rows` fits no operation.
-
-Worker thread only. The replaced attention acts on `Rows` alone, so other threads are not affected by it.
+This module knows nothing of tokens, sampling or requests. A model that applies an operation to keys that `Rows` does
+not implement fails in its first call, because the shape of `Rows` fits no operation. Worker thread only. The replaced
+attention acts on `Rows` alone, so it does not affect other threads.
 """
 
 import threading
@@ -45,8 +44,8 @@ mx.eval(_MISFIT)
 class Rows(mx.array):
     """One item per row where a model expects one array: keys, values, masks or scores of different lengths.
 
-    To MLX it is an array of a shape that fits no operation, so an unexpected one fails instead of giving a wrong
-    result. The few operations that models apply between cache and attention are overridden to act on each item.
+    To MLX it is an array of a shape that fits no operation, so an unexpected operation fails instead of giving a
+    wrong result. The few operations that models apply between cache and attention are overridden to act on each item.
     """
 
     items: list[Any]
@@ -56,11 +55,11 @@ class Rows(mx.array):
         self.items = list(items)
 
     def swapaxes(self, axis1: int, axis2: int) -> "Rows":  # type: ignore[override]
-        """Each item with two axes exchanged."""
+        """Swaps two axes of each item."""
         return Rows([item.swapaxes(axis1, axis2) for item in self.items])
 
     def astype(self, dtype: mx.Dtype, *_: Any) -> "Rows":
-        """Each item in another type; some models attend in single precision."""
+        """Converts each item; some models attend in single precision."""
         return Rows([item.astype(dtype) for item in self.items])
 
     def __rmatmul__(self, batch: mx.array) -> "Rows":
@@ -69,7 +68,7 @@ class Rows(mx.array):
 
 
 class QuantizedRow(NamedTuple):
-    """One row's keys or values as its `QuantizedKVCache` holds them."""
+    """One row's keys or values in the form of its `QuantizedKVCache`."""
 
     arrays: tuple[mx.array, mx.array, mx.array]
     group_size: int
@@ -77,7 +76,7 @@ class QuantizedRow(NamedTuple):
 
 
 class RaggedLayer:
-    """Stands for one span or window layer of all rows. Borrows the rows' caches; holds no arrays itself.
+    """Stands in for one span or window layer of all rows. Borrows the rows' caches; holds no arrays itself.
 
     A fetched key is a slice of its cache's buffer, and a live slice would make the next in-place update copy the
     whole buffer. So nothing here may store what `update_and_fetch` returns.
@@ -89,17 +88,19 @@ class RaggedLayer:
 
     @property
     def offset(self) -> mx.array:
-        """How many tokens each row's cache holds, `[num_rows]`: the argument of rotary embeddings."""
+        """The number of tokens in each row's cache, `[num_rows]`: the argument of rotary embeddings."""
         return self._offsets.of(self._caches)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Rows, Rows]:
-        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all that each row's cache holds."""
+        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns the whole content of each row's
+        cache.
+        """
         num_rows = len(self._caches)
         updates = zip(self._caches, _split(keys, num_rows), _split(values, num_rows), strict=True)
         return self._rows(cache.update_and_fetch(key, value) for cache, key, value in updates)
 
     def keys_and_values(self) -> tuple[Rows, Rows]:
-        """What each row's cache holds, for layers that attend to another layer's keys."""
+        """The content of each row's cache, for layers that attend to another layer's keys."""
         return self._rows(cache.keys_and_values() for cache in self._caches)
 
     def make_mask(self, num_tokens: int, **options: Any) -> Rows | None:
@@ -118,7 +119,7 @@ class RaggedLayer:
 
 
 class OffsetArrays:
-    """Makes the array of row offsets once for all layers that stand at the same offsets."""
+    """Makes the array of row offsets once for all layers with the same offsets."""
 
     def __init__(self) -> None:
         self._offsets: tuple[int, ...] = ()
@@ -133,17 +134,17 @@ class OffsetArrays:
 
 
 class RaggedBatch:
-    """The layer caches of several rows, joined into one list that a model takes for the cache of a batch.
+    """The layer caches of several rows, joined into one list that a model accepts as the cache of a batch.
 
-    Borrows the rows' caches. From the first model call until `extract`, the batch holds the rows' point state and
-    the rows' own copies are out of date; span and window state is always the rows' own.
+    Borrows the rows' caches. From the first model call until `extract`, the batch holds the rows' point state and the
+    rows' own copies are outdated; span and window state is always the rows' own.
     """
 
     layers: list[LayerCache]
-    """What to pass to the model as its cache."""
+    """The cache argument for the model."""
 
     def __init__(self, rows: Sequence[Sequence[LayerCache]]) -> None:
-        """Raises `NotRagged` for a class of layer cache that has no place here."""
+        """Raises `NotRagged` for an unsupported class of layer cache."""
         offsets = OffsetArrays()
         self.layers = [_join(column, offsets) for column in zip(*rows, strict=True)]
 
@@ -184,7 +185,7 @@ def _join(column: Sequence[LayerCache], offsets: OffsetArrays) -> LayerCache:
 def _point_layers(
     joined: Sequence[LayerCache], own: Sequence[LayerCache]
 ) -> Iterator[tuple[ArraysCache, ArraysCache]]:
-    """Pairs the point layers of two lists of the same layout, those inside `CacheList` included."""
+    """Pairs the point layers of two lists of the same layout, including those inside `CacheList`."""
     for one, other in zip(joined, own, strict=True):
         if isinstance(one, CacheList):
             yield from _point_layers(one.caches, other.caches)
@@ -206,7 +207,7 @@ _mlx_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
 
 @contextmanager
 def ragged_attention() -> Iterator[None]:
-    """While entered, `mx.fast.scaled_dot_product_attention` also takes `Rows` of keys and values. Re-entrant.
+    """Inside the block, `mx.fast.scaled_dot_product_attention` also accepts `Rows` of keys and values. Re-entrant.
 
     Models look the function up in `mx.fast` at each call. Calls without `Rows`, of any thread, go to MLX unchanged.
     """

@@ -7,8 +7,8 @@ device then never waits for Python.
     runner.start(following)                     # before or after the next line: see `overlaps`
     tokens = current.tokens()                   # blocks until `current` is done
 
-Where the tokens of `current` decide what `following` may sample, it is prepared without sampling and started; once
-they are read, `sample` takes the masks, and a second `start` computes the rest. Meanwhile the model was evaluated.
+Where the tokens of `current` decide what `following` may sample, `following` is prepared without sampling and
+started; once the tokens are read, `sample` takes the masks, and a second `start` computes the rest.
 
 Invariants:
 
@@ -26,8 +26,6 @@ may or may not hold the new token, layer by layer. The caller discards those row
 rows are unharmed. This module knows no requests, no text, and no stored state.
 
 Worker thread only.
-
-How likely the model held the tokens of a decode step, for the rows that are to tell it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,15 +53,16 @@ from models.output.pieces import TokenLogprob
 
 @dataclass(eq=False)
 class StepLogprobs:
-    """The distributions of some rows of a step: those of the model, before anything that changes what is sampled.
+    """The distributions of some rows of a step: the model's own, before anything that changes sampling.
 
-    Arrays have one row for each row of the step that tells, and are lazy until they are evaluated with the step.
+    Arrays have one row for each row of the step that requested log-probabilities, and are lazy until they are
+    evaluated with the step.
     """
 
     places: dict[int, int]
-    """Row of the step to row of the arrays."""
+    """Maps a row of the step to a row of the arrays."""
     num_top: list[int]
-    """How many of the likeliest tokens each of them tells."""
+    """How many of the likeliest tokens each row requested."""
     all: mx.array
     """Natural logarithms of the probabilities, float32 `[num_telling, vocab_size]`."""
     top_ids: mx.array
@@ -71,7 +70,9 @@ class StepLogprobs:
 
     @classmethod
     def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "StepLogprobs | None":
-        """Returns the distributions of the rows that tell, from logits `[num_rows, vocab_size]`; None without one."""
+        """Returns the distributions of the requesting rows, from logits `[num_rows, vocab_size]`; None if there are
+        none.
+        """
         telling = [row for row, one in enumerate(params) if one.top_logprobs is not None]
         if not telling:
             return None
@@ -83,15 +84,15 @@ class StepLogprobs:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """What is to be evaluated before `read`."""
+        """The arrays to evaluate before `read`."""
         return [self.all, self.top_ids]
 
     def read(self, row: int, token: int) -> TokenLogprob | None:
-        """Returns what a row of the step tells of `token`, which may be another than the sampled one."""
+        """Returns the log-probability of `token` in a row of the step; `token` may differ from the sampled one."""
         place = self.places.get(row)
         if place is None:
             return None
-        # Views, where memory is shared: nothing is computed or copied.
+        # Views where memory is shared: nothing is computed or copied.
         found, ids = np.asarray(self.all)[place], np.asarray(self.top_ids)[place, : self.num_top[place]]
         return TokenLogprob(token, float(found[token]), tuple((int(one), float(found[one])) for one in ids))
 
@@ -107,7 +108,7 @@ def _likeliest(found: mx.array, count: int) -> mx.array:
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_STEPS = 256
-"""MLX's pool of freed buffers is emptied this often: prefill leaves buffers of sizes that decode never uses."""
+"""Steps between two emptyings of MLX's buffer pool: prefill leaves buffers of sizes that decode never uses."""
 
 
 @dataclass(eq=False)
@@ -117,21 +118,21 @@ class DecodeRow:
     caches: list[LayerCache]
     sampling: RowSampling
     next_token: int | None = None
-    """The token that the next step feeds the row; None for the one that the step before sampled for it."""
+    """The token that the next step feeds the row; None for the token that the previous step sampled."""
     adapter: int = NO_ADAPTER
-    """The index of the adapter that it is evaluated with."""
+    """The index of the row's adapter."""
 
 
 @dataclass(eq=False)
 class DecodeStep:
-    """One decode step: a token for each of its rows, to be computed, being computed, or known."""
+    """One decode step: a token for each row, to be computed, being computed, or known."""
 
     rows: tuple[DecodeRow, ...]
     logits: mx.array | None
     """`[num_rows, vocab_size]` until the tokens are sampled from them."""
     sampled: mx.array | None = None
     logprobs: StepLogprobs | None = None
-    """Of the rows that tell them."""
+    """Log-probabilities, for the rows that requested them."""
 
     def tokens(self) -> list[int]:
         """Blocks until the step is done; returns the sampled token of each row, in the order of `rows`."""
@@ -139,7 +140,9 @@ class DecodeStep:
         return cast(list[int], self.sampled.tolist())
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns how likely the model held `token` in a row, once the step is done; None where it was not asked."""
+        """Returns the log-probability of `token` in a row, once the step is done; None if the row did not request
+        it.
+        """
         return None if self.logprobs is None else self.logprobs.read(index, token)
 
 
@@ -152,7 +155,8 @@ class Runner:
     """Whether rows with different adapters are evaluated in one call."""
     overlaps: bool
     """Whether `start` returns while most of the step is still to be computed. MLX's CPU backend computes all but the
-    last few operations first; tokens that are not read before `start` would be read a whole step late."""
+    last few operations first; tokens that are not read before `start` would be read a whole step late.
+    """
 
     def __init__(
         self,
@@ -162,7 +166,9 @@ class Runner:
         adapters: AdapterSet | None = None,
         max_probe_seconds: float = probe.MAX_SECONDS,
     ) -> None:
-        """`vocab_size` is the width of the model's logits; `adapters` are on it. Probes it with some short calls."""
+        """`vocab_size` is the width of the model's logits; `adapters` are attached. Probes the model with some short
+        calls.
+        """
         self._model = model
         self._adapters = adapters
         self._vocab_size = vocab_size
@@ -176,7 +182,7 @@ class Runner:
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def make_caches(self) -> list[LayerCache]:
-        """Returns fresh, empty layer caches for one sequence, in the layout that the model wants."""
+        """Returns fresh, empty layer caches for one sequence, in the model's layout."""
         return list(make_prompt_cache(self._model))
 
     def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], adapter: int = NO_ADAPTER) -> None:
@@ -196,7 +202,7 @@ class Runner:
         num_top: int,
         adapter: int = NO_ADAPTER,
     ) -> list[TokenLogprob]:
-        """Evaluates tokens as `prefill` does; returns how likely the model held each of `following` behind its token.
+        """Evaluates tokens like `prefill`; returns the log-probability of each of `following` after its token.
 
         All logits are computed, `[num_tokens, vocab_size]` in float32; negative tokens stand for none.
         """
@@ -229,15 +235,15 @@ class Runner:
         """Returns a row over `caches` that decodes from `next_token` on.
 
         A repetition penalty applies to the tokens of `prompt` and of the output. `generated` are the output tokens
-        sampled before, of a sequence that is replayed.
+        sampled before, for a sequence that is replayed.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
         return DecodeRow(caches, state, next_token, adapter)
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
-        """Has the next step feed `row` with `token`, not with what the step before samples for it.
+        """Makes the next step feed `row` with `token` in place of the sampled token.
 
-        `generated` is the output so far, `token` included. Penalties forget the token that was sampled instead.
+        `generated` is the output so far, including `token`. Penalties forget the token that was sampled instead.
         """
         row.next_token = token
         if row.sampling.params.looks_back:
@@ -247,8 +253,8 @@ class Runner:
         """Returns a step that evaluates one token for each row and samples the next; nothing is computed yet.
 
         A row is fed its `next_token`, which is then cleared; without one, the token that `previous` samples for it.
-        Without `samples` it waits for `sample`.
-        The module's docstring says what state the rows are in after an error.
+        Without `samples` the step waits for `sample`. The module's docstring describes the rows' state after an
+        error.
         """
         tokens = _inputs(rows, previous)
         with self._dropping_merged_state_on_error():
@@ -262,7 +268,7 @@ class Runner:
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
         """Samples the tokens of a step, which `start` then computes.
 
-        `masks` says for each row which tokens it may sample, None for all; empty where that holds for every row.
+        `masks` holds the tokens that each row may sample, None for all; empty if that holds for every row.
         """
         assert step.logits is not None, "a step samples once"
         with self._dropping_merged_state_on_error():
@@ -271,7 +277,7 @@ class Runner:
         step.logits = None
 
     def start(self, step: DecodeStep) -> None:
-        """Has the device compute what of a step is prepared; does not wait for its end."""
+        """Makes the device compute the prepared part of a step; does not wait for its end."""
         with self._dropping_merged_state_on_error():
             wanted = [step.logits if step.sampled is None else step.sampled]
             if step.logprobs is not None:
@@ -298,7 +304,7 @@ class Runner:
         own_point_state(row.caches)
 
     def close(self) -> None:
-        """Ends this thread's streams. A thread that ends with live ones can abort the process when it exits."""
+        """Ends this thread's streams. A thread that ends with live streams can abort the process at exit."""
         mx.synchronize()
         mx.clear_streams()
 
@@ -312,7 +318,7 @@ class Runner:
         return mx.concatenate(parts)[mx.array(order)]
 
     def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
-        """Returns the places of the rows that may be evaluated together: of all, or of those with one adapter."""
+        """Returns groups of row indices that may be evaluated together: all rows, or the rows of one adapter."""
         if self.mixes:
             return [list(range(len(rows)))]
         places: dict[int, list[int]] = {}
@@ -342,7 +348,7 @@ class Runner:
         return self._joined.layers
 
     def _dissolve(self) -> None:
-        """Gives every joined row its point state back. As lazy slices, because most rows are joined again at once."""
+        """Gives every joined row its point state back, as lazy slices, since most rows are joined again at once."""
         for index in range(len(self._joined_rows)):
             self._extract(index)
         self._forget_joined()
@@ -354,7 +360,7 @@ class Runner:
 
     @contextmanager
     def _dropping_merged_state_on_error(self) -> Iterator[None]:
-        """Drops the merged state if the block raises: it cannot be trusted then."""
+        """Drops the merged state if the block raises, since it may be damaged."""
         try:
             yield
         except BaseException:

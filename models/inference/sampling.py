@@ -1,20 +1,16 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
-The order is the usual one: the mask of a grammar, logit bias, what the request rules out (`sampling_bans.py`),
-penalties (`sampling_penalties.py`), temperature, filters (`sampling_filters.py`), then one draw. Each filter applies
-to what the one before it kept. Tokens that tie with the last one kept are kept too, so that no choice depends on the
-order of a sort.
+The order is the usual one: the mask of a grammar, logit bias, tokens that the request rules out, penalties (both in
+`penalties.py`), temperature, filters, then one draw. The filters' order is top-n-sigma, top-k, top-p, min-p,
+typical-p, XTC. A filter takes log-probabilities up to a constant, as the filter before left them, and returns them
+with -inf for dropped tokens. It keeps at least one token of each row, and all that tie with the last one kept, so
+that no choice depends on the order of a sort. If no row uses a filter, its `of` returns None and nothing is computed;
+a row that does not use a filter loses nothing.
 
 A draw adds Gumbel noise and takes the maximum (Gumbel-max trick: Maddison, Tarlow, Minka, "A* Sampling", 2014,
 section 2). The noise comes from a key made of the request's seed and the number of tokens drawn before, so it does
 not depend on which rows share the step, and a small rounding difference in the logits seldom changes the token.
-Kernels do round differently with the number of rows and with the chunks that a prompt was evaluated in.
-
-Which tokens may be drawn, for some rows of a decode step at once.
-
-The order is top-n-sigma, top-k, top-p, min-p, typical-p, XTC. A filter takes log-probabilities up to a constant and
-returns them with -inf for what it drops. It keeps at least one token of each row, and all that tie with the last one
-kept. Where no row asks for it, `of` returns None and nothing is computed; a row that does not ask loses nothing.
+Kernels do round differently with the number of rows and with the chunks in which a prompt was evaluated.
 """
 
 import math
@@ -31,19 +27,19 @@ from models.inference.sampling_state import RowSampling
 from models.output.grammar import MaskWords
 
 ALL_MASS = 2.0
-"""A share of probability that is never reached: rounding must not drop the tail of a row that wants all of it."""
+"""A probability mass that is never reached: rounding must not drop the tail of a row that wants all of it."""
 
 
 class Filter(Protocol):
-    """One filter of all rows of a step."""
+    """One filter for all rows of a step."""
 
     def apply_to(self, scaled: mx.array) -> mx.array:
-        """Returns `scaled`, float32 `[num_rows, vocab_size]`, with -inf for the tokens that are dropped."""
+        """Returns `scaled`, float32 `[num_rows, vocab_size]`, with -inf for dropped tokens."""
         ...
 
 
 def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
-    """Returns the filters that at least one of the rows asks for, in the order in which they apply."""
+    """Returns the filters that at least one row uses, in the order in which they apply."""
     params = [row.params for row in rows]
     found: list[Filter | None] = [
         _NearMaximum.of(params),
@@ -56,9 +52,9 @@ def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
 
 @dataclass
 class _NearMaximum:
-    """Top-n-sigma: keeps what is within n standard deviations of the logits below the largest one.
+    """Top-n-sigma: keeps logits within n standard deviations below the largest one.
 
-    (Tang, Liu, Xu et al., "Top-nσ: Not All Logits Are You Need", 2024, section 3.) Temperature changes nothing of it.
+    (Tang, Liu, Xu et al., "Top-nσ: Not All Logits Are You Need", 2024, section 3.) Temperature has no effect on it.
     The maximum of each row must be 0.
     """
 
@@ -128,7 +124,7 @@ class _Likeliest:
 
 @dataclass
 class _Typical:
-    """Keeps the tokens whose information is nearest to that expected of the row, until they have a share of the mass.
+    """Keeps the tokens whose information is nearest to the row's expected information, up to a share of the mass.
 
     Locally typical sampling: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2023, section 4.
     """
@@ -153,10 +149,10 @@ class _Typical:
 
 @dataclass
 class _Xtc:
-    """Exclude top choices: at some draws, of the tokens that are likely enough only the least likely one is kept.
+    """Exclude top choices: in some draws, only the least likely of the sufficiently likely tokens is kept.
 
-    Whether a draw is one of these is itself random; it depends on the request's seed and position alone. The method
-    is that of llama.cpp, where tokens like the end of the turn may be dropped too.
+    Which draws is itself random; it depends only on the request's seed and position. The method is that of llama.cpp,
+    where tokens like the end of the turn may be dropped too.
     """
 
     rows: list[RowSampling]
@@ -179,13 +175,13 @@ def _asks_for_xtc(row: RowSampling) -> bool:
 
 
 def _xtc_threshold(row: RowSampling) -> float:
-    """The probability from which a token is likely in the next draw; one that is never reached if it is spared."""
+    """The probability from which a token counts as likely in the next draw; out of reach if the draw is spared."""
     is_struck = _asks_for_xtc(row) and row.chance("xtc") < row.params.xtc_probability
     return row.params.xtc_threshold if is_struck else ALL_MASS
 
 
 def _num_within(probs: mx.array, mass: mx.array) -> mx.array:
-    """How many of the first `probs` of each row it takes to have `mass` of them, at least 1: `[num_rows, 1]`."""
+    """How many of the first `probs` of each row add up to `mass`, at least 1: `[num_rows, 1]`."""
     return (mx.cumsum(probs, axis=-1) - probs < mass).sum(axis=-1, keepdims=True)
 
 
@@ -216,7 +212,7 @@ class BatchSampler:
     ) -> mx.array:
         """Returns the token of each row, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`.
 
-        `masks` are the tokens that each row may sample, None for all of them; empty where that holds for every row.
+        `masks` holds the tokens that each row may sample, None for all; empty if that holds for every row.
         """
         if self._batch is None or not self._batch.is_for(rows):
             self.release()
@@ -226,7 +222,7 @@ class BatchSampler:
         return self._batch.sample(logits)
 
     def release(self) -> None:
-        """Gives the rows of the last step their penalties' state back and forgets them."""
+        """Gives the penalties' state back to the rows of the last step and forgets the rows."""
         if self._batch is not None:
             self._batch.release()
             self._batch = None
@@ -295,7 +291,7 @@ class _BiasEntries:
 
 
 def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
-    """Returns which tokens each row may sample, bool `[num_rows, vocab_size]`. Those beyond a mask it may not."""
+    """Returns which tokens each row may sample, bool `[num_rows, vocab_size]`; none beyond the end of a mask."""
     allowed = np.zeros((len(masks), vocab_size), np.bool_)
     for row, words in zip(allowed, masks, strict=True):
         if words is None:

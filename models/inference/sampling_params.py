@@ -1,20 +1,20 @@
-"""How a sequence's tokens are to be chosen, and what of that is allowed. Knows no logits and no MLX."""
+"""How a sequence's tokens are chosen, and which values are allowed. Knows no logits and no MLX."""
 
 from dataclasses import dataclass, replace
 
 from models.errors import InvalidParameter
 
 MAX_TOP_LOGPROBS = 20
-"""As OpenAI has it."""
+"""OpenAI's limit."""
 MAX_WINDOW = 2**31 - 1
 """Longer than any context."""
 MAX_REPEATED = 256
 """A longer repetition counts as one of this length."""
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them would overflow."""
+"""Lower temperatures are greedy: dividing by them would overflow."""
 
 ALL_TOKENS = -1
-"""The length of a window that has no beginning."""
+"""The length of an unbounded window."""
 
 
 @dataclass(frozen=True)
@@ -28,82 +28,87 @@ class SamplingParams:
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction of the likeliest, range [0, 1]."""
+    """Keep tokens with at least this fraction of the likeliest one's probability, range [0, 1]."""
     typical_p: float = 1.0
-    """Mass of the tokens whose information is nearest to that expected, range (0, 1]."""
+    """Mass of the tokens whose information is nearest to the expected information, range (0, 1]."""
     top_n_sigma: float = 0.0
-    """Keep logits at most so many of their standard deviations below the largest; 0 keeps all, range [0, 100]."""
+    """Keep logits at most this many standard deviations below the largest; 0 keeps all, range [0, 100]."""
     xtc_probability: float = 0.0
     """The share of draws in which only the least likely of the likely tokens is kept, range [0, 1]."""
     xtc_threshold: float = 0.1
-    """The probability from which a token is likely in this sense, range [0, 1]; above 0.5 there are never two."""
+    """The probability from which a token counts as likely for XTC, range [0, 1]; above 0.5 there are never two."""
     seed: int | None = None
     """Same seed: same noise in the same draw, however the request was batched. The tokens are the same as far as the
-    logits are, which may differ in their last bits with the rows of a step and the chunks of the prompt."""
+    logits are, which may differ in their last bits with the rows of a step and the chunks of the prompt.
+    """
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens in the prompt or the output, as Hugging Face
-    does, for whose `generate` models recommend its value; range (0, 10]."""
+    """Divides the positive and multiplies the negative logits of tokens in the prompt or the output, like Hugging
+    Face's `generate`, for which models recommend its value; range (0, 10].
+    """
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    """These two look at the output tokens of the request only; range [-2, 2]."""
+    """Applies to output tokens only, like `presence_penalty`; range [-2, 2]."""
     repeat_last_n: int | None = None
-    """How many of the last tokens the three penalties look at, those of the prompt included, as llama.cpp has it; -1
-    is all of them, and 0 turns the penalties off. None leaves each penalty the tokens that it looks at by itself."""
+    """How many of the last tokens the three penalties look at, including the prompt's, as in llama.cpp; -1 is all
+    tokens, and 0 turns the penalties off. None leaves each penalty its own range of tokens.
+    """
     dry_multiplier: float = 0.0
-    """The penalty of DRY on a token that would go on with a repetition of `dry_allowed_length` tokens; 0 is off,
-    range [0, 100]."""
+    """The DRY penalty on a token that would continue a repetition of `dry_allowed_length` tokens; 0 is off, range [0,
+    100].
+    """
     dry_base: float = 1.75
-    """By how much it grows with each further token of the repetition, range [1, 100]."""
+    """Factor of the penalty for each further token of the repetition, range [1, 100]."""
     dry_allowed_length: int = 2
     """Range [1, `MAX_REPEATED`]."""
     dry_penalty_last_n: int = ALL_TOKENS
-    """In how many of the last tokens repetitions are looked for, the prompt's included; -1 is all of them, 0 none."""
+    """The number of last tokens searched for repetitions, including the prompt's; -1 is all of them, 0 none."""
     dry_breakers: tuple[int, ...] = ()
     """Tokens that no repetition reaches across."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias, range [-100, 100]."""
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be sampled; empty where all may."""
+    """The only tokens that may be sampled; empty for all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that the output may not hold."""
+    """Token sequences that the output must not contain."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens are told with each token of the output, and how likely that one was; None
-    tells nothing. Range [0, `MAX_TOP_LOGPROBS`]."""
+    """How many of the likeliest tokens are reported with each output token and its log-probability; None reports
+    nothing. Range [0, `MAX_TOP_LOGPROBS`].
+    """
     min_tokens: int = 0
-    """None of `end_token_ids` is among the first so many tokens of the output."""
+    """None of `end_token_ids` is among the first `min_tokens` tokens of the output."""
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end the output; needed only with `min_tokens`."""
 
     @property
     def is_greedy(self) -> bool:
-        """True if the likeliest token is taken, without a draw."""
+        """Whether the likeliest token is taken, without a draw."""
         return self.temperature < GREEDY_BELOW
 
     @property
     def looks_back(self) -> bool:
-        """True if tokens that were there before matter."""
+        """Whether earlier tokens matter."""
         return self.is_penalised or self.is_dry or self.longest_bad_word > 1
 
     @property
     def longest_bad_word(self) -> int:
-        """Tokens of the longest one; 0 without one."""
+        """Number of tokens of the longest bad word; 0 without one."""
         return max(map(len, self.bad_words), default=0)
 
     @property
     def is_dry(self) -> bool:
-        """True if repetitions are penalised by their lengths."""
+        """Whether repetitions are penalised by their lengths."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     @property
     def is_penalised(self) -> bool:
-        """True if tokens are penalised for having been there before, one by one."""
+        """Whether single tokens are penalised for earlier occurrences."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0
 
     def within(self, num_tokens: int) -> "SamplingParams":
-        """Returns the same for a sequence that cannot have more than `num_tokens`: no window is longer than it.
+        """Returns the parameters for a sequence of at most `num_tokens`, with windows no longer than that.
 
-        One of all tokens has a length then where it is needed, for DRY.
+        An unbounded window gets a length where DRY needs one.
         """
         repeat, dry = self.repeat_last_n, self.dry_penalty_last_n
         return replace(
@@ -114,7 +119,7 @@ class SamplingParams:
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `InvalidParameter`, naming the parameter, for what is no number, not finite or out of range."""
+    """Raises `InvalidParameter`, naming the parameter, for a value that is no number, not finite or out of range."""
     _check_number("temperature", params.temperature, 0.0, 2.0)
     _check_number("top_p", params.top_p, 0.0, 1.0, exclusive_low=True)
     _check_integer("top_k", params.top_k, 0, 2**63 - 1)

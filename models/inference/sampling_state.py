@@ -1,9 +1,7 @@
-"""How one sequence samples: its parameters, its seed, and what it has drawn so far.
+"""How one sequence samples: its parameters, its seed, its draws so far, and the last tokens that penalties need.
 
-The last tokens of one sequence, as the penalties need them: the prompt's and the output's in one row.
-
-A window has a fixed length and its newest token last. `NO_TOKEN` stands for tokens that are not there yet and for ids
-that are none of the model's logits: it equals no token that can be sampled.
+The prompt's and the output's tokens are one row. A window has a fixed length and its newest token last. `NO_TOKEN`
+stands for missing tokens and for ids beyond the model's logits: it equals no token that can be sampled.
 """
 
 import hashlib
@@ -25,25 +23,25 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PenaltyWindow:
-    """The last tokens of one sequence, the prompt's included."""
+    """The last tokens of one sequence, including the prompt's."""
 
     counts: mx.array
-    """How often each token is among them, float32 `[vocab_size]`."""
+    """How often each token occurs in the window, float32 `[vocab_size]`."""
     recent: mx.array
-    """The tokens themselves, int32 `[length]`. Empty for a window without a beginning, as none ever leaves it."""
+    """The tokens themselves, int32 `[length]`. Empty for an unbounded window, which no token ever leaves."""
 
     @classmethod
     def of(cls, length: int, held: Sequence[TokenIds], vocab_size: int) -> "PenaltyWindow":
-        """Returns the window at the end of the tokens that are held, one list after the other."""
+        """Returns the window at the end of the concatenated token lists `held`."""
         found = last_tokens(held, length, vocab_size)
         counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
         return cls(mx.array(counts, mx.float32), mx.array([] if length == ALL_TOKENS else found, mx.int32))
 
 
 def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
-    """Returns the last `length` of the tokens that are held, `[length]`, or all of them for `ALL_TOKENS`.
+    """Returns the last `length` tokens of the lists `held`, `[length]`, or all of them for `ALL_TOKENS`.
 
-    `NO_TOKEN` stands in front of fewer, and for an id that is none of the model's logits.
+    `NO_TOKEN` fills up the front and replaces an id beyond the model's logits.
     """
     ids = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in held])
     known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
@@ -57,19 +55,20 @@ def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArr
 
 @dataclass(frozen=True)
 class RepeatedEnds:
-    """The last tokens of one sequence, and in front of which of them its end was there before."""
+    """The last tokens of one sequence, and where the sequence's end occurred before among them."""
 
     recent: mx.array
     """The tokens, int32 `[length]`."""
     lengths: mx.array
-    """How many tokens in front of each of these are equal to the last ones of the sequence, at most `MAX_REPEATED`;
-    int32 `[length]`."""
+    """How many tokens before each of these equal the last tokens of the sequence, at most `MAX_REPEATED`; int32
+    `[length]`.
+    """
     is_breaker: mx.array
     """Which tokens no repetition reaches across, bool `[vocab_size]`."""
 
     @classmethod
     def of(cls, params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> "RepeatedEnds":
-        """Returns the state at the end of the tokens that are held, one list after the other."""
+        """Returns the state at the end of the concatenated token lists `held`."""
         assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
         recent = last_tokens(held, params.dry_penalty_last_n, vocab_size)
         is_breaker = np.zeros(vocab_size, np.bool_)
@@ -79,7 +78,7 @@ class RepeatedEnds:
 
 
 def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Returns for each place how many tokens in front of it are equal to the last ones, none of which `breaks`."""
+    """Returns for each place how many tokens before it equal the last ones, none of which `breaks`."""
     lengths = np.zeros(recent.size, np.int32)
     places = np.arange(recent.size)
     for length in range(1, min(MAX_REPEATED, recent.size - 1) + 1):
@@ -92,7 +91,7 @@ def _repeated_lengths(recent: NDArray[np.int32], breaks: NDArray[np.bool_]) -> N
 
 
 def padded(window: mx.array | None, length: int, filler: int = NO_TOKEN) -> mx.array:
-    """Returns what is held of each token of a window, with `filler` in front, `[length]`."""
+    """Returns a window's values with `filler` in front, `[length]`."""
     held = mx.array([], mx.int32) if window is None else window
     return mx.pad(held, (length - held.size, 0), constant_values=filler)
 
@@ -117,10 +116,10 @@ class RowSampling:
         prompt: TokenIds = (),
         emitted: TokenIds = (),
     ) -> None:
-        """`seed` serves where `params.seed` is None; with neither, it is random.
+        """`seed` is used if `params.seed` is None; with neither, the seed is random.
 
-        `emitted` are the output tokens drawn before, of a sequence that is replayed: with the same seed it continues
-        with the tokens that it would have had. `prompt` is what came before them.
+        `emitted` are the output tokens drawn before, for a sequence that is replayed: with the same seed it continues
+        with the same tokens as without the break. `prompt` are the tokens before them.
         """
         chosen = params.seed if params.seed is not None else seed
         self.params = params
@@ -129,17 +128,21 @@ class RowSampling:
         self.position = len(emitted)
         """Draws made so far."""
         self.counts: mx.array | None = None
-        """How often each token is in the output, float32 `[vocab_size]`; None where neither presence nor frequency is
-        penalised."""
+        """How often each token is in the output, float32 `[vocab_size]`; None if neither presence nor frequency is
+        penalised.
+        """
         self.divisors: mx.array | None = None
-        """The penalty on repetition for tokens of the prompt and the output, 1 for the others, float32
-        `[vocab_size]`; None without one."""
+        """The repetition penalty for tokens of the prompt and the output, 1 for other tokens, float32 `[vocab_size]`;
+        None without a penalty.
+        """
         self.window: PenaltyWindow | None = None
-        """The tokens that all penalties look at, in place of the two before; None where each looks at its own."""
+        """The tokens that all penalties look at, in place of the two before; None if each penalty has its own
+        range.
+        """
         self.repeated: RepeatedEnds | None = None
-        """Where the end of the sequence was there before; None where DRY is off."""
+        """Where the end of the sequence occurred before; None if DRY is off."""
         self.output_end: mx.array | None = None
-        """The last tokens of the output, int32; None where no bad word is longer than a token."""
+        """The last tokens of the output, int32; None if no bad word is longer than one token."""
         if params.longest_bad_word > 1:
             self.output_end = mx.array(last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
         if params.is_dry:
@@ -155,15 +158,15 @@ class RowSampling:
             self.divisors = mx.array(_divisors(params.repetition_penalty, (prompt, emitted), vocab_size))
 
     def after(self, prompt: TokenIds, emitted: TokenIds) -> "RowSampling":
-        """Returns the state after `emitted` was put out behind `prompt`, whatever was drawn."""
+        """Returns the state after the output `emitted` of `prompt`, whatever was drawn."""
         return RowSampling(self.params, self._vocab_size, seed=self.seed, prompt=prompt, emitted=emitted)
 
     def key(self) -> bytes:
-        """Returns the 8 bytes of randomness that belong to the next draw."""
+        """Returns the 8 random bytes of the next draw."""
         return self._randomness("")
 
     def chance(self, label: str) -> float:
-        """Returns a random number in [0, 1) that belongs to the next draw too, another one for each label."""
+        """Returns a random number in [0, 1) for the next draw, a different one for each label."""
         return int.from_bytes(self._randomness(f":{label}"), "little") / 2**64
 
     def _randomness(self, suffix: str) -> bytes:
@@ -171,7 +174,7 @@ class RowSampling:
 
 
 def _divisors(penalty: float, held: Iterable[TokenIds], vocab_size: int) -> NDArray[np.float32]:
-    """Returns `penalty` for every token that is held, 1 for the others, `[vocab_size]`."""
+    """Returns `penalty` for every token in the lists `held`, 1 for the others, `[vocab_size]`."""
     divisors = np.ones(vocab_size, np.float32)
     for token_ids in held:
         ids = np.asarray(token_ids, np.int64)
