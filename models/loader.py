@@ -1,17 +1,14 @@
 """Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder.
 
-A model folder may hold code of its own. It is never imported or run, and there is no setting that allows it.
+A folder may contain code of its own. It is never imported or run, and no setting allows it. Many folders name such
+code (`auto_map`, which transformers reads) although mlx-lm knows the model and its tokenizer is a file: these load,
+and the code is ignored. A model that needs its code is refused in one sentence.
 
-Many folders name such code (`auto_map`, which transformers reads) although mlx-lm knows the model and its tokenizer
-is a file: these load, and the code is not looked at. A model that cannot do without is refused in one sentence. Knows
-file formats only, neither mlx-lm nor transformers.
-
-A checksum of a model's weights, made where they are: one pass over memory, little beside the loading.
-
-Each array is taken as 32-bit words; a chunk's sum of word × odd random multiplier, modulo 2^32, changes with any one
-word and with nearly any other change (multiply-shift hashing; Dietzfelbinger et al., 1997). Integer sums do not
-depend on the order of adding, so every device and thread count comes to the same result. It tells models apart that
-their makers made; it does not withstand one who looks for a collision.
+The checksum of a model's weights is made in memory, in one pass that takes little beside the loading. Each array is
+taken as 32-bit words; a chunk's sum of word × odd random multiplier, modulo 2^32, changes with any one word and with
+nearly any other change (multiply-shift hashing; Dietzfelbinger et al., 1997). Integer sums do not depend on the order
+of adding, so every device and thread count gets the same result. It distinguishes models as published; it does not
+withstand an attacker who looks for a collision.
 """
 
 import hashlib
@@ -43,7 +40,7 @@ _NEVER_RUN = "which mlx-serve never runs"
 
 
 def check_model_code(config: dict[str, Any], name: str) -> None:
-    """Raises ModelBroken for a configuration that has the model built by a file of the folder."""
+    """Raises ModelBroken for a configuration whose model is built by a file of the folder."""
     if config.get("model_file") is not None:
         raise ModelBroken(
             f"{name}: config.json has the model built by code of the folder ({_shown(config['model_file'])}), "
@@ -52,7 +49,7 @@ def check_model_code(config: dict[str, Any], name: str) -> None:
 
 
 def hint_at_own_code(config: dict[str, Any]) -> str:
-    """Returns what to add for an architecture that is unknown, where the folder brings code for it; maybe empty."""
+    """Returns a hint for an unknown architecture if the folder has code for it; may be empty."""
     code = _code_in(config.get("auto_map"), ("AutoModelForCausalLM", "AutoModel", "AutoConfig"))
     if code is None:
         return ""
@@ -60,9 +57,9 @@ def hint_at_own_code(config: dict[str, Any]) -> str:
 
 
 def check_tokenizer_code(folder: Path, name: str) -> None:
-    """Raises ModelBroken for a tokenizer that is code, with no `tokenizer.json` in its place.
+    """Raises ModelBroken for a tokenizer that is code, without a `tokenizer.json` in its place.
 
-    What else transformers would take then may cut texts otherwise than the model has learned it.
+    The tokenizer that transformers would use instead may cut texts differently from the one in training.
     """
     if (folder / "tokenizer.json").is_file():
         return
@@ -72,7 +69,7 @@ def check_tokenizer_code(folder: Path, name: str) -> None:
 
 
 def tokenizer_code(folder: Path) -> str | None:
-    """Returns the class that a folder names for its tokenizer, such as `tokenization_x.XTokenizer`; maybe None."""
+    """Returns the class that a folder names for its tokenizer, such as `tokenization_x.XTokenizer`; may be None."""
     for file in ("tokenizer_config.json", "config.json"):
         code = _code_in(_read_object(folder / file).get("auto_map"), ("AutoTokenizer",))
         if code is not None:
@@ -89,7 +86,7 @@ def refusal_of_tokenizer(name: str, code: str) -> str:
 
 
 def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
-    """Returns the first class that `auto_map` names for `kinds`; older folders give a tokenizer's as a list alone."""
+    """Returns the first class in `auto_map` for `kinds`; older folders give a tokenizer's as a list alone."""
     if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
         auto_map = {"AutoTokenizer": auto_map}
     if not isinstance(auto_map, dict):
@@ -121,7 +118,7 @@ _SEED: Final = 20_26
 
 
 def checksum(arrays: Iterable[tuple[str, mx.array]]) -> str:
-    """Returns 16 hexadecimal digits that differ for arrays of other names, types, shapes, or any other bytes."""
+    """Returns 16 hexadecimal digits that differ for arrays with other names, types, shapes or bytes."""
     multipliers = mx.array(np.random.default_rng(_SEED).integers(1 << 32, size=_CHUNK_WORDS, dtype=np.uint32) | 1)
     digest = hashlib.blake2b(digest_size=8)
     for name, array in sorted(arrays, key=lambda named: named[0]):
@@ -131,7 +128,7 @@ def checksum(arrays: Iterable[tuple[str, mx.array]]) -> str:
 
 
 def _chunk_sums(array: mx.array, multipliers: mx.array) -> mx.array:
-    """Returns one uint32 for each chunk of an array; shape [num_chunks]."""
+    """Returns one uint32 for each chunk of an array, shape [num_chunks]."""
     if array.size == 0:
         return mx.zeros(0, mx.uint32)
     words = _words(array)
@@ -139,7 +136,7 @@ def _chunk_sums(array: mx.array, multipliers: mx.array) -> mx.array:
     for start in range(0, words.size, _CHUNK_WORDS):
         chunk = words[start : start + _CHUNK_WORDS]
         sums.append(mx.sum(chunk * multipliers[: chunk.size]))
-        # At once, or the products of all chunks of a large array would be held together.
+        # Evaluated at once: otherwise the products of all chunks of a large array would be in memory together.
         mx.eval(sums[-1])
     return mx.stack(sums)
 
@@ -154,7 +151,7 @@ def _words(array: mx.array) -> mx.array:
 
 
 DEFAULT_CONTEXT_TOKENS = 32_768
-"""For configurations that name no limit, as those of purely recurrent models."""
+"""For configurations without a limit, as of purely recurrent models."""
 
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -170,10 +167,10 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_de
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that is ready to run. Its weights are evaluated, so that any thread may use it, one at a time."""
+    """A model that is ready to run. Its weights are evaluated, so any thread may use it, one at a time."""
 
     name: str
-    """The name under which clients ask for it."""
+    """The name that clients request."""
     path: Path
     model: Module
     """Called as `model(tokens, cache=caches)`; returns logits `[batch, num_tokens, vocab_size]`."""
@@ -181,25 +178,25 @@ class LoadedModel:
     tokenizer_wrapper: TokenizerWrapper
     """mlx-lm's view of the tokenizer: tool parser, markers of thinking and of tool calls."""
     reasoning_format: ReasoningFormat | None
-    """How the model marks its thoughts, where that is known."""
+    """How the model marks its thoughts, if known."""
     tool_syntax: ToolSyntax | None
-    """How the model writes tool calls, where that is known."""
+    """How the model writes tool calls, if known."""
     detokenizer: Detokenizer
-    """What the tokens look like as text, for the `StreamDecoder` of each sequence."""
+    """The text of tokens, for the `StreamDecoder` of each sequence."""
     config: dict[str, Any]
     context_tokens: int
-    """How many tokens prompt and output may have together."""
+    """The most tokens of prompt and output together."""
     vocab_size: int
-    """Width of the logits; may be more than the tokenizer's tokens."""
+    """Width of the logits; may exceed the tokenizer's tokens."""
     eos_token_ids: frozenset[int]
     fingerprint: str
     """Differs for different models."""
     state_fingerprint: str
-    """Differs where stored states must not be mixed: for any other weights, precisions and versions of libraries."""
+    """Differs where stored states must not be mixed: for other weights, precisions and library versions."""
     precision: Precision = Precision.STORED
-    """How the weights are held, which may not be how the files hold them."""
+    """The types of the weights in memory, which may differ from those in the files."""
     adapters: AdapterSet | None = None
-    """What was put on the model."""
+    """The attached adapters."""
 
 
 def load(
@@ -207,10 +204,10 @@ def load(
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
-    If `max_float32_bytes` is given, weights are converted to what a CPU is fastest with, all to float32 if that takes
-    no more bytes, see `models.precision`. `tell` is told what is being done.
+    With `max_float32_bytes`, weights are converted to the types that are fastest on a CPU, all to float32 if that
+    takes no more bytes, see `models.precision`. `tell` receives what is being done.
 
-    Raises `ModelNotFound` if there is no model, and `ModelBroken`, saying what is wrong, if it cannot be used.
+    Raises `ModelNotFound` if there is no model, and `ModelBroken`, with the reason, if it cannot be used.
     """
     check(path, name)
     tell("reading weights")
@@ -250,7 +247,7 @@ def load(
 
 
 def check(path: Path, name: str) -> None:
-    """Raises what `load` raises for files that are missing, damaged or of an unknown kind; reads little of them."""
+    """Raises like `load` for missing, damaged or unknown files; reads little of them."""
     _check_folder(path, name)
     config = _load_config(path, name)
     check_model_code(config, name)
@@ -260,7 +257,7 @@ def check(path: Path, name: str) -> None:
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns the configuration in a model folder, and how many tokens prompt and output may have together.
+    """Returns the configuration of a model folder, and the most tokens of prompt and output together.
 
     Raises ModelBroken and ModelNotFound.
     """
@@ -270,7 +267,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def release(loaded: LoadedModel) -> None:
-    """Lets go of a model's weights, whoever still refers to the model: it cannot be called any more."""
+    """Frees a model's weights, whoever still refers to the model: it can no longer be called."""
     for module in cast(list[Module], loaded.model.modules()):  # type: ignore[no-untyped-call]
         module.clear()
     if loaded.adapters is not None:
@@ -283,7 +280,7 @@ def _state_fingerprint(fingerprint: str, contents: str, precision: Precision) ->
 
 
 def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
-    """Returns how a model writes tool calls: as mlx-lm knows it, else as its tokens and template say."""
+    """Returns how a model writes tool calls: as mlx-lm knows it, else by its tokens and template."""
     if wrapper.has_tool_calling:
         parser, end = wrapper.tool_parser, wrapper.tool_call_end or ""
         return ToolFormat(wrapper.tool_call_start, end, parser, writes_json=bool(end) and _reads_json(parser))
@@ -292,12 +289,12 @@ def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
 
 
 def _reads_json(parser: Any) -> bool:
-    """Whether a parser of mlx-lm is the one for calls in plain JSON."""
+    """Whether a parser of mlx-lm is its parser for plain JSON."""
     return str(getattr(parser, "__module__", "")).endswith(".json_tools")
 
 
 def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None) -> ReasoningFormat | None:
-    """Returns how a model marks its thoughts, as mlx-lm knows it or by its tokens and template."""
+    """Returns how a model marks its thoughts: as mlx-lm knows it, else by its tokens and template."""
     tokenizer = wrapper._tokenizer
     found = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
     if wrapper.has_thinking:
@@ -319,7 +316,7 @@ def _check_folder(path: Path, name: str) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises ModelBroken for a folder or a file in it that may not be read; the libraries' own errors mislead."""
+    """Raises ModelBroken for an unreadable folder or file in it; the libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:
@@ -353,7 +350,7 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
 
 
 def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> None:
-    """Raises ModelBroken for more layers than weights: all would be built before the weights are missed."""
+    """Raises ModelBroken for more layers than weights: all would be built before the missing weights are noticed."""
     num_weights = sum(len(weights.read_header(file)) for file in files)
     for section in _sections(config):
         for key in _LAYER_KEYS:
@@ -367,13 +364,14 @@ def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
         model, config = load_model(path)
     except (Exception, SystemExit) as error:  # an architecture's code raises anything for a wrong configuration
         raise ModelBroken(f"{name}: cannot be loaded: {_first_lines(error)}") from error
-    # What is no parameter (rotary frequencies, for one) is still lazy, and lazy arrays belong to their thread.
+    # Arrays that are no parameters (rotary frequencies, for one) are still lazy, and lazy arrays belong to their
+    # thread.
     mx.eval(list(_arrays(model)))
     return model, config
 
 
 def _arrays(tree: Any) -> Iterator[mx.array]:
-    """Every array in a model, private ones included."""
+    """Yields every array in a model, including private ones."""
     if isinstance(tree, mx.array):
         yield tree
     elif isinstance(tree, dict | list | tuple):
@@ -382,7 +380,7 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
 
 
 def _check_normalizer(path: Path, name: str) -> None:
-    """Raises ModelBroken for a tokenizer that first makes texts far longer; its own tokens too, as it is loaded."""
+    """Raises ModelBroken for a tokenizer that first makes texts far longer, including its own tokens."""
     raw = path.read_bytes() if path.is_file() else b""
     if b"Replace" not in raw and b"\\u00" not in raw:
         return
@@ -398,7 +396,7 @@ def _check_normalizer(path: Path, name: str) -> None:
 
 
 def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerWrapper:
-    # Without these two, a folder could ask on the terminal to run its own code, or look for files elsewhere.
+    # Without these two, a folder could ask on the terminal to run its own code, or load files from elsewhere.
     extra = {"trust_remote_code": False, "local_files_only": True}
     try:
         _check_normalizer(path / "tokenizer.json", name)
@@ -413,7 +411,7 @@ def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerW
 
 
 def _vocab_size(model: Any, name: str) -> int:
-    """The width of the logits of a call that is never evaluated."""
+    """Returns the width of the logits of a call that is never evaluated."""
     try:
         return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
     except Exception as error:  # as above: the architecture's own code
@@ -426,7 +424,9 @@ def _context_tokens(config: dict[str, Any]) -> int:
 
 
 def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterator[int]:
-    """Every token that some part of the model says ends an answer; some chat models name only half of them."""
+    """Yields every token that any part of the model declares as the end of an answer; some chat models name only
+    half.
+    """
     declared = [section.get("eos_token_id") for section in _sections(config)]
     for ids in (*declared, wrapper.eos_token_ids, wrapper._tokenizer.eos_token_id):
         if isinstance(ids, int):
@@ -436,7 +436,7 @@ def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterato
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configuration and, for models of several modalities, the part of it about text."""
+    """Yields the configuration and, for multimodal models, its part about text."""
     yield config
     for key in ("text_config", "language_config", "llm_config"):
         if isinstance(config.get(key), dict):

@@ -1,20 +1,16 @@
-"""Layers that have variants, and which variant each row of a model call gets.
+"""Layers with variants for adapters, and the choice of a variant for each row of a model call.
 
 Each layer that an adapter changes is wrapped: it holds the model's own layer and, for each adapter, mlx-lm's layer
-around it, as mlx-lm would have put it there. A call in which all rows have the same adapter goes through that layer,
-a call without any through the model's own: both compute what they compute without this module, bit for bit.
+around it. A call in which all rows have the same adapter goes through that layer, a call without adapters through the
+model's own: the results equal those without this module, bit for bit.
 
-Rows of different adapters go through one call where all variants are plain LoRA of linear layers and the layer's
-input has a row for each row of the call. No list of architectures could say where that holds, so
-`models.lora` tries it; where it does not hold, rows of different adapters take turns.
+Rows of different adapters share one call if all variants are plain LoRA of linear layers and the layer's input has a
+row for each row of the call. No list of architectures could tell where that holds, so `can_mix` tries it: rows are
+evaluated together, each with its adapter, and compared with each row alone. The difference must be small compared
+with the effect of an adapter, since mixed-up rows differ by that effect. Otherwise rows of different adapters take
+turns.
 
 Worker thread only, once a model is loaded.
-
-Tests whether rows of different adapters may be evaluated in one model call.
-
-Rows are evaluated together, each with its adapter, and each is compared with itself alone. What differs must be small
-beside what an adapter changes: mixed-up rows differ by that.
-Worker thread only.
 """
 
 import logging
@@ -36,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class CannotMix(Exception):
-    """A layer was called in a way in which rows of different adapters cannot be told apart."""
+    """A call of a layer does not allow telling rows of different adapters apart."""
 
 
 class _Mixture:
@@ -47,9 +43,10 @@ class _Mixture:
         self._places: dict[tuple[tuple[int, float], ...], tuple[mx.array, mx.array]] = {}
 
     def places(self, held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
-        """Returns for each row its place among the adapters that a layer holds, and its scale; 0 for no adapter.
+        """Returns each row's index among the adapters that a layer holds, and its scale; 0 for no adapter.
 
-        `held` are their indices with their scales. Shapes `[num_rows]`, uint32, and `[num_rows, 1, 1]`, float32.
+        `held` are the adapters' indices with their scales. Shapes `[num_rows]`, uint32, and `[num_rows, 1, 1]`,
+        float32.
         """
         found = self._places.get(held)
         if found is None:
@@ -62,10 +59,10 @@ class _Mixture:
 
 
 class AdapterSet:
-    """The adapters of one model, and which of them the next call is for."""
+    """The adapters of one model, and the selection for the next call."""
 
     def __init__(self, adapters: Sequence[Adapter], num_bytes: int) -> None:
-        """`num_bytes` is what their weights take in memory."""
+        """`num_bytes` is the size of their weights in memory."""
         self.adapters = tuple(adapters)
         self.num_bytes = num_bytes
         self.layers: list[AdaptedLayer] = []
@@ -74,12 +71,12 @@ class AdapterSet:
 
     @property
     def can_mix(self) -> bool:
-        """Whether its layers could evaluate rows of different adapters together."""
+        """Whether the layers could evaluate rows of different adapters together."""
         return all(layer.can_mix for layer in self.layers)
 
     @contextmanager
     def selecting(self, rows: Sequence[int]) -> Iterator[None]:
-        """Has model calls in the block evaluate each row with its adapter, by index; the arrays may be lazy."""
+        """Makes model calls in the block evaluate each row with its adapter, by index; the arrays may be lazy."""
         self.selected = rows[0] if len(set(rows)) == 1 else self._mixed(tuple(rows))
         try:
             yield
@@ -87,7 +84,7 @@ class AdapterSet:
             self.selected = NO_ADAPTER
 
     def close(self) -> None:
-        """Lets go of the adapters' weights."""
+        """Releases the adapters' weights."""
         for layer in self.layers:
             layer.forget()
         self._mixture = None
@@ -100,18 +97,18 @@ class AdapterSet:
 
 
 def selecting(adapters: AdapterSet | None, *rows: int) -> AbstractContextManager[None]:
-    """Has model calls in the block evaluate each row with its adapter, where the model has any."""
+    """Makes model calls in the block evaluate each row with its adapter, if the model has any."""
     return nullcontext() if adapters is None else adapters.selecting(rows)
 
 
 class AdaptedLayer(Module):
-    """A layer of the model, and what it is with each adapter."""
+    """A layer of the model with its variants."""
 
     def __init__(self, layer: Module, variants: "Variants", adapters: AdapterSet) -> None:
         """`variants` are layers around `layer`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
-        # Among the module's own items they would count as weights of the model, once for each adapter.
+        # Among the module's own items the variants would count as weights of the model, once for each adapter.
         self._variants = variants
         self._adapters = adapters
         adapters.layers.append(self)
@@ -122,7 +119,7 @@ class AdaptedLayer(Module):
         return self._variants.are_plain
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        """Evaluates the layer, each row with the adapter that is selected for it."""
+        """Evaluates the layer, each row with its selected adapter."""
         selected = self._adapters.selected
         if isinstance(selected, _Mixture):
             return self._mixed(x, selected)
@@ -135,7 +132,7 @@ class AdaptedLayer(Module):
         return self._of(self._adapters.selected).as_linear(x)  # type: ignore[no-any-return]
 
     def forget(self) -> None:
-        """Lets go of the variants."""
+        """Releases the variants."""
         self._variants = Variants({}, are_plain=False)
 
     def _of(self, index: int) -> Any:
@@ -147,22 +144,22 @@ class AdaptedLayer(Module):
         places, scales = mixture.places(self._variants.scales)
         a, b = self._variants.stacked
         added = scales * mx.gather_mm(mx.gather_mm(x, a, rhs_indices=places), b, rhs_indices=places)
-        # What another adapter makes of a row is dropped, not multiplied by zero: it may be infinite.
+        # Another adapter's result for a row is dropped, not multiplied by zero: it may be infinite.
         added = mx.where(scales == 0, 0, added)
         return self.layer(x) + added.astype(x.dtype)  # type: ignore[no-any-return]
 
 
 class Variants:
-    """A layer's variants by the index of their adapter, and for plain ones their factors together."""
+    """A layer's variants by the index of their adapter; for plain variants, also their stacked factors."""
 
     def __init__(self, by_index: Mapping[int, Module], *, are_plain: bool) -> None:
-        """They `are_plain` if each adds nothing but `scale * (x @ lora_a) @ lora_b`."""
+        """Variants `are_plain` if each adds exactly `scale * (x @ lora_a) @ lora_b`."""
         self.by_index: dict[int, Any] = dict(by_index)
         self.are_plain = are_plain
 
     @property
     def num_bytes(self) -> int:
-        """What they take in memory; plain ones are held together, too."""
+        """Bytes in memory, including the stacked factors."""
         alone = sum(array.nbytes for layer in self.by_index.values() for array in own_arrays(layer).values())
         return 2 * alone if self.are_plain else alone
 
@@ -173,9 +170,9 @@ class Variants:
 
     @cached_property
     def stacked(self) -> tuple[mx.array, mx.array]:
-        """Their factors, `[num_adapters, input_dims, rank]` and `[num_adapters, rank, output_dims]`.
+        """The stacked factors, `[num_adapters, input_dims, rank]` and `[num_adapters, rank, output_dims]`.
 
-        Smaller ranks are filled up with zeros, which add nothing.
+        Smaller ranks are padded with zeros, which add nothing.
         """
         pairs = [(layer.lora_a, layer.lora_b) for layer in self.by_index.values()]
         rank = max(a.shape[1] for a, _ in pairs)
@@ -186,16 +183,16 @@ class Variants:
 
 
 def own_arrays(layer: Module) -> dict[str, mx.array]:
-    """Returns the weights of an adapter's layer without those of the model's layer in it."""
+    """Returns the weights of an adapter's layer, without those of the model's layer inside it."""
     return {name: value for name, value in layer.items() if isinstance(value, mx.array)}
 
 
 _PROMPT_TOKENS = 5
 _STEPS = 2
 _LARGEST_SHARE = 0.1
-"""Of what adapters change, the largest difference that is rounding."""
+"""The largest difference that counts as rounding, as a fraction of the adapters' effect."""
 _ROUNDING = 16
-"""Or so many units in the last place of the largest logit, where adapters change next to nothing."""
+"""The same in units in the last place of the largest logit, where adapters have almost no effect."""
 
 
 def can_mix(model: Any, adapters: AdapterSet, vocab_size: int, *, seed: int = 0) -> bool:

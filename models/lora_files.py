@@ -1,11 +1,10 @@
-"""Reads the folder of an adapter: mlx-lm's form, and PEFT's, which most adapters on Hugging Face have.
+"""Reads the folders of adapters, and attaches adapters to a loaded model, which shares its weights among them
+unchanged.
 
-mlx-lm's form is `adapter_config.json` with `lora_parameters` and `adapters.safetensors`; PEFT's is
-`adapter_config.json` with `peft_type` and `adapter_model.safetensors`. Only safetensors are read, never code.
-
-The names of mlx-lm's training that adapters need, which bring all of it along.
-
-Puts adapters on a loaded model, whose own weights stay as they are and are shared by all of them.
+Two forms are read: mlx-lm's, and PEFT's, which most adapters on Hugging Face have. mlx-lm's form is
+`adapter_config.json` with `lora_parameters` and `adapters.safetensors`; PEFT's is `adapter_config.json` with
+`peft_type` and `adapter_model.safetensors`. Only safetensors are read, never code. Importing this module imports all
+of mlx-lm's training.
 """
 
 import cache.layers.mlx_lm_guard  # noqa: F401
@@ -45,7 +44,7 @@ _PEFT_FACTORS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter's files, as far as they could be checked without its model."""
+    """An adapter's files, checked as far as possible without its model."""
 
     name: str
     path: Path
@@ -54,11 +53,11 @@ class AdapterFolder:
 
     @property
     def weights(self) -> Path:
-        """The file with its tensors."""
+        """The file with the tensors."""
         return self.path / (PEFT_WEIGHTS if self.is_peft else MLX_WEIGHTS)
 
     def digest(self) -> str:
-        """Returns 32 hexadecimal digits of what is in the files. Reads all of them."""
+        """Returns 32 hexadecimal digits of the files' contents. Reads all of them."""
         found = hashlib.sha256()
         for path in (self.path / CONFIG, self.weights):
             found.update(hashlib.sha256(_content(self.name, path)).digest())
@@ -67,7 +66,7 @@ class AdapterFolder:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one linear layer: `scale * (x @ a) @ b`."""
+    """An adapter's addition to one linear layer: `scale * (x @ a) @ b`."""
 
     a: mx.array
     """`[input_dims, rank]`."""
@@ -77,7 +76,7 @@ class LowRank:
 
 
 def read_folder(name: str, folder: str) -> AdapterFolder:
-    """Returns an adapter's folder; raises ModelNotFound, and ModelBroken for a kind that cannot be served."""
+    """Returns an adapter's folder; raises ModelNotFound, and ModelBroken for an unsupported kind."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ModelNotFound(f"adapter {name}: there is no folder {path}")
@@ -94,7 +93,7 @@ def read_folder(name: str, folder: str) -> AdapterFolder:
         raise ModelNotFound(f"adapter {name}: {path} has no {found.weights.name}")
     (_check_peft if found.is_peft else _check_mlx)(name, config)
     try:
-        # MLX trusts what the head of such a file says of its length.
+        # MLX trusts the length in the header of such a file.
         weights.read_header(found.weights)
     except ModelBroken as error:
         raise ModelBroken(f"adapter {name}: {error}") from error
@@ -102,7 +101,7 @@ def read_folder(name: str, folder: str) -> AdapterFolder:
 
 
 def low_ranks(adapter: AdapterFolder) -> dict[str, LowRank]:
-    """Returns what an adapter in PEFT's form adds, by the path of the layer in the model; raises ModelBroken."""
+    """Returns the additions of an adapter in PEFT's form, by the layer's path in the model; raises ModelBroken."""
     factors: dict[str, dict[str, mx.array]] = {}
     for key, tensor in read_tensors(adapter).items():
         suffix = next((suffix for suffix in _PEFT_FACTORS if key.endswith(suffix)), None)
@@ -176,10 +175,10 @@ def _content(name: str, path: Path) -> bytes:
 
 
 def attach(model: Module, places: Sequence[AdapterPlace], *, as_float32: bool = False) -> AdapterSet:
-    """Puts adapters on a model; blocks until their weights are in memory.
+    """Attaches adapters to a model; blocks until their weights are in memory.
 
-    With `as_float32` these are converted, which a CPU is fastest with. Raises ModelNotFound and ModelBroken for one
-    that is no adapter of this model; the model cannot be used then.
+    With `as_float32` the weights are converted, which is fastest on a CPU. Raises ModelNotFound and ModelBroken for
+    an adapter that does not fit this model; the model is unusable then.
     """
     folders = [read_folder(place.name, place.folder) for place in places]
     variants: dict[str, dict[int, Module]] = {}
@@ -195,12 +194,12 @@ def attach(model: Module, places: Sequence[AdapterPlace], *, as_float32: bool = 
 
 
 def _variants(layers: dict[int, Module]) -> Variants:
-    # Of what is derived from it, mlx-lm's other kinds among it, nothing is known.
+    # Classes derived from it, including mlx-lm's other kinds, may compute anything.
     return Variants(layers, are_plain=all(type(layer) is LoRALinear for layer in layers.values()))
 
 
 def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
-    """Returns the layers that an adapter makes of some of the model's, by their path; leaves the model as it was."""
+    """Returns an adapter's layers by their path, made from the model's; leaves the model unchanged."""
     own = dict(_named_modules(model))
     if folder.is_peft:
         return {path: _around(own, folder, path, part) for path, part in low_ranks(folder).items()}

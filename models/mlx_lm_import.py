@@ -1,7 +1,7 @@
 """The names of mlx-lm that the project uses, imported without mlx-lm's side effects on the process.
 
-Outside `cache`, import them from here; `cache.layers.mlx_lm_guard` says what is held back and why. A name of mlx-lm
-that moves in a new release is mended in this one place.
+Outside `cache`, import these names from here; `cache.layers.mlx_lm_guard` explains the side effects. If a new release
+of mlx-lm moves a name, only this file changes.
 """
 
 import cache.layers.mlx_lm_guard  # noqa: F401

@@ -1,10 +1,8 @@
-"""What a MODEL name stands for on this machine. Never touches the network.
+"""What a MODEL name stands for on this machine, and a smaller model if the machine cannot hold it.
 
-A name is `demo` or `demo-hybrid` (the models that come with the project), one of our own (`models.store`), a folder,
-a short name like `qwen3:0.6b`, or a Hugging Face repository that is in the local cache, as `org/name[@revision]` or
-by its address on the hub. `models.hub` brings repositories there.
-
-Names a smaller model for a machine that cannot hold the one that was asked for.
+A name is `demo` or `demo-hybrid` (the models that come with the project), a local name (`models.store`), a folder, a
+short name like `qwen3:0.6b`, or a Hugging Face repository in the local cache, as `org/name[@revision]` or by its
+address on the hub. `models.hub` downloads repositories. Never touches the network.
 """
 
 import contextlib
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
 BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid")}
-"""The models that come with the project, and where they lie."""
+"""The models that come with the project, and their folders."""
 
 FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
 """Files of a repository that MLX needs. Never `*.py`: a repository's code is not run."""
@@ -54,7 +52,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True)
 class RepositoryName:
-    """A repository of the hub, and which of its revisions: a branch, a tag or a commit."""
+    """A repository of the hub with its revision: a branch, a tag or a commit."""
 
     repository: str
     revision: str = "main"
@@ -75,13 +73,13 @@ class InstalledModel:
     """Such as `4 bit`; empty for weights that are not quantized."""
     short_name: str = ""
     stored: StoredModel | None = None
-    """What stands in the manifest, for a name of our own."""
+    """The manifest's entry, for a local name."""
     identity: str = ""
-    """The id of its weights, for a name of our own."""
+    """The id of the weights, for a local name."""
 
 
 def shorten(name: str) -> str:
-    """Returns `org/name[@revision]` for a repository's address on the hub; any other name as it is."""
+    """Returns `org/name[@revision]` for a repository's address on the hub; other names unchanged."""
     address = _ADDRESS.fullmatch(name.strip())
     if address is None:
         return name
@@ -89,7 +87,7 @@ def shorten(name: str) -> str:
 
 
 def parse_repository(name: str) -> RepositoryName | None:
-    """Returns the repository that `name` stands for, short names and addresses included; None if it can be none."""
+    """Returns the repository of `name`, which may be a short name or an address; None if it cannot be one."""
     head, at, revision = shorten(name).partition("@")
     short = find_short_name(head)
     full = head if short is None else short.repository
@@ -126,7 +124,7 @@ def resolve(name: str) -> Path:
 
 
 def settle(name: str) -> str:
-    """Returns the name of the model that a family stands for here, its largest; any other name as it is.
+    """Returns the largest model here of the family called `name`; other names unchanged.
 
     Raises ModelNotFound where no model of the family is here, and ModelBroken.
     """
@@ -144,18 +142,18 @@ def _installed_of(family: Sequence[ShortName], name: str) -> tuple[str, Path]:
 
 
 def find_stored(name: str) -> StoredModel | None:
-    """Returns what stands in the manifest under a name of our own; a built-in model's goes before it.
+    """Returns the manifest's entry for a local name; a built-in model takes precedence.
 
-    Never takes a name for a path. Raises StoreError where the manifest cannot be read.
+    Never takes a name for a path. Raises StoreError if the manifest cannot be read.
     """
     return None if name in BUILT_IN else user_manifest().find(name)
 
 
 def find_installed(name: str) -> tuple[str, Path] | None:
-    """Returns the identity and the folder of an installed model; None where there is none of that name.
+    """Returns the identity and the folder of an installed model; None if there is none of that name.
 
-    Never takes a name for a path, so that it may come from anyone. Raises ModelBroken for half a download. Names of
-    our own are found by `find_stored`.
+    Never takes a name for a path, so a name may come from anyone. Raises ModelBroken for half a download. Local names
+    are found by `find_stored`.
     """
     if name in BUILT_IN:
         return name, resolve(name)
@@ -185,9 +183,9 @@ def folder_of(place: WeightsPlace) -> Path:
 
 
 def identity_of(place: WeightsPlace) -> str:
-    """Returns the one id by which a stored model's weights are known, whatever they are called; never a path.
+    """Returns the unique id of a stored model's weights under any name; never a path.
 
-    Raises as `folder_of` does.
+    Raises like `folder_of`.
     """
     folder = folder_of(place)
     if place.kind == "repository":
@@ -198,7 +196,7 @@ def identity_of(place: WeightsPlace) -> str:
 
 
 def place_of(name: str) -> WeightsPlace:
-    """Returns where the weights of the model called `name` lie; raises as `resolve` does. It may be a path."""
+    """Returns where the weights of the model called `name` are; raises like `resolve`. `name` may be a path."""
     if name in BUILT_IN:
         return WeightsPlace("built-in", name)
     stored = find_stored(name)
@@ -211,9 +209,9 @@ def place_of(name: str) -> WeightsPlace:
 
 
 def files_of(name: str) -> tuple[WeightsPlace, Path]:
-    """Returns where the weights of the model called `name` lie, and its folder, which may lack files.
+    """Returns where the weights of the model called `name` are, and its folder, which may lack files.
 
-    Raises ModelNotFound where there is no folder. It may be a path.
+    Raises ModelNotFound if there is no folder. `name` may be a path.
     """
     stored = find_stored(name)
     if stored is None and name not in BUILT_IN and not Path(name).expanduser().is_dir():
@@ -237,7 +235,7 @@ def _snapshot(repository: RepositoryName) -> Path | None:
 
 
 def installed_place(name: str) -> WeightsPlace | None:
-    """Returns the same for an installed model, never taking a name for a path; None where there is none.
+    """Returns the place of an installed model, never taking a name for a path; None if there is none.
 
     Raises ModelBroken for half a download, and StoreError.
     """
@@ -258,7 +256,7 @@ def _repository_place(name: str, snapshot: Path) -> WeightsPlace:
 
 
 def _repository_identity(repository: str, snapshot: Path) -> str:
-    """Returns the name of a revision in the cache, the same by whatever branch, tag or commit it was asked for."""
+    """Returns the name of a revision in the cache, the same for every branch, tag or commit that leads there."""
     refs = snapshot.parent.parent / "refs"
     commit = snapshot.name
     names = frozenset(str(ref.relative_to(refs)) for ref in refs.rglob("*") if _holds(ref, commit))
@@ -273,9 +271,9 @@ def _holds(ref: Path, commit: str) -> bool:
 
 
 def installed() -> list[InstalledModel]:
-    """Returns the models of this machine: built-in ones, names of our own, then the complete ones of the local cache.
+    """Returns this machine's models: built-in ones, local names, then the complete ones of the local cache.
 
-    Raises StoreError where the manifest cannot be read.
+    Raises StoreError if the manifest cannot be read.
     """
     models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
@@ -283,7 +281,7 @@ def installed() -> list[InstalledModel]:
 
 
 def used_last() -> str | None:
-    """Returns the name of the chat model whose files were read last, of those that were pulled; None without any."""
+    """Returns the downloaded chat model whose files were read last; None if there is none."""
     for repository in sorted(_cached_repositories(), key=lambda one: one.last_accessed, reverse=True):
         for revision in repository.revisions:
             if "main" in revision.refs and _is_usable(revision.snapshot_path) and _can_chat(revision.snapshot_path):
@@ -292,7 +290,7 @@ def used_last() -> str | None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Returns the names of files that a model in `folder` needs and that are not there; empty if complete."""
+    """Returns the names of missing files that a model in `folder` needs; empty if complete."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     index = _read_json(folder / "model.safetensors.index.json")
     shards = sorted(set(index.get("weight_map", {}).values()))
@@ -302,17 +300,17 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Returns where Hugging Face repositories are kept; it need not exist."""
+    """Returns the folder of Hugging Face repositories; it need not exist."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def cache_stamp() -> tuple[tuple[str, int], ...]:
-    """Returns what changes when a repository of the cache comes, goes, or gets a file or a name for a revision.
+    """Returns a value that changes when a repository of the cache comes, goes, or gets a file or a name for a
+    revision.
 
-    It is found without a look at the files themselves: each folder and the time at which it was changed, in
-    nanoseconds.
+    It holds each folder's modification time in nanoseconds; the files themselves are not read.
     """
     repositories = cache_folder().glob("models--*")
     folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
@@ -355,7 +353,7 @@ def _complete(folder: Path, what: str, advice: str) -> Path:
 
 
 def suggest(name: str) -> str:
-    """Returns what to type instead of a name that stands for nothing."""
+    """Returns what to type in place of an unknown name."""
     sizes = like(name)
     if sizes:
         return f"choose a size: {', '.join(sizes)}"
@@ -392,7 +390,7 @@ def _can_chat(folder: Path) -> bool:
 
 
 def _described(stored: StoredModel) -> InstalledModel | None:
-    """Returns a stored model whose weights are there, else None."""
+    """Returns a stored model if its weights are there, else None."""
     try:
         found = describe(stored.short_name, folder_of(stored.weights))
         return replace(found, stored=stored, identity=identity_of(stored.weights))
@@ -413,7 +411,7 @@ def _shortest(refs: frozenset[str], commit: str) -> str:
 
 
 def describe(name: str, folder: Path) -> InstalledModel:
-    """Returns what the files of a model tell under that name."""
+    """Describes a model by its files, under the given name."""
     config = _read_json(folder / "config.json")
     bits = config.get("quantization", config.get("quantization_config", {})).get("bits")
     return InstalledModel(
@@ -427,7 +425,7 @@ def describe(name: str, folder: Path) -> InstalledModel:
 
 
 def _read_json(path: Path) -> dict[str, dict[str, str]]:
-    """Returns the object in a JSON file, empty if there is none or it cannot be read."""
+    """Returns the object in a JSON file; empty if there is none or it cannot be read."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -436,13 +434,13 @@ def _read_json(path: Path) -> dict[str, dict[str, str]]:
 
 
 GENERAL = "qwen3"
-"""The family that is named in place of one of which nothing is known."""
+"""The family suggested in place of an unknown one."""
 
 
 def suggest_smaller(name: str, limit_bytes: int) -> str | None:
     """Returns the short name of the largest model that takes at most `limit_bytes`; None if none does.
 
-    Of the family that `name` belongs to, else of one that is called alike, else of any.
+    Of the family of `name`, else of one with a similar name, else of any.
     """
     everything = [one for family in FAMILIES.values() for one in family]
     for candidates in (_within(name, _letters_and_digits), _within(name, _letters), FAMILIES[GENERAL], everything):
@@ -453,7 +451,7 @@ def suggest_smaller(name: str, limit_bytes: int) -> str | None:
 
 
 def _within(name: str, key: Callable[[str], str]) -> Sequence[ShortName]:
-    """Returns the models of the families that `name` names, the longest name first."""
+    """Returns the models of the families that `name` mentions, the longest family name first."""
     families = [family for family in FAMILIES if key(family) in key(name)]
     longest = max((len(key(family)) for family in families), default=0)
     return [one for family in families if len(key(family)) == longest for one in FAMILIES[family]]

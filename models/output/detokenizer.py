@@ -1,15 +1,10 @@
-"""Tokens to text while they are being generated, in whole characters only.
+"""Tokens to text, in whole characters: streamed, singly, and by search. Knows no requests and no sampling.
 
-Most tokenizers encode each token as bytes: byte-level ones by an alphabet of 256 letters, SentencePiece ones by
-plain text with a mark for a space and `<0xE2>` for a byte that is no character of its own. For these, decoding a
-token needs nothing but the token, and a UTF-8 decoder holds back what is not yet a character. Any other tokenizer is
-asked for the text of the last tokens with and without the new one.
-
-Knows no requests and no sampling. A `Detokenizer` serves all sequences of a model, a `StreamDecoder` serves one.
-
-What single tokens, and lists of them, are as text: every one, special tokens too.
-
-Which of a model's tokens hold a text. Knows no tokenizer but the bytes of single tokens.
+Most tokenizers encode each token as bytes: byte-level ones by an alphabet of 256 letters, SentencePiece ones by plain
+text with a mark for a space and `<0xE2>` for a byte that is no character of its own. For these, decoding a token
+needs only the token, and a UTF-8 decoder holds back incomplete characters. Any other tokenizer is asked for the text
+of the last tokens with and without the new one. A `Detokenizer` serves all sequences of a model, a `StreamDecoder`
+serves one.
 """
 
 import codecs
@@ -64,11 +59,11 @@ class Detokenizer:
 
     @property
     def encodes_bytes(self) -> bool:
-        """True if every token has bytes of its own, whatever stands before it."""
+        """Whether every token has bytes of its own, regardless of the tokens before it."""
         return self._encoding is not None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token; none for an id that the tokenizer lacks. Only where `encodes_bytes`."""
+        """The bytes of one token; none for an unknown id. Only if `encodes_bytes`."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._encode(self.tokenizer.convert_ids_to_tokens(token_id))
         return self._bytes[token_id]
@@ -77,7 +72,7 @@ class Detokenizer:
         if token is None:
             return b""
         if self._encoding == "ByteLevel":
-            # Added tokens are not written in the alphabet; one with a letter outside of it is taken as it is.
+            # Added tokens are not written in the alphabet; one with a letter outside the alphabet is used unchanged.
             is_in_alphabet = all(letter in _BYTES_BY_LETTER for letter in token)
             return bytes(_BYTES_BY_LETTER[letter] for letter in token) if is_in_alphabet else token.encode()
         if byte := _BYTE_TOKEN.fullmatch(token):
@@ -86,7 +81,7 @@ class Detokenizer:
 
 
 def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
-    """The texts by which a model's output is parsed: thinking, tool calls. Some consist of special tokens."""
+    """The texts that structure a model's output: thinking, tool calls. Some consist of special tokens."""
     texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
 
@@ -121,7 +116,9 @@ def _decoder_parts(decoder: dict[str, Any]) -> set[str]:
 
 
 class StreamDecoder:
-    """The text of one sequence, token by token. What the pushes and `finish` return is the whole text in order."""
+    """The text of one sequence, token by token. The results of all pushes and `finish`, joined, are the whole
+    text.
+    """
 
     def __init__(self, source: Detokenizer | PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
         """`source`: the model's `Detokenizer`, best shared; a bare tokenizer gets one of its own.
@@ -134,7 +131,7 @@ class StreamDecoder:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Returns the text that `token_id` completes: perhaps none, never a part of a character."""
+        """Returns the text that `token_id` completes: perhaps none, never part of a character."""
         if not self._has_text(token_id):
             return ""
         if self._detokenizer.encodes_bytes:
@@ -146,7 +143,7 @@ class StreamDecoder:
         return self._release(text)
 
     def finish(self) -> str:
-        """Returns what is still held back; the part of a character that never came whole is U+FFFD."""
+        """Returns the text still held back; an incomplete character becomes U+FFFD."""
         if self._detokenizer.encodes_bytes:
             return self._utf8.decode(b"", final=True)
         return self._release(self._held_text())
@@ -170,20 +167,20 @@ class StreamDecoder:
 
 
 class TokenTexts:
-    """The texts of one model's tokens. For any thread."""
+    """The texts of one model's tokens, including special ones. For any thread."""
 
     def __init__(self, detokenizer: Detokenizer) -> None:
         """`detokenizer` is borrowed."""
         self._detokenizer = detokenizer
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes of one token, which may be a part of a character; none for an id without a token."""
+        """Returns the bytes of one token, which may be part of a character; none for an unknown id."""
         if self._detokenizer.encodes_bytes:
             return self._detokenizer.bytes_of(token_id)
         return self._decode([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, with U+FFFD for what is no character."""
+        """Returns the text of tokens, with U+FFFD for bytes that are no character."""
         if self._detokenizer.encodes_bytes:
             return b"".join(map(self._detokenizer.bytes_of, token_ids)).decode(errors="replace")
         return self._decode(list(token_ids))
@@ -194,11 +191,13 @@ class TokenTexts:
 
 
 MAX_KEPT = 256
-"""Texts whose tokens are kept."""
+"""The most texts whose tokens are kept."""
 
 
 class TokenSearch:
-    """Looks for texts in one model's tokens. For any thread. The first search reads all tokens and takes a while."""
+    """Finds the tokens of one model that contain a text. For any thread. The first search reads all tokens,
+    slowly.
+    """
 
     def __init__(self, piece: Callable[[int], bytes], vocab_size: int) -> None:
         """`piece` returns the bytes of one token."""
@@ -209,7 +208,7 @@ class TokenSearch:
         self._found: dict[str, tuple[int, ...]] = {}
 
     def containing(self, text: str) -> tuple[int, ...]:
-        """Returns the tokens whose text holds all of `text`, which is not empty, in ascending order."""
+        """Returns the tokens, ascending, whose text contains all of `text`, which is not empty."""
         with self._lock:
             if self._pieces is None:
                 self._pieces = [self._piece(token_id) for token_id in range(self._vocab_size)]

@@ -1,9 +1,8 @@
-"""What an output may be bound to, and how it is followed token by token. Pure: who compiles it stands elsewhere.
+"""What an output may be constrained to, and how it is followed token by token. Pure: compilation is elsewhere.
 
-Takes a JSON schema as people mean it where it is to bind an answer. Pure.
-
-By the specification, an object may have members besides those in `properties`, and a small model then invents members
-until it has no tokens left. So a schema that says nothing about other members is read as forbidding them.
+A JSON schema is read as people mean it where it constrains an answer. By the specification, an object may have
+members besides those in `properties`, and a small model then invents members until it has no tokens left. So a schema
+that says nothing about other members is read as forbidding them.
 """
 
 from collections.abc import Mapping
@@ -15,20 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 MaskWords = NDArray[np.int32]
-"""One bit for each token, the lowest of the first word for token 0; 1 where it may come next."""
+"""One bit for each token, the lowest of the first word for token 0; 1 if it may come next."""
 
 
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""How JSON is written, as `x-guidance` in a schema says it."""
+"""The style of JSON, as `x-guidance` of a schema."""
 
 
 class GrammarKind(StrEnum):
-    """The language that a grammar is written in."""
+    """The language of a grammar."""
 
     JSON_SCHEMA = "json_schema"
-    """A JSON schema; what of it is not known is an error."""
+    """A JSON schema; unknown keywords are errors."""
     LENIENT_JSON_SCHEMA = "lenient_json_schema"
-    """A JSON schema; keywords that are not known bind nothing."""
+    """A JSON schema; unknown keywords are ignored."""
     REGEX = "regex"
     CHOICE = "choice"
     """A JSON list of texts, one of which is the output."""
@@ -38,7 +37,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """A description of all allowed outputs, not checked yet."""
+    """An unchecked description of all allowed outputs."""
 
     kind: GrammarKind
     text: str
@@ -49,29 +48,29 @@ class TokenMatcher(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is allowed as it is and nothing may follow."""
+        """Whether the output is valid and nothing may follow."""
         ...
 
     def accept(self, token: int) -> None:
-        """Takes the next token. One that is not allowed is an error, which `mask` raises."""
+        """Accepts the next token. A forbidden token is an error, which `mask` raises."""
 
     def accept_text(self, text: str) -> None:
-        """Takes text that a token has put out beside other things, as `accept` takes a token."""
+        """Accepts text that is part of a token's text, like `accept`."""
 
     def mask(self) -> MaskWords:
         """Returns which tokens may come next, at least one; the end of turn only where the output may end.
 
-        Raises GrammarFailed where that cannot be said.
+        Raises GrammarFailed if that cannot be determined.
         """
         ...
 
     def mask_without_end(self) -> MaskWords:
-        """Returns a mask of all tokens but the ends of turn."""
+        """Returns a mask of all tokens except the ends of turn."""
         ...
 
 
 class CompiledGrammar(Protocol):
-    """A grammar that is ready to be followed, any number of times. For any thread."""
+    """A grammar ready to be followed, any number of times. For any thread."""
 
     def begin(self) -> TokenMatcher:
         """Returns a matcher at the beginning of an output."""
@@ -80,34 +79,35 @@ class CompiledGrammar(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class OutputGrammar:
-    """What binds the answer of one request."""
+    """The constraint on the answer of one request."""
 
     compiled: CompiledGrammar
     thought_start: int | None = None
-    """The token that may begin a thought in place of the answer, which is then bound from its end on; None where the
-    prompt has begun or closed the thought, or the model has none."""
+    """The token that may begin a thought in place of the answer, which is then constrained after the thought; None if
+    the prompt has begun or closed the thought, or the model has none.
+    """
     begun: str = ""
-    """The beginning of the answer, where the prompt holds it already."""
+    """The beginning of the answer, if the prompt already holds it."""
     forces_calls: bool = False
-    """Whether the answer can be nothing but tool calls."""
+    """Whether the answer must consist of tool calls."""
 
 
 _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
-"""Keywords by which a schema speaks of other members itself."""
+"""Keywords by which a schema itself describes other members."""
 _COMBINING: Final = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
-"""Keywords by which other schemas say what the same object may hold."""
+"""Keywords by which other schemas describe the same object."""
 _DEMANDING: Final = ("properties", "required", "minProperties", "enum", "const")
-"""Keywords by which a schema, unless they are empty, says which members there are."""
+"""Keywords by which a schema, unless they are empty, describes members."""
 _SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _LISTS_OF_SCHEMAS: Final = {"anyOf", "oneOf", "prefixItems"}
 _SCHEMAS: Final = {"items", "additionalProperties", "contains"}
 _VALUES: Final = {"const", "enum", "default", "examples"}
 BOUNDS: Final = {f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties", "Contains")}
-"""Keywords whose values are whole numbers, which JSON Schema lets anybody write as 2.0."""
+"""Keywords whose values are whole numbers, which JSON Schema also allows as 2.0."""
 
 
 def close_objects(schema: Any) -> Any:
-    """Returns a schema whose objects have no members but those they name, unless they say otherwise.
+    """Returns a schema whose objects have only the members they name, unless they say otherwise.
 
     A schema in which several describe one object together (`allOf` of more than one) stays open. Bounds are integers.
     """
@@ -116,7 +116,7 @@ def close_objects(schema: Any) -> Any:
 
 
 def describes_members(schema: Mapping[str, Any]) -> bool:
-    """Returns whether the schema of an object says anything of its members."""
+    """Returns whether the schema of an object describes any members."""
     return any(schema.get(key) for key in _DEMANDING) or not schema.keys().isdisjoint(_OPEN | _COMBINING | {"allOf"})
 
 
@@ -147,7 +147,7 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     names = schema.get("properties")
-    # What stands beside `properties` describes the same object, of which it may name other members.
+    # Keywords beside `properties` describe the same object, and may name other members of it.
     parts = _LISTS_OF_SCHEMAS - {"prefixItems"} if "properties" in schema else frozenset()
     closed = {key: value if key in parts else _closed_below(key, value) for key, value in schema.items()}
     if not isinstance(names, Mapping) or not names or not schema.keys().isdisjoint(_OPEN | _COMBINING):

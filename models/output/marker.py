@@ -1,9 +1,7 @@
 """Finds marker strings in a text that arrives in pieces, wherever the pieces are cut.
 
-Text is held back while it could be the beginning of a marker, and no longer. Stop strings and the markers around tool
-calls are found this way. Knows neither.
-
-Ends a text at the first stop string.
+Text is held back only while it could be the beginning of a marker. Stop strings and the markers around tool calls are
+found this way; the search knows neither.
 """
 
 from collections.abc import Sequence
@@ -14,15 +12,15 @@ class Found(NamedTuple):
     """What one piece of text made certain."""
 
     before: str
-    """Text that is part of no marker and was not returned before."""
+    """Text outside markers that was not returned before."""
     marker: str | None
-    """The marker that `before` ends at, if one is complete."""
+    """The complete marker right after `before`, if any."""
     after: str
-    """What follows the marker in the pushed piece; empty without a marker."""
+    """The rest of the pushed piece after the marker; empty without a marker."""
 
 
 class MarkerSearch:
-    """Finds the marker that is complete first. Of two that end at the same character, the longer one counts."""
+    """Finds the first marker to be completed. Of two that end at the same character, the longer one counts."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         """`markers` may be empty; none of them is an empty string."""
@@ -31,7 +29,7 @@ class MarkerSearch:
         self._held = ""
 
     def push(self, text: str) -> Found:
-        """Reads one piece up to the first complete marker; the next search begins behind it."""
+        """Reads one piece up to the first complete marker; the next search begins after it."""
         if not self._held and self._first_letters.isdisjoint(text):
             return Found(text, None, "")
         for index, letter in enumerate(text):
@@ -54,7 +52,7 @@ class MarkerSearch:
         return bool(self._held)
 
     def flush(self) -> str:
-        """Returns what was held back: the text is over, so it is no marker."""
+        """Returns the text held back: the text has ended, so it is no marker."""
         held = self._held
         self._reset()
         return held
@@ -66,7 +64,7 @@ class MarkerSearch:
 
 
 class _PrefixAutomaton:
-    """Counts how many letters of `pattern` the text read so far ends with (Knuth, Morris, Pratt, 1977)."""
+    """Counts the letters of `pattern` that the text read so far ends with (Knuth, Morris, Pratt, 1977)."""
 
     def __init__(self, pattern: str) -> None:
         assert pattern, "a marker is not empty"
@@ -93,14 +91,14 @@ class _PrefixAutomaton:
 
 
 class StopStringMatcher:
-    """Finds the first stop string in the text of one sequence; holds back what could be the beginning of one."""
+    """Finds the first stop string in the text of one sequence; holds back a possible beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops` may be empty; none of them is an empty string."""
         self._search = MarkerSearch(stops)
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Returns the text that is safe to emit, and the stop string if one is complete: then the text before it.
+        """Returns the text that is safe to emit, up to a complete stop string, and the stop string, if any.
 
         After a stop string nothing more may be pushed.
         """
@@ -108,5 +106,5 @@ class StopStringMatcher:
         return found.before, found.marker
 
     def flush(self) -> str:
-        """Returns what was held back: the text is over, so it is no stop string."""
+        """Returns the text held back: the text has ended, so it is no stop string."""
         return self._search.flush()

@@ -1,11 +1,7 @@
-"""What the output of a model consists of, whatever its format: typed pieces in the order in which they were written.
+"""What the output of a model consists of in any format: typed pieces in the order of writing. Pure.
 
-A parser (`plain.py`, `reasoning.py`, `tool_calls.py`) turns the text of one answer into pieces, and a dialect writes
-pieces as its clients expect them. So a new format is a new parser, and a new dialect sees no format. Pure.
-
-Output in which nothing is looked for: all text is part of the answer.
-
-How likely the model held one token of its output. Pure.
+A parser turns the text of one answer into pieces, and a dialect writes pieces as its clients expect them. So a new
+format is a new parser, and a new dialect sees no format.
 """
 
 from dataclasses import dataclass
@@ -21,7 +17,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of what the model thinks before it answers, never empty."""
+    """Text of the model's thoughts before the answer, never empty."""
 
     text: str
 
@@ -43,20 +39,20 @@ class ToolArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnded:
-    """The open call is complete: its arguments together are the JSON text of an object."""
+    """The open call is complete: its arguments, joined, are the JSON text of an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFailed:
-    """The open call is malformed or was cut off: the arguments that were passed on so far do not count."""
+    """The open call is malformed or was cut off: the arguments passed on so far do not count."""
 
     text: str
-    """All that the model wrote of it, markers included: a part of the answer's text."""
+    """The model's whole text of the call, including markers: part of the answer's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallCut:
-    """The open call was cut off in an answer that can be nothing but calls: its arguments so far are all of it."""
+    """The open call was cut off in an answer that must consist of calls: its arguments so far are all of it."""
 
 
 Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed | ToolCallCut
@@ -67,7 +63,7 @@ class OutputParser(Protocol):
 
     @property
     def made_calls(self) -> bool:
-        """Whether a complete tool call was returned so far."""
+        """Whether a complete tool call has been returned."""
         ...
 
     def feed(self, text: str) -> list[Piece]:
@@ -75,12 +71,12 @@ class OutputParser(Protocol):
         ...
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the pieces that were held back. `is_complete`: the model ended the answer by itself."""
+        """Returns the pieces held back. `is_complete`: the model ended the answer by itself."""
         ...
 
 
 class PlainParser:
-    """Passes text on as it comes."""
+    """Passes all text on as part of the answer."""
 
     made_calls = False
 
@@ -95,10 +91,12 @@ class PlainParser:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token that was put out, and what the model thought of it and of others in its place."""
+    """An output token with its log-probability, and those of other tokens in its place."""
 
     token_id: int
     logprob: float
     """Natural logarithm of its probability, before bias, penalties, temperature, filters and grammars."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens in its place with theirs, the likeliest first; it may be among them."""
+    """The likeliest tokens in this place with their log-probabilities, the likeliest first; may include this
+    token.
+    """

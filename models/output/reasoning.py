@@ -1,10 +1,8 @@
-"""Thoughts told apart from the answer: in the text as it streams, and by tokens in the engine.
+"""Separates thoughts from the answer: in the text as it streams, and by tokens in the engine. Pure.
 
-A thought stands at the beginning of an answer, or was begun by the prompt. It ends at its end marker; one that never
-ends is all of the output. White space around the markers belongs to the format, not to thought or answer. A marker
-anywhere else is text. Pure.
-
-How a model marks what it thinks before it answers, and the limit that a request sets to that. Pure.
+A thought is at the beginning of an answer, or was begun by the prompt. It ends at its end marker; without one it is
+all of the output. White space around the markers belongs to the format, not to thought or answer. A marker anywhere
+else is text. A request may limit the tokens of a thought.
 """
 
 from collections.abc import Container
@@ -27,13 +25,13 @@ KNOWN_MARKERS: Final = (
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
 )
-"""What begins and what ends a thought, for the families of models whose thoughts are told apart."""
+"""The beginnings and ends of thoughts in known families of models."""
 
 HARMONY_END: Final = "<|end|>"
 """Ends a thought of gpt-oss, which then names the channel of its answer."""
 
 _IN_LINES: Final = "</"
-"""End markers that begin like this stand on a line of their own, with an empty line before the answer."""
+"""End markers that begin like this are on a line of their own, with an empty line before the answer."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class ReasoningFormat:
     start: str
     end: str
     closing_ids: tuple[int, ...] = ()
-    """The tokens that close a thought which has gone on for long enough."""
+    """The tokens that close a thought at its limit."""
     start_id: int | None = None
-    """The token that is `start`, where one token is."""
+    """The token `start`, if it is one token."""
 
     @property
     def closing(self) -> str:
@@ -55,30 +53,30 @@ class ReasoningFormat:
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
     def is_opened_by(self, prompt: str, begun: str = "") -> bool:
-        """Whether a rendered prompt has begun the thought already, so that the answer goes on with it.
+        """Whether a rendered prompt has begun the thought, so that the answer continues it.
 
-        `begun` is the end of the prompt that is part of the assistant's message, where that is continued.
+        `begun` is the end of the prompt that is part of the assistant's message, if that is continued.
         """
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether a rendered prompt holds a thought that is over, so that the answer begins without one."""
+        """Whether a rendered prompt holds a closed thought, so that the answer begins without one."""
         return prompt.rstrip().endswith(self.end)
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """What the engine is to know of the thought of one request."""
+    """What the engine needs to know of one request's thought."""
 
     reasoning_format: ReasoningFormat
     is_open: bool = False
     """Whether the prompt has begun the thought."""
     max_tokens: int | None = None
-    """The thought is closed after so many tokens; None: when the model closes it."""
+    """The thought is closed after this many tokens; None: when the model closes it."""
 
 
 def find_reasoning_format(vocabulary: Container[str], template: str) -> ReasoningFormat | None:
-    """Returns the markers of a model: of those known, the first that it has tokens for or its template names."""
+    """Returns the first known markers that are tokens of the model or in its template."""
     for start, end in KNOWN_MARKERS:
         if (_has_token(start, vocabulary) and end in vocabulary) or end in template:
             return ReasoningFormat(start, end)
@@ -86,7 +84,7 @@ def find_reasoning_format(vocabulary: Container[str], template: str) -> Reasonin
 
 
 def _has_token(start: str, vocabulary: Container[str]) -> bool:
-    """Whether the marker is a token, or begins with one: Gemma's goes on with a word."""
+    """Whether the marker is a token, or begins with one: Gemma's continues with a word."""
     return start in vocabulary or (start.startswith("<|channel>") and "<|channel>" in vocabulary)
 
 
@@ -95,12 +93,12 @@ class _Phase(Enum):
     """Nothing but white space was written."""
     THOUGHT = auto()
     GAP = auto()
-    """Behind the thought, before the first letter of the answer."""
+    """After the thought, before the first letter of the answer."""
     ANSWER = auto()
 
 
 class ReasoningParser:
-    """Splits one answer's text into what was thought and the rest, which another parser reads."""
+    """Splits one answer's text into thoughts and the rest, which another parser reads."""
 
     def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
         """`is_open`: the prompt has begun the thought."""
@@ -109,23 +107,23 @@ class ReasoningParser:
         self._phase = _Phase.THOUGHT if is_open else _Phase.BEFORE
         self._search = MarkerSearch([reasoning_format.end if is_open else reasoning_format.start])
         self._space = ""
-        """White space that is held back: it belongs to the format if a marker follows."""
+        """White space held back: it belongs to the format if a marker follows."""
         self._has_thought = False
 
     @property
     def made_calls(self) -> bool:
-        """Whether a complete tool call was returned so far."""
+        """Whether a complete tool call has been returned."""
         return self._answer.made_calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that `text` completes; holds back what may become a marker."""
+        """Returns the pieces that `text` completes; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             text = self._read(text, pieces)
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest: of a thought that was never closed, or of the answer."""
+        """Returns the rest: of an unclosed thought, or of the answer."""
         rest, pieces = self._space + self._search.flush(), list[Piece]()
         if self._phase is _Phase.THOUGHT and rest and (self._has_thought or not rest.isspace()):
             pieces.append(Reasoning(rest))
@@ -134,7 +132,7 @@ class ReasoningParser:
         return pieces + self._answer.finish(is_complete=is_complete)
 
     def _read(self, text: str, pieces: list[Piece]) -> str:
-        """Reads up to where the phase changes; returns what follows."""
+        """Reads up to the next phase; returns the following text."""
         match self._phase:
             case _Phase.BEFORE:
                 return self._read_before(text, pieces)
@@ -177,10 +175,10 @@ class ReasoningParser:
 
 
 class ThoughtWatch:
-    """Counts the tokens of one answer's thought, and closes it when there are as many as were allowed.
+    """Counts the tokens of one answer's thought, and closes it at the limit.
 
-    Told of every token of the output and the text that it completes, in order. The markers are not counted, nor are
-    the tokens that `forced` has put in.
+    Receives every token of the output and the text that it completes, in order. The markers are not counted, nor are
+    the tokens that `forced` has inserted.
     """
 
     def __init__(self, thinking: Thinking) -> None:
@@ -194,7 +192,7 @@ class ThoughtWatch:
         """Tokens of the thought that may turn out to be part of the end marker."""
         self._num_forced = 0
         self.answer_begun = ""
-        """Text of the answer that came with the token that ended the thought, without the white space before it."""
+        """Text of the answer that came with the token that ended the thought, without leading white space."""
 
     @property
     def is_thinking(self) -> bool:
@@ -202,7 +200,7 @@ class ThoughtWatch:
         return self._phase is _Phase.THOUGHT
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token of the output and the text that became certain with it."""
+        """Takes the next token of the output and the text that it made certain."""
         if self.forced() is not None:
             self._num_forced += 1
             if self._num_forced == len(self._closing_ids):
@@ -213,14 +211,14 @@ class ThoughtWatch:
             self._look_for_start(text)
 
     def forced(self) -> int | None:
-        """Returns the token that must come next; None where any may."""
+        """Returns the token that must come next; None if any may."""
         limit = self._thinking.max_tokens
         if limit is None or not self._closing_ids or self._phase is not _Phase.THOUGHT:
             return None
         return self._closing_ids[self._num_forced] if self.num_tokens + self._num_held >= limit else None
 
     def finish(self) -> None:
-        """Counts what was held back: the output is over."""
+        """Counts the tokens held back: the output has ended."""
         self.num_tokens, self._num_held = self.num_tokens + self._num_held, 0
 
     @property
@@ -239,7 +237,7 @@ class ThoughtWatch:
     def _count(self, text: str) -> None:
         found = self._search.push(text)
         if found.marker is not None:
-            # A token may hold the end of the thought and the marker.
+            # A token may contain the end of the thought and the marker.
             self.num_tokens += 1 if found.before else 0
             self._num_held, self._phase = 0, _Phase.ANSWER
             self.answer_begun = found.after.lstrip()
