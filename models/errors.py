@@ -3,16 +3,16 @@
 ModelError
 ├── ModelNotFound        no such folder, or nothing in it that could be a model
 ├── ModelBroken          a model is there but cannot be used: the message names the file and the fault
-├── PromptTooLong        a text has more tokens than may be asked of the model; not all were counted
-├── TokenizerFailed      the tokenizers library gives up on a text
+├── PromptTooLong        a text has more tokens than the model accepts; not all were counted
+├── TokenizerFailed      the tokenizers library fails on a text
 ├── InvalidParameter     a sampling parameter is out of range; carries the parameter's name
-├── InvalidGrammar       a schema, pattern or grammar is wrong, or more than can be followed
+├── InvalidGrammar       a schema, pattern or grammar is wrong, or too complex to follow
 ├── EmbeddingUnsupported the model makes no vectors of texts
-├── GrammarFailed        an output cannot be bound to its grammar any further
-├── StoreError           a name of our own for a model cannot be read, made or changed
+├── GrammarFailed        an output cannot follow its grammar any further
+├── StoreError           a local name for a model cannot be read, made or changed
 │   └── StoreDamaged          the manifest was damaged, and is set aside
 ├── ModelfileError       a Modelfile cannot be read; the message names the line
-└── PullFailed           a download did not come about; what was fetched before is kept
+└── PullFailed           a download failed; the bytes fetched so far are kept
     ├── HubUnreachable        no network, or the hub does not answer
     ├── RepositoryNotFound    no such repository or revision, or it is private
     ├── RepositoryGated       its owner asks for consent first

@@ -8,8 +8,6 @@ per token of an answer and of a prompt, with a fast BLAS:
     all in float32                     0.29    0.04
 
 A model is converted before any other thread sees it.
-
-Has MLX look for the C++ compiler that it fuses operations with.
 """
 
 import time
@@ -28,15 +26,15 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from models.mlx_lm_import import QuantizedSwitchLinear, SwitchLinear
 
 Progress = Callable[[int, int], object]
-"""Called with the number of weights converted so far and the number of all."""
+"""Called with the number of weights converted so far and the total."""
 
 
 class Precision(StrEnum):
-    """In which types weights are held."""
+    """The types of the weights in memory."""
 
     STORED = "as stored"
     FLOAT32_SCALES = "float32 scales"
-    """Quantized matrices stay; their scales and everything else becomes float32."""
+    """Quantized matrices stay; their scales and everything else become float32."""
     FLOAT32 = "float32"
 
 
@@ -62,7 +60,7 @@ def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
 
 
 def measure(model: Module) -> WeightSizes:
-    """Returns what the weights take; evaluates nothing."""
+    """Returns the bytes of the weights; evaluates nothing."""
     arrays = list(_arrays(model))
     packed = [module for _, module in _packed(model)]
     stored = sum(array.nbytes for array in arrays)
@@ -91,7 +89,7 @@ def convert(model: Module, precision: Precision, tell: Progress = lambda done, t
 def seconds_per_token(model: Module, active_share: float, clock: Callable[[], float] = time.perf_counter) -> float:
     """Returns about how long one token of an answer takes; times one matrix of the model, and evaluates no more.
 
-    `active_share` is the part of the experts that a token goes through; 1 where there are none.
+    `active_share` is the fraction of the experts that a token uses; 1 without experts.
     """
     matrices = [module for _, module in cast(Any, model).named_modules() if type(module) in _MATRICES]
     flat = [module for module in matrices if isinstance(module, Linear | QuantizedLinear)]
@@ -113,18 +111,18 @@ def seconds_per_token(model: Module, active_share: float, clock: Callable[[], fl
 
 
 _PACK = ("weight", "scales", "biases")
-"""What a packed matrix consists of."""
+"""The arrays of a packed matrix."""
 _KINDS: dict[type[Module], Callable[[bool], Module]] = {
     QuantizedLinear: lambda has_bias: Linear(1, 1, bias=has_bias),
     QuantizedEmbedding: lambda has_bias: Embedding(1, 1),
     QuantizedSwitchLinear: lambda has_bias: SwitchLinear(1, 1, 1, bias=has_bias),
 }
-"""Packed layers, and how to make the plain ones in their place, whose arrays are then replaced."""
+"""Packed layers, and functions that make the plain layers in their place, whose arrays are then replaced."""
 _MATRICES = (*_KINDS, Linear, Embedding, SwitchLinear)
 
 
 def _packed(model: Module) -> Iterator[tuple[str, Module]]:
-    """Yields layers of packed matrices that can be unpacked; other kinds, also derived ones, stay as they are."""
+    """Yields layers of packed matrices that can be unpacked; other kinds, including derived ones, stay unchanged."""
     for name, module in cast(Any, model).named_modules():
         if type(module) in _KINDS and module.get("global_scale") is None:
             yield name, module
@@ -145,7 +143,7 @@ def _arrays(model: Module) -> Iterator[mx.array]:
 
 
 def _num_weights(module: Module) -> int:
-    """Returns how many weights a matrix stands for."""
+    """Returns the number of weights in a matrix."""
     weight: mx.array = module.weight
     return weight.size * 32 // module.bits if "scales" in module else weight.size
 
@@ -159,7 +157,7 @@ def _float32_bytes(array: mx.array) -> int:
 
 
 def find_compiler() -> None:
-    """Has MLX look now instead of at the first fused operation.
+    """Makes MLX look for the C++ compiler that fuses operations now, instead of at the first fused operation.
 
     On a CPU it runs `g++ --version` by the C library's `system()`, once in a process; on a GPU it runs nothing.
     """

@@ -1,22 +1,10 @@
-"""Tool calls between markers: found while the text streams, parsed once complete, left as text where malformed.
+"""Tool calls between markers: found while the text streams, parsed once complete, left as text if malformed. Pure.
 
-Arguments that are JSON are passed on while they arrive (`open_call.py`); the parser of the format has the last word
-when the call is complete. White space around calls belongs to the format, not to the answer. It is dropped before a
-call, and at the end of an answer that holds one; around a malformed call it stays.
-
-How a model writes tool calls, and the reading of complete ones.
-
-The parser of each format is the model's own (mlx-lm has one per format); it takes the text between the markers. What
-it returns is checked: a call has a name and the JSON text of an object as its arguments.
-
-Follows a JSON object while its text arrives, and says how much of it is certain to be valid so far. Pure.
-
-A call whose arguments are passed on while they arrive.
-
-They are JSON, and each letter is passed on once it is certain to be valid so far (`json_prefix.py`). Only the end of
-a call shows whether all of it is valid; until then, only what was passed on is certain.
-
-Follows the text of one output to the end of its first tool call. Pure.
+Arguments in JSON are passed on while they arrive, each letter once it is certain to be valid so far; only the end of
+a call shows whether all of it is valid, and the format's parser decides then. That parser is the model's own (mlx-lm
+has one per format) and takes the text between the markers. Its result is checked: a call has a name and the JSON text
+of an object as its arguments. White space around calls belongs to the format, not to the answer. It is dropped before
+a call, and at the end of an answer that holds one; around a malformed call it stays.
 """
 
 import json
@@ -50,7 +38,7 @@ _PARSER_FAULTS = (
     RecursionError,
     MemoryError,
 )
-"""What a parser may raise on malformed text. Python's own parser raises MemoryError for an expression too deep."""
+"""The errors of a parser on malformed text. Python's own parser raises MemoryError for too deep an expression."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +64,16 @@ class ToolFormat:
     end: str
     """May be empty: the call then ends with the answer."""
     parse: Callable[[str, Any], Any]
-    """(text, tools) to one `{"name", "arguments"}` or a list of them; raises where the text is malformed."""
+    """(text, tools) to one `{"name", "arguments"}` or a list of them; raises for malformed text."""
     head: re.Pattern[str] = JSON_HEAD
-    """What stands before the arguments of a call whose arguments are a JSON object, with the group `name`."""
+    """The text before the arguments of a call whose arguments are a JSON object, with the group `name`."""
     frames: tuple[str, ...] = ()
     """Markers around all calls of an answer; they belong to the format like white space."""
     writes_json: bool = False
     """Whether the model writes a call as `{"name", "arguments"}` in JSON, one between two markers."""
 
     def find_arguments(self, text: str) -> tuple[str, int] | None:
-        """Returns the name of a call that has begun, and where the JSON text of its arguments begins."""
+        """Returns the name of an unfinished call, and where the JSON text of its arguments begins."""
         found = self.head.match(text)
         if found is None:
             return None
@@ -97,14 +85,14 @@ class ToolFormat:
         return (well_formed(read), found.end()) if read else None
 
     def read_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-        """Returns the calls that stand between two markers; none where the text is malformed."""
+        """Returns the calls between two markers; none if the text is malformed."""
         return checked_calls(lambda: self._written_calls(text, tools))
 
     def _written_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
         """Returns the calls as the model wrote them.
 
-        Calls in plain JSON are read here whatever the model's format: models use names for the fields that some
-        parsers do not know, and those parsers lose what they do not know.
+        Calls in plain JSON are read here whatever the model's format: models use field names that some parsers do not
+        know and therefore lose.
         """
         written = _json_calls(text)
         if written is not None:
@@ -113,7 +101,7 @@ class ToolFormat:
 
 
 def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
-    """Returns the calls that `parse` returns, one or a list; none where it raises or returns anything else."""
+    """Returns the result of `parse`, one call or a list; none if it raises or returns anything else."""
     try:
         parsed = parse()
         return [_tool_call(fields) for fields in (parsed if isinstance(parsed, list) else [parsed])]
@@ -122,7 +110,7 @@ def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
 
 
 def _json_calls(text: str) -> list[Any] | None:
-    """Returns the calls of a JSON text with one or a list of them; None where it holds anything else."""
+    """Returns the calls of a JSON text with one call or a list of calls; None for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -132,7 +120,7 @@ def _json_calls(text: str) -> list[Any] | None:
 
 
 def _tool_call(fields: Any) -> ToolCall:
-    """Returns a call; raises where a parser returned something else."""
+    """Returns a call; raises if a parser returned something else."""
     name, given = fields["name"], fields.get("id")
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
@@ -141,7 +129,7 @@ def _tool_call(fields: Any) -> ToolCall:
 
 
 def _arguments_text(fields: Any) -> str:
-    """Returns a call's arguments as the JSON text of an object; raises where they are anything else.
+    """Returns a call's arguments as the JSON text of an object; raises if they are anything else.
 
     Arguments that are missing, null or empty are `{}`. Some models call them `parameters`.
     """
@@ -159,7 +147,7 @@ def _arguments_text(fields: Any) -> str:
 
 
 def new_call_id() -> str:
-    """Returns a name that no other call has."""
+    """Returns a unique name for a call."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
@@ -180,16 +168,20 @@ class _Expects(Enum):
 
 
 class JsonPrefix:
-    """Reads the text of one object from its first brace on. What follows the object is not looked at."""
+    """Reads the text of one JSON object from its first brace on, and tells how much is certain to be valid so far.
+
+    Text after the object is ignored.
+    """
 
     def __init__(self) -> None:
         self.is_broken = False
         """Whether no continuation can make the text an object, or it holds half a character, so that it is not passed
-        on."""
+        on.
+        """
         self._text = ""
-        """What was pushed and is not certain yet."""
+        """Pushed text that is not yet certain."""
         self._at = 0
-        """How much of it has been read."""
+        """Number of its characters already read."""
         self._open: list[str] = []
         self._expects = _Expects.VALUE
         self._is_in_string = False
@@ -265,7 +257,7 @@ class JsonPrefix:
             self._read_literal()
 
     def _read_literal(self) -> None:
-        """Reads a literal once what ends it is there: a number may go on with every digit."""
+        """Reads a literal once its end is there: a number may continue with every digit."""
         stop = next((i for i in range(self._at, len(self._text)) if self._text[i] in ",]}" + _SPACE), None)
         if stop is None:
             return
@@ -298,38 +290,38 @@ class OpenCall:
 
     @property
     def started(self) -> ToolCallStarted:
-        """The piece that the call begins with."""
+        """The first piece of the call."""
         return ToolCallStarted(self._id, self.name)
 
     def push(self, text: str) -> list[Piece]:
-        """Takes what follows in the output; returns the arguments that have become certain."""
+        """Takes the next text of the output; returns the arguments that have become certain."""
         self._written.append(text)
         certain = self._object.push(text)
         self._passed_on.append(certain)
         return [ToolArguments(certain)] if certain else []
 
     def end(self, call: ToolCall | None, text: str) -> list[Piece]:
-        """Ends the call: `call` is what its whole text means, None for nothing; `text` is that text."""
+        """Ends the call: `call` is the meaning of its whole `text`, None if it has none."""
         rest = self._rest(call) if call is not None else None
         if rest is None:
             return [ToolCallFailed(text)]
         return [*([ToolArguments(rest)] if rest else []), ToolCallEnded()]
 
     def _rest(self, call: ToolCall) -> str | None:
-        """Returns the arguments that were not passed on yet; None where those that were are not the call's."""
+        """Returns the arguments not yet passed on; None if the arguments passed on are not the call's."""
         if call.name != self.name:
             return None
         passed_on = "".join(self._passed_on)
         if self._object.is_complete:
             return "" if read_object(passed_on) == read_object(call.arguments) else None
-        # Halves of characters were left alone: here the whole text is known, and they are replaced in it.
+        # Halves of characters were left unchanged: now the whole text is known, and they are replaced.
         written = well_formed_json(_object_in("".join(self._written)))
         is_same = read_object(written) == read_object(call.arguments) and written.startswith(passed_on)
         return written[len(passed_on) :] if is_same else None
 
 
 def _object_in(text: str) -> str:
-    """Returns the JSON object that a text begins with."""
+    """Returns the JSON object at the beginning of a text."""
     depth, is_in_string, position = 0, False, 0
     while position < len(text):
         letter = text[position]
@@ -355,7 +347,7 @@ class ToolCallParser:
     def __init__(
         self, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
     ) -> None:
-        """`is_forced`: the answer can be nothing but calls, so what is cut off is the beginning of one."""
+        """`is_forced`: the answer must consist of calls, so a cut-off text is the beginning of one."""
         self.made_calls = False
         self._is_forced = is_forced
         self._format = tool_format
@@ -363,7 +355,7 @@ class ToolCallParser:
         self._starts = MarkerSearch([tool_format.start, *tool_format.frames])
         self._ends = MarkerSearch([tool_format.end] if tool_format.end else [])
         self._space = ""
-        """White space and frames that are held back: they end the text so far, or stand before the open call."""
+        """White space and frames held back: they end the text so far, or precede the open call."""
         self._call: list[str] | None = None
         """The text of the open call so far; None outside of calls."""
         self._streamed: OpenCall | None = None
@@ -372,7 +364,7 @@ class ToolCallParser:
         """The text of the open call so far, until its arguments are passed on."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that `text` completes; holds back what may become a marker."""
+        """Returns the pieces that `text` completes; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             read = self._read_text if self._call is None else self._read_call
@@ -380,7 +372,7 @@ class ToolCallParser:
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest. The open call of an answer that is complete may be complete too, without its marker."""
+        """Returns the rest. The open call of a complete answer may be complete too, without its marker."""
         if self._call is None:
             rest = "" if self._is_forced else self._space + self._starts.flush()
             return [] if not rest or (self.made_calls and not self._without_frame(rest)) else [Text(rest)]
@@ -391,7 +383,7 @@ class ToolCallParser:
         return pieces
 
     def _read_text(self, text: str, pieces: list[Piece]) -> str:
-        """Reads up to the start of a call; returns what follows it."""
+        """Reads up to the start of a call; returns the following text."""
         before, marker, after = self._starts.push(text)
         before = self._space + before
         visible = self._without_frame(before)
@@ -405,7 +397,7 @@ class ToolCallParser:
         return after
 
     def _without_frame(self, text: str) -> str:
-        """Returns a text up to the white space and the frames that it ends with."""
+        """Returns a text without the white space and the frames at its end."""
         while True:
             shorter = text.rstrip()
             for frame in self._format.frames:
@@ -415,7 +407,7 @@ class ToolCallParser:
             text = shorter
 
     def _read_call(self, text: str, pieces: list[Piece]) -> str:
-        """Reads up to the end of the open call; returns what follows it."""
+        """Reads up to the end of the open call; returns the following text."""
         assert self._call is not None
         inner, marker, after = self._ends.push(text)
         self._call.append(inner)
@@ -426,7 +418,7 @@ class ToolCallParser:
         return after
 
     def _end_call(self, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
-        """Closes the open call; returns its calls, or all of its text where it is none."""
+        """Closes the open call; returns its calls, or all of its text if it is none."""
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
         space, self._space, self._call = self._space, "", None
         streamed, self._streamed, self._head = self._streamed, None, ""
@@ -441,7 +433,7 @@ class ToolCallParser:
         return [piece for call in calls for piece in pieces_of(call)]
 
     def _pass_on(self, text: str) -> list[Piece]:
-        """Returns what became certain of the open call's arguments with a part of its text."""
+        """Returns the arguments of the open call that a part of its text has made certain."""
         if self._streamed is not None:
             return self._streamed.push(text)
         if len(self._head) > MAX_HEAD_CHARACTERS:
@@ -462,16 +454,16 @@ def pieces_of(call: ToolCall) -> tuple[Piece, Piece, Piece]:
 
 @dataclass(frozen=True)
 class CallMarkers:
-    """What stands around one call; neither is empty."""
+    """The markers around one call; neither is empty."""
 
     start: str
     end: str
 
 
 class CallWatch:
-    """Says when the first call of an output is complete, whatever it holds. Calls in a thought are none.
+    """Tells when the first call of an output is complete, valid or not. Ignores calls in a thought.
 
-    It is told of every token after `thoughts` was, so that it knows whether the token was part of the thought.
+    Receives every token after `thoughts` has, so that it knows whether the token was part of the thought.
     """
 
     def __init__(self, markers: CallMarkers, thoughts: ThoughtWatch | None) -> None:
@@ -484,18 +476,18 @@ class CallWatch:
         self._search = MarkerSearch([markers.start])
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token of the output and the text that became certain with it."""
+        """Takes the next token of the output and the text that it made certain."""
         was_thinking, thoughts = self._is_thinking, self._thoughts
         self._is_thinking = thoughts is not None and thoughts.is_thinking
         if not self._is_thinking:
             self._read(thoughts.answer_begun if was_thinking and thoughts is not None else text)
 
     def forced(self) -> int | None:
-        """It forces nothing."""
+        """Forces nothing."""
         return None
 
     def finish(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
     def _read(self, text: str) -> None:
         while text and not self.is_complete:

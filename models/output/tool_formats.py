@@ -1,23 +1,14 @@
-"""Which format of tool calls a model writes, by its tokens and its template, and the parser of an answer in it.
+"""The formats in which models write tool calls, found by a model's tokens and template, and their parsers.
 
-gpt-oss's harmony format: each message says in its header which channel it is for, and to whom.
-
-`<|channel|>analysis<|message|>` begins a thought, `final` the answer, and `commentary` with a recipient a call, whose
-body is the JSON text of its arguments. A message ends with `<|end|>`, or with the token that ends the answer, which
-has no text. (OpenAI, "harmony response format".)
-
-Calls that are all of an answer, without an end marker, and often without a marker at all.
-
-Whether an answer is such a call shows with its first letters. One that may be is held back to its end, and is text
-where it is none after all.
-
-DeepSeek's calls: those of V3 and R1, whose arguments stand in a block of code, and those of V3.1.
-
-Llama 3's calls in JSON: `{"name": …, "parameters": {…}}`, several one after another or parted by semicolons.
-
-They are all of an answer, behind `<|python_tag|>` or without it.
-
-Calls as a list in Python: `[f(a=1), g(b="x")]`, as Llama 3.2 and 4 and others write them. All of an answer.
+* harmony, of gpt-oss: the header of each message names its channel and recipient. `<|channel|>analysis<|message|>`
+  begins a thought, `final` the answer, and `commentary` with a recipient a call, whose body is the JSON text of its
+  arguments. A message ends with `<|end|>`, or with the token that ends the answer, which has no text. (OpenAI,
+  "harmony response format".)
+* bare calls, which are all of an answer, without an end marker and often without any marker. The first letters of an
+  answer show whether it may be a call; it is then held back to its end, and is text if it is none after all. Llama 3
+  writes JSON, `{"name": …, "parameters": {…}}`, several one after another or separated by semicolons, with or without
+  `<|python_tag|>`; Llama 3.2, Llama 4 and others write a list in Python, `[f(a=1), g(b="x")]`.
+* DeepSeek's calls: those of V3 and R1, with arguments in a block of code, and those of V3.1.
 """
 
 import ast
@@ -46,7 +37,7 @@ _NOBODY: Final = ("assistant", "user", "all")
 
 @dataclass(frozen=True)
 class HarmonyFormat:
-    """Says that a model writes harmony; thoughts, text and calls are read together then."""
+    """The harmony format, in which thoughts, text and calls are read together."""
 
     frames: tuple[str, ...] = (CHANNEL, MESSAGE, _HARMONY_START, *_ENDS, "<|constrain|>")
     """All markers of the format."""
@@ -56,7 +47,7 @@ class HarmonyParser:
     """Splits one answer's text into thoughts, text and calls."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Without `tools`, what is addressed to one stays text."""
+        """Without `tools`, a message to a tool stays text."""
         self.made_calls = False
         self._has_tools = bool(tools)
         self._search = MarkerSearch([MESSAGE])
@@ -66,14 +57,14 @@ class HarmonyParser:
         self._call: _HarmonyCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """Returns the pieces that `text` completes; holds back what may become a marker."""
+        """Returns the pieces that `text` completes; holds back a possible marker."""
         pieces: list[Piece] = []
         while text:
             text = self._read_body(text, pieces) if self._header is None else self._read_header(text, pieces)
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest. The open call of an answer that is complete is complete too."""
+        """Returns the rest. The open call of a complete answer is complete too."""
         rest, pieces = self._search.flush(), list[Piece]()
         if self._header is None:
             self._take(rest, pieces)
@@ -89,7 +80,7 @@ class HarmonyParser:
             self._begin_message(self._header)
             return found.after
         if not self._may_be_header(self._header):
-            # The model does without headers: what it says is the answer.
+            # The model writes no headers: its text is the answer.
             said = self._header + self._search.flush()
             self._begin_message("")
             return said
@@ -133,7 +124,7 @@ class HarmonyParser:
 
 
 class _HarmonyCall:
-    """The body of a message to a tool. One without a name is no call, and comes as text at its end."""
+    """The body of a message to a tool. Without a name it is no call, and becomes text at its end."""
 
     def __init__(self, name: str, header: str) -> None:
         self._name = name
@@ -152,7 +143,7 @@ class _HarmonyCall:
         return [self._open.started, *self._open.push(self._body.lstrip())]
 
     def end(self, marker: str, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest of the call, or all that was written of it as text."""
+        """Returns the rest of the call, or its whole text if it is malformed."""
         written = self._header + self._body + ("" if marker == _HARMONY_START else marker)
         calls = checked_calls(self._read) if self._name and is_complete else []
         if self._is_open:
@@ -162,22 +153,22 @@ class _HarmonyCall:
         return list(pieces_of(calls[0]))
 
     def _read(self) -> dict[str, Any]:
-        """Returns the call; raises where the body is neither the JSON text of arguments nor nothing at all."""
+        """Returns the call; raises if the body is neither the JSON text of arguments nor empty."""
         return {"name": self._name, "arguments": json.loads(self._body or "{}")}
 
 
 @dataclass(frozen=True)
 class BareFormat:
-    """How a model writes calls that are all of its answer."""
+    """A format of calls that are all of an answer."""
 
     may_be_call: Callable[[str], bool]
-    """Whether an answer that begins with this text, no white space before it, may be calls."""
+    """Whether an answer that begins with this text, without white space before it, may be calls."""
     parse: Callable[[str, Any], Any]
-    """(text, tools) to a list of `{"name", "arguments"}`; raises where the text is anything else."""
+    """(text, tools) to a list of `{"name", "arguments"}`; raises for any other text."""
     call_start: str
-    """A regular expression: how an answer begins that is calls, behind white space and the first of the frames."""
+    """A regular expression for the beginning of calls, after white space and the first of the frames."""
     frames: tuple[str, ...] = ()
-    """Markers that may stand around the calls and belong to the format."""
+    """Markers that may surround the calls and belong to the format."""
 
 
 class BareCallParser:
@@ -201,7 +192,7 @@ class BareCallParser:
         return [Text(held)]
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the calls that the answer is, or what was held back of it."""
+        """Returns the calls of the answer, or the text held back."""
         if not self._held:
             return []
         written = self._without_frames(self._held)
@@ -310,7 +301,7 @@ def _value(node: ast.expr) -> Any:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Models write the words of JSON where Python has its own."""
+    """Models write the words of JSON in place of Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
@@ -328,7 +319,7 @@ ToolSyntax: TypeAlias = ToolFormat | BareFormat | HarmonyFormat
 
 
 def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | None:
-    """Returns the format of calls for which there is a parser here; the first that fits counts."""
+    """Returns the first format with a parser here that fits the model; None if there is none."""
     if CHANNEL in vocabulary and MESSAGE in vocabulary:
         return HarmonyFormat()
     if DEEPSEEK_V3.start in vocabulary or DEEPSEEK_V3.start in template:
@@ -343,7 +334,7 @@ def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | 
 
 
 def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
-    """Returns the texts by which a format is read; some consist of special tokens."""
+    """Returns the texts that structure a format; some consist of special tokens."""
     if isinstance(syntax, ToolFormat):
         return tuple(text for text in (syntax.start, syntax.end, *syntax.frames) if text)
     return () if syntax is None else syntax.frames
@@ -352,7 +343,7 @@ def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
 def tool_parser(
     syntax: ToolFormat | BareFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
 ) -> OutputParser:
-    """Returns what reads the answer of one request that offers `tools`, or forces calls of them."""
+    """Returns the parser for the answer of one request that offers `tools`, or forces calls of them."""
     if isinstance(syntax, ToolFormat):
         return ToolCallParser(syntax, tools, is_forced=is_forced)
     return BareCallParser(syntax, tools)

@@ -1,15 +1,16 @@
-"""Where a tokenizer cuts a text before anything else: at its added tokens (`<|im_start|>` and its like).
+"""Where a tokenizer first cuts a text: at its added tokens (such as `<|im_start|>`). Pure.
 
 A tokenizer of the `tokenizers` library finds the added tokens that are not normalized in the raw text, leftmost first
-and longest first; one that strips white space takes it along. A *border* is an added token that is found, and reaches
-as far, whatever stands around it: what stands between two borders is tokenized alike together and apart. Tokens for
-which that cannot be said are left inside the pieces, for the tokenizer itself to find:
+and longest first; one that strips white space includes it. A *border* is an added token that is found, with the same
+range, in any surroundings: the text between two borders is tokenized alike together and apart. Other added tokens are
+left inside the pieces, for the tokenizer itself to find:
 
-* one that is normalized is looked for in the pieces, after the others;
-* one that must be a single word depends on the characters around it, and a border next to it may not look like one;
+* a normalized token is searched for in the pieces, after the others;
+* a token that must be a single word depends on the characters around it, and a border next to it may not look like
+  one;
 * white space at the edge of a token can be taken by a neighbour that strips.
 
-Knows no model and no conversation; pure.
+Knows no model and no conversation.
 """
 
 import re
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 _SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*")
-"""Unicode's White_Space, which the library strips; Python's own class holds four characters more."""
+"""Unicode's White_Space, which the library strips; Python's own class has four more characters."""
 _SURELY_NO_WORD = re.compile(r"[\t\n\r !-/:-@\[-^`{-~]")
 """ASCII characters that end a word."""
 _NEVER = "(?!)"
@@ -27,7 +28,7 @@ _Trie: TypeAlias = "dict[str, _Trie]"
 
 
 class AddedToken(Protocol):
-    """What the library says about one added token."""
+    """The library's description of one added token."""
 
     @property
     def content(self) -> str:
@@ -36,22 +37,22 @@ class AddedToken(Protocol):
 
     @property
     def lstrip(self) -> bool:
-        """Whether it takes the white space before it along."""
+        """Whether it includes the white space before it."""
         ...
 
     @property
     def rstrip(self) -> bool:
-        """Whether it takes the white space behind it along."""
+        """Whether it includes the white space after it."""
         ...
 
     @property
     def single_word(self) -> bool:
-        """Whether it counts only where no letter of a word stands beside it."""
+        """Whether it counts only where no letter of a word is next to it."""
         ...
 
     @property
     def normalized(self) -> bool:
-        """Whether it is looked for in the normalized text, after all that are not."""
+        """Whether it is searched for in the normalized text, after all that are not normalized."""
         ...
 
     @property
@@ -61,7 +62,7 @@ class AddedToken(Protocol):
 
 
 class Cut(NamedTuple):
-    """The range `[start, stop)` of a text, and the added token that stands there, if it is a border."""
+    """The range `[start, stop)` of a text, and its added token, if it is a border."""
 
     start: int
     stop: int
@@ -79,7 +80,7 @@ class Borders:
     """The borders of one tokenizer. Any thread."""
 
     def __init__(self, added: Mapping[int, AddedToken], template: str = "") -> None:
-        """`added` maps ids to tokens. Borders are the special ones and those that `template` holds, if there are any.
+        """`added` maps ids to tokens. Borders are the special ones and those in `template`, if there are any.
 
         Some tokenizers add thousands of tokens that are common in code and markup; cutting there would gain nothing.
         """
@@ -93,7 +94,9 @@ class Borders:
         self._pattern = re.compile(_any_of(_entangled(self._borders, texts)))
         self.token_ids = frozenset(marks)
         self.opener = self._choose_opener(texts)
-        """A border that is found at the head of any piece that follows a border, and leaves that piece as it is."""
+        """A border that is found at the head of any piece after a border, and leaves the rest of the piece
+        unchanged.
+        """
 
     def __bool__(self) -> bool:
         return bool(self._borders)
@@ -107,13 +110,15 @@ class Borders:
         all_strip = all(border.rstrip for border in self._borders.values())
         for text, border in self._borders.items():
             goes_on = any(other != text and other.startswith(text) for other in texts)
-            # Where all take the white space behind them along, no piece that follows one begins with any.
+            # If all include the white space after them, no piece after a border begins with any.
             if not goes_on and (all_strip or not border.rstrip):
                 return text
         return None
 
     def cut(self, text: str) -> list[Cut]:
-        """Returns the ranges that make up `text`: the borders, with what they strip, and what is between them."""
+        """Returns the ranges that make up `text`: the borders, with the white space they strip, and the text between
+        them.
+        """
         cuts, position = list[Cut](), 0
         for match in self._pattern.finditer(text):
             border = self._borders.get(match[0])
@@ -140,7 +145,7 @@ class Borders:
 
 
 def _exact(tokens: Mapping[int, AddedToken]) -> dict[int, AddedToken]:
-    """Returns the tokens that, where they are found in a text, are tokens there whatever stands around them."""
+    """Returns the tokens that are found in a text whatever surrounds them."""
     some_are_words = any(token.single_word for token in tokens.values())
     some_strip = any(token.lstrip or token.rstrip for token in tokens.values())
     some_may_be_stripped = any(_has_space_at_edge(token.content) for token in tokens.values())
@@ -182,7 +187,7 @@ def _spaces_before(text: str, position: int) -> int:
 def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
     """Returns the borders, and all texts that can keep a border from being found because they overlap it.
 
-    What overlaps one of these texts can keep that one from being found, so it is among them too, and so on.
+    A text that overlaps one of these can hide it in turn, so it is included too, and so on.
     """
     found, left = list(borders), set(texts) - set(borders)
     fresh = found
@@ -194,7 +199,7 @@ def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
 
 
 class _Overlaps:
-    """Whether a text can overlap one of some others."""
+    """Whether a text can overlap one of several others."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._heads = {text[:size] for text in texts for size in range(1, len(text) + 1)}
@@ -210,7 +215,7 @@ class _Overlaps:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """Returns a pattern for the longest of `texts` that stands at a place; it costs no more for many than for few."""
+    """Returns a pattern for the longest of `texts` at a place; its cost does not grow with their number."""
     trie: _Trie = {}
     for text in texts:
         node = trie
@@ -234,7 +239,7 @@ def _pattern(node: _Trie) -> str:
 
 
 def _chain(letter: str, node: _Trie) -> tuple[str, _Trie]:
-    """Returns what follows a letter without a choice, and the node where it ends: fewer groups in the pattern."""
+    """Returns the letters after `letter` up to the first choice, and the node there: fewer groups in the pattern."""
     while len(node) == 1 and "" not in node:
         follower, node = next(iter(node.items()))
         letter += follower

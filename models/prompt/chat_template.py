@@ -1,10 +1,9 @@
 """Text to tokens: a model's own chat template, and where in its output a later prompt may branch off.
 
-A conversation is rendered to text once and tokenized once. The places worth restoring to are found from the
-template itself, without knowing it: the conversation is rendered again with one thing changed, and what both
-texts share is what a later request can share. A character boundary becomes the last token edge at or before
-it; next to an added token (`<|im_start|>` and its like) that edge holds whatever text follows, so the nearest
-such edge is preferred.
+A conversation is rendered to text once and tokenized once. The places worth restoring to are found with the template
+as a black box: the conversation is rendered again with one thing changed, and a later request can share the common
+part of both texts. A character boundary becomes the last token edge at or before it; next to an added token (such as
+`<|im_start|>`) that edge holds whatever text follows, so the nearest such edge is preferred.
 
 This module knows neither HTTP nor MLX. Everything here may run on any thread, several at once.
 """
@@ -30,8 +29,9 @@ from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.texts import shared_length, well_formed
 
 Message: TypeAlias = Mapping[str, Any]
-"""`role`, `content` (text, None, or a list of text parts), and what else the template reads. A part or a
-message may carry `cache_control`: the prompt shall be restorable at its end."""
+"""`role`, `content` (text, None, or a list of text parts), and other fields for the template. `cache_control` in a
+part or a message asks that the prompt be restorable at its end.
+"""
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     {
@@ -60,23 +60,23 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
         "unk_token",
     }
 )
-"""Names that a request may not pass to the template: they would replace it, or what it is applied to."""
+"""Names that a request may not pass to the template: they would replace it or its input."""
 
 MAX_EDGE_DISTANCE = 16
-"""Tokens given up at most to move a restore point to an edge that holds whatever follows."""
+"""The most tokens given up to move a restore point to an edge that holds whatever follows."""
 
 _MAX_ADDED_TOKENS = 70_000
-"""Models that speak have 65 536 more; above, a text is cut at no added token."""
+"""Speech models have 65 536 more tokens; above this limit, a text is cut at no added token."""
 _MAX_ADDED_SQUARES = 1 << 26
-"""Of their lengths: the characters of their heads and tails."""
+"""Limit of the tokens' squared lengths: the characters of their heads and tails."""
 _MAX_FAR_SEARCHES = 64
-"""Contents that may be missing in the rendered text before the next ones are looked for nearby only."""
+"""Contents not found in the rendered text before the next ones are searched for nearby only."""
 _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
 _ASKS: Message = {"role": "user", "content": "a"}
 _MARKS = ("qendx", "q7endx", "qend0fx")
-"""Texts that no template changes; none can overlap with itself."""
+"""Texts that no template changes; none can overlap itself."""
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
     ValueError,
@@ -96,21 +96,21 @@ class ChatTemplateError(ModelError):
 
 @dataclass(frozen=True, eq=False)
 class RenderedPrompt:
-    """Token ids of a prompt, int32 of shape [num_tokens], and the offsets worth being restorable."""
+    """Token ids of a prompt, int32 of shape [num_tokens], and the offsets worth restoring."""
 
     tokens: NDArray[np.int32]
     restore_points: tuple[RestorePoint, ...] = ()
     text: str = ""
-    """What was tokenized."""
+    """The tokenized text."""
     outline: Outline = NO_OUTLINE
     tail: Tail | None = None
-    """What a reply goes on from, where replies are remembered."""
+    """The context of a reply, if replies are remembered."""
     begun: str = ""
-    """The end of `text` that is the assistant's message so far, its header included, where that is continued."""
+    """The end of `text` with the assistant's unfinished message, including its header, if it is continued."""
 
 
 class ChatRenderer:
-    """Renders conversations for one model. Remembers pieces of text and replies, so that it can be asked again."""
+    """Renders conversations for one model. Remembers pieces of text and replies for later calls."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         """`tokenizer` is a Hugging Face tokenizer or mlx-lm's wrapper of one; it is borrowed.
@@ -121,7 +121,7 @@ class ChatRenderer:
         self._max_tokens = max_tokens
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
-            # A tokenizer file may ask for both; a prompt is neither cut nor filled up.
+            # A tokenizer file may ask for truncation and padding; a prompt gets neither.
             self._backend.no_truncation()
             self._backend.no_padding()
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -132,7 +132,7 @@ class ChatRenderer:
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template looks at `tools` at all."""
+        """Whether the template reads `tools`."""
         template = self._tokenizer.chat_template
         return template is not None and "tools" in str(template)
 
@@ -145,11 +145,11 @@ class ChatRenderer:
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns the prompt that asks for the next assistant message, with replies as `namespace` was given them.
+        """Returns the prompt for the next assistant message, with replies as they were generated for `namespace`.
 
-        If it `continues`, the last message is the assistant's, and the prompt ends behind its text: behind what it
-        thought, where it has said nothing yet. Raises ChatTemplateError where the template refuses the
-        conversation, or the model has none, PromptTooLong, and Abandoned.
+        If it `continues`, the last message is the assistant's, and the prompt ends after the message's text, or after
+        its thoughts if it has no text yet. Raises ChatTemplateError if the template refuses the conversation or the
+        model has no template, PromptTooLong, and Abandoned.
         """
         adaptation = self._adaptation(with_tools=bool(tools))
         conversation = _Conversation(
@@ -159,7 +159,7 @@ class ChatRenderer:
         tokenized = self._tokenize(text, namespace)
         boundaries = list(conversation.boundaries(text))
         points = {RestorePoint(tokenized.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
-        # First messages usually differ only behind their common header, but a text may merge with the header's last
+        # First messages usually differ only after their common header, but a text may merge with the header's last
         # token. So there is a second point before it.
         points |= {
             RestorePoint(tokenized.before(boundary), RestorePointKind.BRANCH)
@@ -171,7 +171,7 @@ class ChatRenderer:
         return RenderedPrompt(tokenized.ids, kept, text, outline, tokenized.tail, conversation.begun(text))
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns definitions for the middle of a conversation; `ToolDefinitions.block` says more."""
+        """Returns definitions for the middle of a conversation; see `ToolDefinitions.block`."""
         return self._definitions.block(names, tools, place)
 
     def _prompt_with_tools(self, tools: Sequence[Tool]) -> str | None:
@@ -183,7 +183,7 @@ class ChatRenderer:
             return None
 
     def _adaptation(self, *, with_tools: bool) -> Adaptation:
-        """Returns what the template needs said in another way; found by rendering samples once."""
+        """Returns the changes that the template needs; found by rendering samples once."""
         found = self._adaptations.get(with_tools)
         if found is None:
             apply = partial(_try_apply, self._tokenizer)
@@ -191,16 +191,15 @@ class ChatRenderer:
         return found
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Says that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token.
+        """Records that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token.
 
-        A later conversation that holds the reply is then given these ids, whose state is cached, and not those
-        that the tokenizer would make of the text.
+        A later conversation with the reply then gets these ids, whose state is cached, in place of the tokenizer's.
         """
         if self._pieces is not None and prompt.tail is not None:
             self._pieces.remember_reply(prompt.tail, reply, reply_ids)
 
     def encode(self, text: str) -> RenderedPrompt:
-        """Returns the tokens of a plain prompt, with the model's first token where it has one; raises PromptTooLong.
+        """Returns the tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
 
         The restore point is before the last token, which may merge with text that is added later.
         """
@@ -217,9 +216,9 @@ class ChatRenderer:
     ) -> list[int]:
         """Returns the tokens of a text of any length.
 
-        `add_special` puts those around it that the tokenizer puts around a prompt. Without `parse_special` the names
-        of special tokens in the text are text. Raises PromptTooLong as soon as there are surely more than
-        `max_tokens`, and Abandoned.
+        `add_special` adds the tokens that the tokenizer puts around a prompt. Without `parse_special` the names of
+        special tokens in the text are text. Raises PromptTooLong as soon as there are surely more than `max_tokens`,
+        and Abandoned.
         """
         return self._encode_prompt(
             text, add_special_tokens=add_special, parse_special=parse_special, max_tokens=max_tokens
@@ -227,7 +226,7 @@ class ChatRenderer:
 
     @cached_property
     def _plain_pieces(self) -> Pieces | None:
-        """Tokenization by a copy of the tokenizer to which special tokens are text; None if none can be copied."""
+        """Tokenization by a copy of the tokenizer that reads special tokens as text; None if it cannot be copied."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
@@ -254,7 +253,7 @@ class ChatRenderer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """The ids that the tokenizer puts before and behind a text; None if it does something else."""
+        """The ids that the tokenizer puts before and after a text; None if it does something else."""
         plain, framed = (self._encode_plain("a", add_special_tokens=special) for special in (False, True))
         for start in range(len(framed) - len(plain) + 1):
             if framed[start : start + len(plain)] == plain:
@@ -283,7 +282,7 @@ class ChatRenderer:
 
 
 class _Conversation:
-    """One conversation and its template: its text, and the character offsets where others may part."""
+    """One conversation and its template: its text, and the character offsets where others may branch off."""
 
     def __init__(
         self,
@@ -306,10 +305,10 @@ class _Conversation:
         self._continues = continues
 
     def prompt(self) -> str:
-        """Returns the text that the model goes on from; raises ChatTemplateError."""
+        """Returns the text that the model continues; raises ChatTemplateError."""
         if not self._continues:
             return self.text(generation_prompt=True)
-        # What stands behind the mark ends the message. A mark that the conversation holds too is no use.
+        # The text after the mark ends the message. A mark that the conversation also holds is useless.
         for mark in _MARKS:
             text = self.text([*self._messages[:-1], _marked(self._messages[-1], mark)], generation_prompt=False)
             if text.count(mark) == 1:
@@ -317,7 +316,7 @@ class _Conversation:
         raise ChatTemplateError("the last message is not shown as it is, so it cannot be continued")
 
     def begun(self, text: str) -> str:
-        """Returns the part of `text`, the prompt, that is the assistant's message so far; "" for none."""
+        """Returns the part of the prompt `text` with the assistant's unfinished message; "" if there is none."""
         if not self._continues or not _said_or_thought(self._messages[-1]):
             return ""
         try:
@@ -340,13 +339,15 @@ class _Conversation:
             try:
                 variant = self.text(messages, generation_prompt=False)
             except ChatTemplateError:
-                # The template takes this conversation but not its start alone: no point there.
+                # The template accepts this conversation but not its start alone: no point there.
                 continue
             yield shared_length(text, variant), kind
         yield from self._answer_start(text)
 
     def _answer_start(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Yields the end of the next message's header, if `text` opens a thought there: later prompts drop it."""
+        """Yields the end of the next message's header, if `text` opens a thought there: later prompts drop the
+        thought.
+        """
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
             asked = self.text([question], generation_prompt=True)
@@ -358,12 +359,12 @@ class _Conversation:
             yield len(text) - len(opening), RestorePointKind.PROMPT_END
 
     def outline(self, text: str, tokens_before: Callable[[int], int]) -> Outline:
-        """Returns where each message begins in `text`, in tokens; a message begins where the one before ended."""
+        """Returns where each message begins in `text`, in tokens; a message begins where the previous one ended."""
         starts, position, num_missing = list[int](), 0, 0
         for message in self._messages:
             starts.append(tokens_before(position) if position else 0)
             content = str(message["content"]).strip()
-            # A template that shows contents otherwise must not have the whole text searched for each of thousands.
+            # If a template shows contents changed, the whole text must not be searched for each of thousands.
             is_near = num_missing >= _MAX_FAR_SEARCHES
             found = text.find(content, position, position + len(content) + _NEAR_CHARACTERS if is_near else None)
             num_missing += found < 0
@@ -371,7 +372,7 @@ class _Conversation:
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
-        """Yields conversations that share with this one just what the restore point is to keep."""
+        """Yields conversations that share with this one exactly the part that the restore point should keep."""
         messages = self._messages
         num_system = _count_leading_system(messages)
         if num_system or self._tools:
@@ -405,7 +406,7 @@ def _apply(
 
 
 def _by_its_names(arguments: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Returns the arguments under the names that a template reads: some call `enable_thinking` otherwise."""
+    """Returns the arguments under the names that a template reads: some rename `enable_thinking`."""
     named = dict(arguments)
     if "enable_thinking" in named and "enable_thinking" not in template and _READS_THINKING.search(template):
         named.setdefault("thinking", named.pop("enable_thinking"))
@@ -435,7 +436,7 @@ class _Tokenized:
         self._is_added = np.isin(ids, added_ids)
 
     def offset_of(self, boundary: int, kind: RestorePointKind) -> int:
-        """Returns the token offset for a character boundary: at or before it, never behind."""
+        """Returns the token offset for a character boundary: at or before it, never after."""
         offset = self.before(boundary)
         if kind is RestorePointKind.EXPLICIT:
             return offset
@@ -457,12 +458,12 @@ class _Tokenized:
         return offset
 
     def _is_edge(self, offset: int) -> bool:
-        """Whether an added token stands on either side: the text there is cut whatever surrounds it."""
+        """Whether an added token is on either side: the text there is cut in any surroundings."""
         return bool(self._is_added[max(offset - 1, 0) : offset + 1].any())
 
 
 class _SlowlyTokenized(_Tokenized):
-    """For a tokenizer that reports no offsets: the start of the text is tokenized again and compared."""
+    """For a tokenizer without offsets: the start of the text is tokenized again and compared."""
 
     def __init__(self, encode: Callable[[str], list[int]], text: str, added_ids: NDArray[np.int32]) -> None:
         self._encode = encode
@@ -478,12 +479,12 @@ class _SlowlyTokenized(_Tokenized):
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:
-    """Returns piecewise tokenization, at borders if the tokenizer is soon known to cut there; None for a slow one."""
+    """Returns piecewise tokenization, at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]
     if len(lengths) <= _MAX_ADDED_TOKENS and sum(n * n for n in lengths) <= _MAX_ADDED_SQUARES:
-        # Where each of many added tokens begins with another one, looking for them goes too deep.
+        # If each of many added tokens begins with another one, the search goes too deep.
         with suppress(RecursionError):
             pieces = Pieces(backend, added, template)
             if pieces.fits():
@@ -492,7 +493,7 @@ def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces 
 
 
 def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:
-    """Returns messages with plain text, and (message index, characters of its text) of explicit points."""
+    """Returns messages with plain text, and the explicit points as (message index, characters of its text)."""
     flat: list[Message] = []
     explicit_ends: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
@@ -505,7 +506,7 @@ def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int
 
 
 def plain_text(content: Any) -> str:
-    """Returns the text of a message's content as templates are given it."""
+    """Returns the text of a message's content as templates receive it."""
     return _flatten_content(content)[0]
 
 
@@ -521,7 +522,7 @@ def _flatten_content(content: Any) -> tuple[str, list[int]]:
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """Returns a message with a mark behind its text, or behind what was thought where there is none."""
+    """Returns a message with a mark after its text, or after its thoughts if it has no text."""
     name = "reasoning_content" if message.get("reasoning_content") and not message["content"] else "content"
     return {**message, name: f"{message[name]}{mark}"}
 
@@ -544,8 +545,8 @@ def _count_leading_system(messages: Sequence[Message]) -> int:
 def _user_starts(messages: Sequence[Message]) -> list[int]:
     """Returns the index of the last user message, and of the first in its unbroken run if that is another.
 
-    Clients put notes that change with every turn (the time of day) into a message of their own before the
-    newest one; the next turn then parts where that run begins.
+    Clients put notes that change with every turn (the time of day) into a message of their own before the newest one;
+    the next turn then branches off where that run begins.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
@@ -557,13 +558,13 @@ def _user_starts(messages: Sequence[Message]) -> list[int]:
 
 
 def _cut(messages: Sequence[Message], index: int) -> list[Message]:
-    """Returns the messages before `index`, then a user message that starts unlike the one that was there."""
+    """Returns the messages before `index`, then a user message with a different beginning."""
     follower = str(messages[index]["content"]) if index < len(messages) else ""
     return [*messages[:index], {"role": "user", "content": _unlike(follower)}]
 
 
 def _cut_inside(messages: Sequence[Message], index: int, length: int) -> list[Message]:
-    """Returns the messages up to `index`, the last one going on differently after `length` characters."""
+    """Returns the messages up to `index`, the last one continued differently after `length` characters."""
     content = str(messages[index]["content"])
     changed = content[:length] + _unlike(content[length:])
     return [*messages[:index], {**messages[index], "content": changed}]

@@ -1,17 +1,12 @@
 """Changes conversations that a model's template would refuse, or drop a part of, into a shape that it shows whole.
+Pure.
 
 Clients send what OpenAI's interface allows; templates were written for less. For each shape that some templates do
-not take, a small sample is rendered once, as it is and changed. Only where the template refuses or drops the first
-and shows the second are conversations of that shape changed. So what becomes of a message depends on the template and
-on the messages before it, hardly ever on those after: a conversation that grows keeps its prompt's beginning.
-
-Pure: knows messages and tools, and the template only as a function. Nothing is changed in place.
-
-How conversations and tools are changed for templates that do not take them as they are: one function per reason.
-
-Which of them a template needs is found in `models.prompt.shapes`. Pure: nothing is changed in place.
-
-How a rendered conversation is made up: where each message begins, in tokens.
+not accept, a small sample is rendered once, unchanged and changed. Only if the template refuses or drops the first
+and shows the second are conversations of that shape changed. So the result for a message depends on the template and
+on earlier messages, hardly ever on later ones: a conversation that grows keeps its prompt's beginning. There is one
+function per reason for a change. Knows messages and tools, and the template only as a function. Changes nothing in
+place.
 """
 
 import hashlib
@@ -27,16 +22,16 @@ Message: TypeAlias = Mapping[str, Any]
 
 _JOINT = "\n\n"
 _ID_CHARACTERS = 9
-"""What Mistral's templates insist on."""
+"""Required by Mistral's templates."""
 
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """For templates that write a call's arguments out as they are."""
+    """For templates that print a call's arguments as they are."""
     return _each_call(messages, lambda arguments: arguments if isinstance(arguments, str) else _json(arguments))
 
 
 def arguments_as_object(messages: Sequence[Message]) -> list[Message]:
-    """For templates that go through a call's arguments one by one: anything else becomes an object of one."""
+    """For templates that iterate over a call's arguments: anything else becomes an object with one member."""
     return _each_call(messages, lambda given: given if isinstance(given, Mapping) else {"arguments": given})
 
 
@@ -53,7 +48,7 @@ def _with_calls(message: Message, calls: Iterable[Mapping[str, Any]]) -> Message
 
 
 def all_named(messages: Sequence[Message]) -> list[Message]:
-    """For templates that insist on ids: counts the calls that have none; results answer them in order."""
+    """For templates that require ids: numbers the calls without one; results answer them in order."""
     result: list[Message] = []
     unanswered: list[str] = []
     num_calls = 0
@@ -73,7 +68,7 @@ def all_named(messages: Sequence[Message]) -> list[Message]:
 
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
-    """For templates that take ids of nine letters and digits only."""
+    """For templates that accept only ids of nine letters and digits."""
     return [_with_short_ids(message) for message in messages]
 
 
@@ -93,7 +88,7 @@ def _short(call_id: str) -> str:
 
 
 def results_named(messages: Sequence[Message]) -> list[Message]:
-    """For templates that say whose result it is: a result without a name has that of the function it answers."""
+    """For templates that show a result's function: a result without a name gets that of the function it answers."""
     names: dict[Any, str] = {}
     result: list[Message] = []
     for message in messages:
@@ -105,7 +100,7 @@ def results_named(messages: Sequence[Message]) -> list[Message]:
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """For templates that take one call in a message: each call is followed by its result, then the next one."""
+    """For templates that accept one call per message: each call is followed by its result, then the next one."""
     result: list[Message] = []
     position = 0
     while position < len(messages):
@@ -124,7 +119,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _in_turn(message: Message, calls: list[Mapping[str, Any]], results: Sequence[Message]) -> Iterator[Message]:
-    """Yields each call with its result, in the order of the results: one that comes later changes nothing before."""
+    """Yields each call with its result, in the order of the results: a later one changes nothing before it."""
     content = message["content"]
     for result in results:
         answered = next((call for call in calls if call.get("id") == result.get("tool_call_id")), None)
@@ -139,7 +134,7 @@ def _in_turn(message: Message, calls: list[Mapping[str, Any]], results: Sequence
 
 
 def described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """For templates that insist on what OpenAI's interface leaves optional."""
+    """For templates that require what OpenAI's interface leaves optional."""
     function = tool["function"]
     parameters = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
     return {
@@ -149,7 +144,7 @@ def described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def one_leading_system(messages: Sequence[Message]) -> list[Message]:
-    """For templates that take one system message: those at the beginning are joined."""
+    """For templates that accept one system message: those at the beginning are joined."""
     count = _num_leading_system(messages)
     if count < 2:
         return list(messages)
@@ -158,9 +153,9 @@ def one_leading_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
-    """For templates that take no system message later on: it is said by the user, where it stands.
+    """For templates without later system messages: the user says the text, in the same place.
 
-    At the end of the user's or tool's message before it; behind an answer, at the start of the user's next message.
+    At the end of the user's or tool's message before it; after an answer, at the start of the user's next message.
     """
     count = _num_leading_system(messages)
     result: list[Message] = list(messages[:count])
@@ -184,7 +179,7 @@ def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
 
 
 def no_system(messages: Sequence[Message]) -> list[Message]:
-    """For templates that take no system message at all: its text begins the first message of the user."""
+    """For templates without system messages: the text begins the user's first message."""
     count = _num_leading_system(messages)
     if count == 0:
         return list(messages)
@@ -196,7 +191,7 @@ def no_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def users_joined(messages: Sequence[Message]) -> list[Message]:
-    """For templates whose roles must alternate: what a user says in several messages becomes one."""
+    """For templates whose roles must alternate: consecutive messages of a user become one."""
     result: list[Message] = []
     for message in messages:
         if result and message["role"] == result[-1]["role"] == "user":
@@ -220,14 +215,14 @@ def _json(value: Any) -> str:
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 Apply: TypeAlias = Callable[[Sequence[Message], Tools], str | None]
-"""Renders a conversation; None where the template refuses it."""
+"""Renders a conversation; None if the template refuses it."""
 Change: TypeAlias = Callable[[Sequence[Message]], list[Message]]
 ToolChange: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A conversation that not every template takes, and how it is changed for those that do not."""
+    """A conversation that some templates refuse, and its change for them."""
 
     sample: Sequence[Message]
     is_shown: Callable[[str], bool]
@@ -238,7 +233,7 @@ class Shape:
     """Shown with the sample."""
 
     def must_change(self, apply: Apply, tools: Tools) -> bool:
-        """Returns whether a template takes the sample only as changed."""
+        """Returns whether a template accepts the sample only when changed."""
         given = self.tools or tools
         if self._is_taken(apply(self.sample, given)):
             return False
@@ -252,23 +247,23 @@ class Shape:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What is changed for one template."""
+    """The changes for one template."""
 
     shapes: tuple[Shape, ...] = ()
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages in shapes that the template takes."""
+        """Returns the messages in shapes that the template accepts."""
         return reduce(lambda changed, shape: shape.change(changed), self.shapes, list(messages))
 
     def tools(self, tools: Tools) -> Tools:
-        """Returns the tools in shapes that the template takes."""
+        """Returns the tools in shapes that the template accepts."""
         if not tools:
             return None
         return [reduce(lambda changed, shape: shape.change_tool(changed), self.shapes, tool) for tool in tools]
 
 
 def adaptation_for(apply: Apply, *, with_tools: bool) -> Adaptation:
-    """Returns what a template needs changed, in conversations with or without tools: many have a part for each."""
+    """Returns the changes for a template, in conversations with or without tools: many have a part for each."""
     tools = [_TOOL] if with_tools else None
     return Adaptation(tuple(shape for shape in SHAPES if shape.must_change(apply, tools)))
 
@@ -288,7 +283,7 @@ def _result(number: int, text: str) -> Message:
 
 
 def _in_order(*words: str) -> Callable[[str], bool]:
-    """Returns whether a text holds the words, each behind the one before it."""
+    """Returns a test whether a text holds the words in this order."""
 
     def is_shown(text: str) -> bool:
         position = 0
@@ -371,14 +366,14 @@ SHAPES: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Outline:
-    """Token offsets in one prompt. An empty outline belongs to a prompt that is no conversation."""
+    """Where each message begins in one prompt, in tokens. A prompt that is no conversation has an empty outline."""
 
     starts: tuple[int, ...] = ()
-    """Where each message of the client begins, ascending; what stands before it belongs to the template."""
+    """Where each of the client's messages begins, ascending; text before the first belongs to the template."""
     roles: tuple[str, ...] = ()
 
     def message_at(self, offset: int) -> tuple[int | None, str | None]:
-        """Returns index and role of the message that the token at `offset` belongs to; None without messages."""
+        """Returns index and role of the message with the token at `offset`; None without messages."""
         if not self.starts:
             return None, None
         index = max(0, bisect_right(self.starts, offset) - 1)
