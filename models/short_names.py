@@ -1,9 +1,7 @@
-"""Short names of models: families, sizes and quantizations, as they are known from Ollama. Pure.
+"""Short names of models as known from Ollama: families, sizes and quantizations, and sizes for people to read. Pure.
 
-`qwen3:8b` is a family and a size, in the usual quantization; `qwen3:8b-8bit` names another one. What they stand for
-is in `short_names.toml`.
-
-Sizes as people read them.
+`qwen3:8b` is a family and a size, in the usual quantization; `qwen3:8b-8bit` names another one. `short_names.toml`
+maps them to repositories.
 """
 
 import re
@@ -16,20 +14,20 @@ from typing import Any
 ORGANIZATION = "mlx-community"
 _PARAMETERS = "parameters"
 _OVERHEAD = 1.06
-"""What is held more exactly than the rest: embeddings, norms, routers, parts for pictures."""
+"""Factor for the parts in higher precision: embeddings, norms, routers, parts for pictures."""
 
 
 @dataclass(frozen=True)
 class ShortName:
-    """A name, and the repository that it stands for."""
+    """A short name and its repository."""
 
     name: str
     family: str
     repository: str
     num_bytes: int
-    """About what the weights take, estimated."""
+    """Estimated bytes of the weights."""
     is_usual: bool
-    """Whether it is the quantization that the size alone stands for."""
+    """Whether it is the quantization of a name with only a size."""
 
 
 def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, ShortName]:
@@ -47,7 +45,7 @@ def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 
 def _bits(kind: str) -> float:
-    """Returns the bits of a weight, with those of the scales that it shares; `kind` is a quantization."""
+    """Returns the bits per weight of a quantization, including its share of the scales."""
     if kind == "bf16":
         return 16.0
     if kind == "mxfp4":
@@ -69,17 +67,17 @@ FAMILIES: Mapping[str, Sequence[ShortName]] = {
 
 
 def find_short_name(text: str) -> ShortName | None:
-    """Returns the name that somebody wrote, in whatever case; None for none."""
+    """Returns the name that a person wrote, in any case; None if unknown."""
     return SHORT_NAMES.get(text.lower())
 
 
 def find_family(text: str) -> Sequence[ShortName]:
-    """Returns the usual names of the family that is meant by `qwen3` or `qwen3:latest`, if it is one."""
+    """Returns the usual names of a family written as `qwen3` or `qwen3:latest`; empty if unknown."""
     return FAMILIES.get(text.lower().removesuffix(":latest"), ())
 
 
 def like(text: str) -> list[str]:
-    """Returns the usual names of all families that begin as `text` does, such as `Qwen-3:7b` and `llama`."""
+    """Returns the usual names of all families that begin like `text`, such as `Qwen-3:7b` and `llama`."""
     wanted = _plain(text.partition(":")[0])
     families = [family for family in FAMILIES if wanted and _plain(family).startswith(wanted)]
     return [one.name for family in families for one in FAMILIES[family]]
@@ -96,7 +94,7 @@ def _plain(text: str) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Returns a size as people read it, such as `3.4 GB`; a GB is 10^9 bytes."""
+    """Returns a size for people, such as `3.4 GB`; a GB is 10^9 bytes."""
     for unit, bytes_per_unit in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= bytes_per_unit:
             return f"{num_bytes / bytes_per_unit:.1f} {unit}"

@@ -1,9 +1,8 @@
-"""Text that can be encoded. Half a character (a lone surrogate) makes a text fail wherever it is written out.
+"""Text that can be encoded, and the comparison of long texts. Pure.
 
-JSON can spell one (`"\\ud83d"`), and so can a model's output and a template; UTF-8 cannot. Here each becomes U+FFFD,
-the replacement character, as in a decoder. Two halves that meet become the character that they spell. Pure.
-
-Comparing texts that may be megabytes long.
+Half a character (a lone surrogate) makes a text fail wherever it is written out. JSON can spell one (`"\\ud83d"`),
+and so can a model's output and a template; UTF-8 cannot. Here each becomes U+FFFD, the replacement character, as in
+a decoder. Two halves that meet become the character that they spell.
 """
 
 import re
@@ -19,7 +18,7 @@ _ESCAPES = re.compile(
 
 
 def well_formed(text: str) -> str:
-    """Returns `text` with U+FFFD for each lone surrogate; the same object where it holds none."""
+    """Returns `text` with U+FFFD for each lone surrogate; the same object if it holds none."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -28,15 +27,15 @@ def well_formed(text: str) -> str:
 
 
 def well_formed_json(text: str) -> str:
-    """Returns a JSON text without lone surrogates, be they characters of it or escapes; all else stays as written."""
+    """Returns a JSON text without lone surrogates, as characters or escapes; the rest is unchanged."""
     return _ESCAPES.sub(lambda escape: "\\ufffd" if escape[1] else escape[0], well_formed(text))
 
 
 def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
-    """Returns the object that a JSON text holds, all its texts well-formed; None where it holds no object.
+    """Returns the object of a JSON text, all its texts well-formed; None if it holds no object.
 
-    What is nested more deeply than a request's body may be (some 200 levels), or holds a number of more than 4300
-    digits, is no object here: nothing later could write it out.
+    An object nested more deeply than a request's body may be (some 200 levels), or with a number of more than 4300
+    digits, counts as none: nothing later could write it out.
     """
     try:
         value = pydantic_core.from_json(well_formed_json(text), allow_inf_nan=allow_nan)
@@ -46,7 +45,9 @@ def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns how much two texts or lists begin with alike; compares whole slices, as they may be long."""
+    """Returns the length of the common beginning of two texts or lists; compares whole slices, as they may be
+    long.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -23,7 +23,7 @@ _DTYPE_BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Of the types that MLX reads; it says itself which others it does not."""
+"""Bits of the types that MLX reads; MLX itself reports the others."""
 _OTHER_FORMATS = {
     "a GGUF file is": ("*.gguf",),
     "PyTorch weights are": ("*.bin", "*.pt", "*.pth", "*.ckpt"),
@@ -37,13 +37,13 @@ _IDENTITY_FILES = (
     *("merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.json", "*.jinja"),
     "additional_chat_templates/*.jinja",
 )
-"""What says which tokens a conversation is, and what the model makes of them; not how answers are sampled."""
+"""Files that decide a conversation's tokens and the model's results; not how answers are sampled."""
 
 
 def find_weight_files(folder: Path) -> list[Path]:
     """Returns the weight files of a model folder, sorted, each whole.
 
-    Raises `ModelNotFound` where there are none and `ModelBroken` for a missing, cut or damaged file, by name.
+    Raises `ModelNotFound` if there are none and `ModelBroken` for a missing, cut or damaged file, by name.
     """
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_files_of_index(folder) - {file.name for file in files})
@@ -57,7 +57,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def total_bytes(folder: Path) -> int:
-    """Returns how much memory the weights take as they are stored; raises as `find_weight_files` does."""
+    """Returns the memory of the weights in their stored types; raises like `find_weight_files`."""
     return sum(file.stat().st_size for file in find_weight_files(folder))
 
 
@@ -75,9 +75,9 @@ def _files_of_index(folder: Path) -> set[str]:
 
 
 def other_formats(folder: Path) -> str:
-    """Returns what to say of weights that are there in formats that are not read; empty for none.
+    """Returns a message about weights in unsupported formats; empty for none.
 
-    A pickle, as PyTorch writes it, runs what its author likes when it is read.
+    A pickle, as PyTorch writes it, runs its author's code when it is read.
     """
     for what, patterns in _OTHER_FORMATS.items():
         if any(any(folder.glob(pattern)) for pattern in patterns):
@@ -115,7 +115,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _check_places(tensors: dict[str, Any]) -> None:
-    """Raises an error of any kind unless each tensor has a range of as many bytes as its type and shape take."""
+    """Raises an error of any kind unless each tensor's range has the bytes of its type and shape."""
     for entry in tensors.values():
         start, stop = entry["data_offsets"]
         sizes = [start, stop, *entry["shape"]]
@@ -134,7 +134,7 @@ def _check_overlaps(tensors: dict[str, Any], file: Path) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> ModelBroken:
-    """Returns the error for a file or folder that is there but may not, or cannot, be read."""
+    """Returns the error for a file or folder that exists but cannot be read."""
     return ModelBroken(f"{path} is not readable: {reason(error)}")
 
 

@@ -36,18 +36,18 @@ from models.prompt import template_sizes
 from models.prompt.tokenize import stop_if_abandoned
 
 MAX_OWN_ITEMS: Final = 100_000
-"""As long as the longest range that the sandbox makes."""
+"""The length of the longest range that the sandbox makes."""
 MAX_STEPS: Final = 3_000_000
-"""Of one rendering: about ten seconds. 4 000 messages take a sixth of them."""
+"""Limit of one rendering: about ten seconds. 4 000 messages take a sixth of it."""
 MAX_SAMPLE_STEPS: Final = 20_000
-"""Of the rendering of a few short messages."""
+"""Limit of rendering a few short messages."""
 _STEPS_PER_LOOK: Final = 4096
 _CHARACTERS_PER_STEP: Final = 256
 _ITEMS_PER_STEP: Final = 8
-"""Of a list that a filter goes through."""
+"""Items of a list per step of a filter."""
 
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
-"""A template takes a hundredth of it; Python compiles a long one in one go."""
+"""A template takes a hundredth of it; Python compiles a long one without interruption."""
 _FEW: Final = 256
 _LIGHT_CHARACTERS: Final = 4096
 _LIGHT: Final = frozenset({bool, float, type(None), jinja2.Undefined})
@@ -60,7 +60,7 @@ _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
 """Arguments that Jinja adds to calls."""
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
-"""Filters for pages, some of which take long for long texts."""
+"""Filters for web pages, some of them slow on long texts."""
 _LIGHT_TESTS: Final = frozenset(
     {
         *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
@@ -75,14 +75,14 @@ _CHANGES: Final[Mapping[type, frozenset[str]]] = {
 
 
 class _Steps:
-    """What a rendering may still do."""
+    """The steps left to a rendering."""
 
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
         self._next_look = num_left - _STEPS_PER_LOOK
 
     def spend(self, count: int) -> None:
-        """Raises SecurityError if there are not so many steps left, and Abandoned where nobody waits any more."""
+        """Raises SecurityError if fewer than `count` steps are left, and Abandoned if nobody waits any more."""
         self._num_left -= count
         if self._num_left < 0:
             raise SecurityError("the model's chat template does not come to an end")
@@ -96,7 +96,7 @@ _steps: ContextVar[_Steps | None] = ContextVar("template_steps", default=None)
 
 @contextmanager
 def bounded_steps(max_steps: int) -> Iterator[None]:
-    """Within, what a template does counts: SecurityError ends it after `max_steps`."""
+    """Limits templates in the block: SecurityError after `max_steps`."""
     token = _steps.set(_Steps(max_steps))
     try:
         yield
@@ -114,7 +114,7 @@ def _spend(count: int = 1) -> None:
 
 
 def _spend_on(result: Any) -> Any:
-    """Returns what was made, after counting it."""
+    """Counts a result and returns it."""
     steps = _steps.get()
     if steps is None:
         return result
@@ -136,7 +136,7 @@ def _spend_for(weight: template_sizes.Weight) -> None:
 
 
 def _are_light(values: Iterable[Any]) -> bool:
-    """Whether there is little to go through in values, whatever is done with them."""
+    """Whether values hold so little that any operation on them is cheap."""
     for value in values:
         kind = type(value)
         if kind is str:
@@ -148,14 +148,14 @@ def _are_light(values: Iterable[Any]) -> bool:
 
 
 def _weighed(value: Any) -> Any:
-    """Returns a value that is gone through now."""
+    """Weighs a value that is about to be traversed, and returns it."""
     if not _are_light((value,)):
         _spend_for(template_sizes.weigh(value))
     return value
 
 
 def _drawn(values: Iterable[Any]) -> list[Any]:
-    """Returns values, with what comes one by one drawn, so that it can be weighed."""
+    """Returns values with iterators exhausted into lists, so that they can be weighed."""
     return [list(_drawing(value)) if isinstance(value, Iterator) else value for value in values]
 
 
@@ -172,10 +172,10 @@ def _take_step() -> bool:
 
 
 class _BoundedCode(CodeGenerator):
-    """Has the environment asked about each comparison, slice, key and output."""
+    """Makes the environment check each comparison, slice, key and output."""
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """Writes a comparison; one with a text or number of the template itself is no work."""
+        """Writes a comparison; one with a text or number of the template itself is cheap."""
         (first, *more), left = node.ops, node.expr
         if more:
             pairs = nodes.Compare(left, [first]), nodes.Compare(first.expr, more)
@@ -191,7 +191,7 @@ class _BoundedCode(CodeGenerator):
                 self._ask(f"compare({first.op!r}, ", left, frame, first.expr)
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        """Writes a call; a step is taken without further ado."""
+        """Writes a call; a step is taken unconditionally."""
         if isinstance(node.node, nodes.EnvironmentAttribute):
             self.write(f"environment.{node.node.name}()")
         else:
@@ -202,7 +202,7 @@ class _BoundedCode(CodeGenerator):
         self._ask("concat_texts(", node.nodes[0], frame, *node.nodes[1:])
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """Writes a slice; what is asked for by its key goes by `getitem`."""
+        """Writes a slice; look-ups by key use `getitem`."""
         sliced = isinstance(node.arg, nodes.Slice)
         self.write("environment.sliced(" if sliced else "")
         super().visit_Getitem(node, frame)
@@ -235,17 +235,17 @@ class _BoundedCode(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, with bounds and lists of the template's own."""
+    """transformers' environment for chat templates, with bounds and mutable lists of the template's own."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     code_generator_class = _BoundedCode
     weighed = staticmethod(_weighed)
     take_step = staticmethod(_take_step)
     optimized = False
-    """A constant would be computed while the template is compiled, whatever it takes."""
+    """A constant would be computed while the template is compiled, at any cost."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Returns an attribute or, as for a message's fields, a member; what is common by a short way."""
+        """Returns an attribute or, as for a message's fields, a member; common cases take a short way."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_METHODS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -254,7 +254,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Returns whether a template may use an attribute: as the sandbox says, and what changes its own lists."""
+        """Returns whether a template may use an attribute: the sandbox's rule, and methods that change the template's
+        own lists.
+        """
         if attr in _CHANGES.get(type(obj), ()):
             return len(obj) < MAX_OWN_ITEMS
         if type(obj) in _PLAIN:
@@ -275,7 +277,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _spend_on(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Returns what an operator makes of two values."""
+        """Returns the result of an operator on two values."""
         if operator == "+" and type(left) is type(right) is str:
             template_sizes.check_characters(len(left) + len(right))
             return _spend_on(left + right)
@@ -292,7 +294,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def contains(container: Any, item: Any) -> bool:
-        """Returns whether a value holds another one."""
+        """Returns whether a container holds an item."""
         is_quick = type(container) is dict or len(container) < _FEW if type(container) in _PLAIN else False
         if not is_quick or not _are_light((item,)):
             (container,) = _drawn([container])
@@ -301,15 +303,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def compare(name: str, left: Any, right: Any) -> Any:
-        """Returns what a comparison says."""
-        # Both are gone through side by side, so the smaller one bounds the work.
+        """Returns the result of a comparison."""
+        # Both sides are traversed together, so the smaller one bounds the work.
         if not _are_light((right,)):
             _weighed(left)
         return getattr(operator, _COMPARISONS.get(name, name))(left, right)
 
     @staticmethod
     def sliced(part: Any) -> Any:
-        """Returns a part of a value after counting it."""
+        """Counts a part of a value and returns it."""
         if isinstance(part, (str, list, tuple)):
             _spend(1 + len(part) // (_CHARACTERS_PER_STEP if isinstance(part, str) else _ITEMS_PER_STEP))
         return part
@@ -340,7 +342,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @classmethod
     def concat_texts(cls, *parts: Any) -> str:
-        """Returns what `~` makes of values."""
+        """Returns the values joined by `~`."""
         return str(_spend_on(template_sizes.joined(map(cls.shown, parts), _spender())))
 
     def _generate(
@@ -350,7 +352,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Has each turn of a loop take a step, whether its condition holds or not."""
+    """Makes each turn of a loop take a step, whether its condition holds or not."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         """Returns the loop with a step at the head of its body, and in its condition."""
@@ -366,7 +368,7 @@ def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template_sizes.Weight]) -> Callable[..., Any]:
-    """Returns a filter or a test that is checked by its name and arguments, and counted."""
+    """Returns a filter or a test whose name and arguments are checked and whose result is counted."""
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
     formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
     is_shallow = name in template_sizes.SHALLOW_FILTERS
@@ -384,16 +386,16 @@ def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template
 
 @lru_cache
 def _compile(template: str) -> jinja2.Template:
-    """Returns a compiled chat template, as transformers' function of this purpose does."""
+    """Compiles a chat template like transformers' function for this purpose."""
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise SecurityError(f"the model's chat template has {len(template)} characters of {MAX_TEMPLATE_CHARACTERS}")
     environment = chat_template_utils._cached_compile_jinja_template("").environment
-    # The environment is transformers', with its own filters and names; only what it does about them is replaced.
+    # The environment is transformers', with its own filters and names; only the way it applies them is replaced.
     environment.__class__ = BoundedEnvironment
     environment.optimized = False
     check_filter, check_test = template_sizes.check_filter, template_sizes.check_test
     filters = {name: apply for name, apply in environment.filters.items() if name not in _NEEDLESS_FILTERS}
-    # What is marked as escaped escapes in turn what it is joined with, and is longer then than its parts.
+    # A text marked as escaped escapes what it is joined with, which makes it longer than its parts.
     filters |= dict.fromkeys(("e", "escape", "forceescape"), lambda value: str(escape(str(value)))) | {"safe": str}
     environment.filters = {
         name: apply if name in _LIGHT_FILTERS else _bounded(name, apply, check_filter)

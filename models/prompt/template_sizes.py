@@ -1,10 +1,8 @@
-"""How long the things are that a chat template asks for: what would be too long is refused before it is made.
+"""Sizes of what a chat template computes: results that would be too long are refused before they are made. Pure.
 
-What Python does about a value in one go (comparing, printing, sorting it) goes through all of it, and through a part
-that stands in many places as often as it stands there: `weigh` counts it so. Such work cannot be stopped halfway and
-holds Python's lock, so it is refused beforehand where it would take long.
-
-Pure. Raises jinja2's SecurityError, as the sandbox does for what is forbidden.
+What Python does with a value in one go (comparing, printing, sorting) traverses all of it, and a part as often as it
+occurs: `weigh` counts it that way. Such work cannot be interrupted and holds Python's lock, so it is refused
+beforehand if it would take long. Raises jinja2's SecurityError, like the sandbox for forbidden operations.
 """
 
 import re
@@ -23,28 +21,28 @@ from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
 MAX_CHARACTERS: Final = 1 << 26
-"""Of one text; a prompt is shorter, since bodies are."""
+"""Limit of one text; a prompt is shorter, since request bodies are."""
 MAX_ITEMS: Final = 1_000_000
 MAX_WORKED_ITEMS: Final = 250_000
-"""Of all that one function goes through; a conversation of 4 000 messages has a fifth of them."""
+"""Limit of all items that one function traverses; a conversation of 4 000 messages has a fifth of them."""
 MAX_WORKED_CHARACTERS: Final = 1 << 22
-"""Of all texts that one function works on, if it does more than to look through or copy them."""
+"""Limit of all texts in one function, if it does more than search or copy them."""
 MAX_INTEGER_BITS: Final = 4096
 MAX_WIDTH: Final = 100_000
-"""What a text may be filled up to."""
+"""The widest padding of a text."""
 
 _FORMAT_SPEC = re.compile(r":([^{}:]*)([{}])")
 _PERCENT_FIELD = re.compile(r"[%)][-+ #0]*(\d*)(?:\.(\d*))?")
 _TOLD_WIDTH = re.compile(r"%[-+ #0]*\d*\.?\*")
 _MAX_FIELDS: Final = 100_000
 _SHORT_CHARACTERS: Final = 1300
-"""As long as any number is, printed."""
+"""Length of the longest printed number."""
 _CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
     *(list, tuple),
     *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
 )
 _SLOW_KEY_ITEMS: Final = 100
-"""What a tuple or a great number counts for: a template can find many that share a hash, which are slow as keys."""
+"""Weight of a tuple or a large number: a template can find many with the same hash, which are slow as keys."""
 _KEY_BITS: Final = 60
 _TAKES_LONG_TEXTS = frozenset(
     {
@@ -64,28 +62,28 @@ _TAKES_LONG_TEXTS = frozenset(
         ),
     }
 )
-"""Methods of texts, and filters, whose work is that of a copy."""
+"""Methods of texts, and filters, that cost no more than a copy."""
 _LOOKS_AT = {
     **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
     **dict.fromkeys(("get", "pop", "setdefault"), 1),
 }
-"""Methods of lists and dicts that look at no member, and at how many of their arguments."""
+"""Methods of lists and dicts that look at no member, with the number of arguments they look at."""
 SHALLOW_FILTERS = frozenset(
     {
         *("attr", "batch", "items", "list", "map", "random"),
         *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
     }
 )
-"""Filters that hand over members without looking at them."""
+"""Filters that pass on members without looking at them."""
 _ITEMS_COPIED_AT_ONCE: Final = 8
 _MAX_STRFTIME_GROWTH: Final = 1 << 12
 _WIDTHS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
 _FILTER_NUMBERS = frozenset({"batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap"})
-"""Filters whose numbers say how long their result is."""
+"""Filters whose numbers determine the length of their result."""
 
 
 class Weight(NamedTuple):
-    """What Python goes through in a value; a part that stands there several times counts as often."""
+    """The amount that Python traverses in a value; a part counts as often as it occurs."""
 
     num_items: int = 0
     num_characters: int = 0
@@ -93,7 +91,7 @@ class Weight(NamedTuple):
 
 
 def weigh(*values: Any) -> Weight:
-    """Returns the weight of values together; raises SecurityError if that is too much."""
+    """Returns the total weight of values; raises SecurityError if it is too large."""
     level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
     while level:
         inner = list[Any]()
@@ -125,14 +123,14 @@ def weigh(*values: Any) -> Weight:
 
 
 def weigh_key(container: Any, *key: Any) -> Weight:
-    """Returns what is gone through to find a key: of some kinds, all of a dict's may share a hash."""
+    """Returns the weight of finding a key: for some types, all keys of a dict may share a hash."""
     weight = weigh(*key)
     is_slow = isinstance(container, dict) and weight.num_items > 0
     return weight._replace(num_items=weight.num_items + len(container)) if is_slow else weight
 
 
 def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
-    """Returns `parts` as one text; `spend` is told of each."""
+    """Returns `parts` as one text; `spend` receives the cost of each."""
     gathered, num_characters = list[str](), 0
     for part in parts:
         spend(1)
@@ -157,7 +155,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
 
 
 def check_contains(container: Any, item: Any) -> Weight:
-    """Returns what is gone through to find `item` in `container`; raises SecurityError if that is too much."""
+    """Returns the weight of finding `item` in `container`; raises SecurityError if it is too large."""
     if isinstance(container, str):
         return Weight(0, len(container))
     weight = weigh_key(container, item)
@@ -168,7 +166,7 @@ def check_contains(container: Any, item: Any) -> Weight:
 
 
 def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
-    """Returns what a call goes through; raises SecurityError if that is too much, or makes too long a text."""
+    """Returns the weight of a call; raises SecurityError if it is too large, or the resulting text too long."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, dict | list) and name in _LOOKS_AT:
         return weigh_key(owner, *args[: _LOOKS_AT[name]])
@@ -202,7 +200,7 @@ def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequen
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """Returns what a filter goes through in `args[0]` and the others; raises SecurityError as `check_call` does."""
+    """Returns the weight of a filter on `args[0]` and the others; raises SecurityError like `check_call`."""
     if not args:
         return Weight()
     value, rest = args[0], [*args[1:], *kwargs.values()]
@@ -233,7 +231,7 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
 
 
 def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """Returns what a test goes through; raises SecurityError as `check_call` does."""
+    """Returns the weight of a test; raises SecurityError like `check_call`."""
     if name == "in" and len(args) == 2:
         return check_contains(args[1], args[0])
     if args and isinstance(args[0], str) and name in ("divisibleby", "even", "odd"):
@@ -242,7 +240,7 @@ def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wei
 
 
 def check_format(text: str, *values: Any) -> None:
-    """Raises SecurityError for a text for `str.format` that makes a long one, or is told how wide a field is."""
+    """Raises SecurityError if a text for `str.format` makes a long one, or sets the width of a field from a value."""
     _check_fields(text.count("{"), 0, values)
     specs = _FORMAT_SPEC.findall(text)
     if any(brace == "{" for _, brace in specs):
@@ -251,7 +249,7 @@ def check_format(text: str, *values: Any) -> None:
 
 
 def check_percent(text: str, *values: Any) -> None:
-    """Raises SecurityError for a text for `%` that makes a long one, or is told how wide a field is."""
+    """Raises SecurityError if a text for `%` makes a long one, or sets the width of a field from a value."""
     _check_fields(text.count("%"), 0, values)
     if _TOLD_WIDTH.search(text):
         raise _too_long()
@@ -324,7 +322,7 @@ def check_items(count: int) -> None:
 
 
 def check_bits(count: int) -> None:
-    """Raises SecurityError for too great a number."""
+    """Raises SecurityError for too large a number."""
     if count > MAX_INTEGER_BITS:
         raise _too_long()
 

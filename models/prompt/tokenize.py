@@ -1,40 +1,21 @@
-"""Tokenizes long prompts piece by piece, remembering pieces, and gives generated text back as it was generated.
+"""Tokenizes long prompts piece by piece, remembers pieces, and returns generated text as the tokens it was generated
+as.
 
-A tokenizer cuts its added tokens (`<|im_start|>` and its like) out of a text first and tokenizes what is between
-them piece by piece. So a piece is tokenized once and remembered, and the next turn of a long conversation costs
-only its new pieces. And since text does not determine tokens (a model may have said "Par" "is" where the tokenizer
-says "Paris"), the ids of a generated reply are remembered for the place where it stands: when a client sends the
-reply back, behind the very text that it was generated behind, the prompt continues with exactly the tokens whose
-state is cached. The same words anywhere else are tokenized as ever.
+A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text and tokenizes the text between them
+piece by piece. So a piece is tokenized once and remembered, and the next turn of a long conversation costs only its
+new pieces. And since text does not determine tokens (a model may have said "Par" "is" where the tokenizer says
+"Paris"), the ids of a generated reply are remembered for its place: when a client sends the reply back, after the
+same text as at generation, the prompt continues with exactly the tokens whose state is cached. Anywhere else the same
+words are tokenized as usual. `added_tokens.py` tells which added tokens can be cut at, and `Pieces.fits` tries each.
+A piece that is not at the beginning of a text is tokenized after a border, since some tokenizers treat the first
+piece differently.
 
-Which added tokens can be cut at is known from what they are (`added_tokens.py`), and `Pieces.fits` tries each.
-A piece that is not at the beginning of a text is tokenized behind a border, since some tokenizers treat the first
-piece of a text differently. A very long piece is tokenized in parts (`text_segments.py`).
+A very long piece is tokenized in parts by `TextCutter`. Long work ends early when nobody waits for it: the caller
+passes a question (`abandoned_when`), in a context variable since it crosses unrelated layers, and the work asks it
+between its parts.
 
-What is remembered for one namespace is not known in another. Knows no templates and no requests. Any thread; the
-memory is bounded and locked.
-
-Cuts a long text where a tokenizer cuts it in any case, so that it can be tokenized in parts.
-
-The tokenizers library holds Python's lock while it hands over its results, and an encoding of megabytes cannot be
-stopped halfway. So a long text is cut before a word or a bracket behind a line break, and before a space between two
-words. There no token can reach across: none of the vocabulary has these characters within. A tokenizer may still mind
-what stands at the beginning of a text (many put a space there), so a part that is not the first is tokenized behind a
-few characters that end as the part before did, whose tokens are left out.
-
-A text without such places (JSON or markup in one line, a picture in letters) is cut where the tokenizer's own words
-begin. Most tokenizers cut a text into words first, from left to right, and look a few characters ahead for it; so the
-words of a part are those of the whole text, but for the last ones. That costs tokenizing such a text twice.
-
-Whether all this holds for a tokenizer is tried on samples; a kind of place that fails is not used.
-
-No part has more than `MAX_CHARACTERS`, whatever the text and the tokenizer: where there is no place, a text is cut
-anyhow, before white space if there is any. A token at such a cut may be another than it would be.
-
-Lets long work on text end early when nobody waits for it any more.
-
-Whoever starts the work says how to ask (`abandoned_when`); the work asks between its parts. The question travels in a
-context variable, since it goes through layers that have nothing to do with it.
+What is remembered for one namespace is unknown in another. Knows no templates and no requests. Any thread; the memory
+is bounded and locked.
 """
 
 import hashlib
@@ -57,11 +38,11 @@ from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt.added_tokens import AddedToken, Borders, Cut
 
 SEGMENT_CHARACTERS = 16_384
-"""A part has at least so many, and ends at the next place where it can; at a word's start, at most so many."""
+"""The least length of a part, which ends at the next place that allows it; at a word's start, the most."""
 MAX_CHARACTERS = 32_768
-"""A part has at most so many. More may take the library minutes, and searching them holds Python's lock."""
+"""The most characters of a part. More may take the library minutes, and searching them holds Python's lock."""
 _AHEAD_CHARACTERS = 256
-"""Words are not looked for in this many characters at the end of a searched text: what follows may change them."""
+"""Words are not searched for in this many characters at the end of a text: later text may change them."""
 _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
 
 
@@ -71,11 +52,11 @@ class CutPlace:
 
     pattern: "re.Pattern[str]"
     num_before: int
-    """Characters of the match that stand before the cut."""
+    """Characters of the match before the cut."""
     context: str
-    """What a part behind the cut is tokenized behind."""
+    """The text before which a part after the cut is tokenized."""
     crossing: "re.Pattern[str]"
-    """What a token of the vocabulary that reaches across has within, spelled in bytes or not."""
+    """Matches tokens of the vocabulary that reach across the cut, spelled in bytes or not."""
 
 
 AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u010a](?![\u0100-\u0143])[^\\W\\d_]"))
@@ -87,7 +68,7 @@ NO_PLACES: Mapping[CutPlace, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """The range `[start, stop)` of a text, and what to tokenize it behind."""
+    """The range `[start, stop)` of a text, and the context to tokenize it after."""
 
     start: int
     stop: int
@@ -95,22 +76,37 @@ class TextPart:
 
 
 class TextCutter:
-    """The places of one tokenizer. Any thread."""
+    """The cut places of one tokenizer. Any thread.
+
+    The tokenizers library holds Python's lock while it returns results, and an encoding of megabytes cannot be
+    interrupted. So a long text is cut before a word or a bracket after a line break, and before a space between two
+    words. No token can reach across these places: none of the vocabulary contains these characters. A tokenizer may
+    still depend on the beginning of a text (many put a space there), so a later part is tokenized after a few
+    characters that end like the part before it, and their tokens are left out.
+
+    A text without such places (JSON or markup in one line, a picture in letters) is cut where the tokenizer's own
+    words begin. Most tokenizers first cut a text into words, from left to right, looking a few characters ahead; so
+    the words of a part are those of the whole text, except the last ones. Such a text is tokenized twice. All this is
+    tried on samples for each tokenizer; a kind of place that fails is not used.
+
+    No part has more than `MAX_CHARACTERS`: without a place, a text is cut anywhere, before white space if there is
+    any. A token at such a cut may differ.
+    """
 
     def __init__(
         self,
         places: Mapping[CutPlace, int] = NO_PLACES,
         word_starts: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        """`places` says how many tokens each context has; with nothing given, a text is cut only where it must be.
+        """`places` holds the number of tokens of each context; without any, a text is cut only if it must be.
 
-        `word_starts` says, ascending, where the tokenizer's own words begin that no white space stands beside.
+        `word_starts` returns, ascending, where the tokenizer's own words begin with no white space beside them.
         """
         self._places = places
         self._word_starts = word_starts
 
     def num_context_tokens(self, segment: TextPart) -> int:
-        """Returns how many tokens of an encoded segment belong to what it stands behind."""
+        """Returns how many tokens of an encoded part belong to its context."""
         return next((count for place, count in self._places.items() if place.context == segment.context), 0)
 
     def cut(self, text: str) -> Iterator[TextPart]:
@@ -126,7 +122,9 @@ class TextCutter:
         yield TextPart(start, len(text), context)
 
     def _next_cut(self, text: str, start: int) -> tuple[int, str] | None:
-        """Returns where the part that begins at `start` ends, and the context of the next; None if it has no end."""
+        """Returns where the part from `start` ends, and the context of the next part; None if `start` begins the last
+        part.
+        """
         least, most = start + SEGMENT_CHARACTERS, start + MAX_CHARACTERS
         matches = ((place, place.pattern.search(text, least, most)) for place in self._places)
         found = [(match.start() + place.num_before, place.context) for place, match in matches if match]
@@ -151,7 +149,7 @@ def tried_cutter(
 ) -> TextCutter:
     """Returns the cutter of a tokenizer; raises what `encode` raises.
 
-    `vocabulary` maps the tokens as they are spelled; `encode` gives the ids of a whole text, `encode_inner` those of
+    `vocabulary` maps the tokens in their spelling; `encode` returns the ids of a whole text, `encode_inner` those of
     a text in the middle of another.
     """
     spelled = "\0".join(vocabulary)
@@ -215,7 +213,7 @@ _is_abandoned: ContextVar[Callable[[], bool]] = ContextVar("is_abandoned")
 
 @contextmanager
 def abandoned_when(is_abandoned: Callable[[], bool]) -> Iterator[None]:
-    """Within, `stop_if_abandoned` asks `is_abandoned`, which is quick and may be called on any thread."""
+    """Makes `stop_if_abandoned` in the block ask `is_abandoned`, which must be quick and callable on any thread."""
     token = _is_abandoned.set(is_abandoned)
     try:
         yield
@@ -224,20 +222,20 @@ def abandoned_when(is_abandoned: Callable[[], bool]) -> Iterator[None]:
 
 
 def stop_if_abandoned() -> None:
-    """Raises Abandoned where nobody waits any more. Costs next to nothing."""
+    """Raises Abandoned if nobody waits any more. Costs almost nothing."""
     is_abandoned = _is_abandoned.get(None)
     if is_abandoned is not None and is_abandoned():
         raise Abandoned
 
 
 MAX_REMEMBERED_BYTES = 64 << 20
-"""Memory for pieces and replies, of one model, at most."""
+"""The most memory for one model's pieces and replies."""
 PIECE_BYTES = 560
-"""What Python takes for a remembered piece besides its numbers: arrays, piece, key, and its place in the memory."""
+"""Memory of a remembered piece in Python besides its numbers: arrays, piece, key, and its place in the memory."""
 
 _KEY_BYTES = 16
 _MANY_TOKENS = 50_000
-"""Results of more are not handed over at once: that holds Python's lock."""
+"""More result tokens are not returned at once: that holds Python's lock."""
 _SAMPLES = (
     "",
     " ",
@@ -256,20 +254,20 @@ _Digest: TypeAlias = "hashlib.blake2b"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Piece:
-    """Token ids of a piece of text, and for each the character offset in the piece where it ends at most."""
+    """Token ids of a piece of text, and for each an upper bound of the character offset where it ends."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int32]
 
     @property
     def num_bytes(self) -> int:
-        """What remembering it costs."""
+        """Bytes of memory to remember the piece."""
         return self.ids.nbytes + self.ends.nbytes + PIECE_BYTES
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tail:
-    """The end of a tokenized text, from its last border on: what a reply goes on from."""
+    """The end of a tokenized text, from its last border on: the context of a reply."""
 
     start: int
     text: str
@@ -280,7 +278,9 @@ class Tail:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tokenized:
-    """Token ids of a text, for each the character offset where it ends at most, and what a reply goes on from."""
+    """Token ids of a text, for each an upper bound of the character offset where it ends, and the context of a
+    reply.
+    """
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
@@ -323,7 +323,7 @@ class Pieces:
         return all(self.tokenize(text).ids.tolist() == self._ids(text) for text in samples)
 
     def tokenize(self, text: str, namespace: str | None = "", max_tokens: int | None = None) -> Tokenized:
-        """Returns the token ids of `text`, and where each ends, from remembered pieces where it can.
+        """Returns the token ids of `text`, and where each ends, from remembered pieces if possible.
 
         Without a namespace nothing is recalled or remembered. Raises PromptTooLong as soon as there are more than
         `max_tokens`, and Abandoned.
@@ -341,10 +341,10 @@ class Pieces:
         return Tokenized(_joined_ids(parts), np.concatenate([np.empty(0, np.int64), *ends]), tail)
 
     def remember_reply(self, tail: Tail, reply: str, reply_ids: Sequence[int]) -> None:
-        """Remembers that `reply`, generated behind the text of `tail`, was `reply_ids`.
+        """Remembers that `reply`, generated after the text of `tail`, was `reply_ids`.
 
-        The ids end before the end-of-turn token. Nothing is remembered where the added tokens in text and ids
-        disagree, as in a reply that was cut in the middle of a token. Costs no tokenization.
+        The ids end before the end-of-turn token. Nothing is remembered if the added tokens in text and ids disagree,
+        as in a reply that was cut in the middle of a token. Costs no tokenization.
         """
         if not self._borders:
             return
@@ -358,12 +358,12 @@ class Pieces:
         for cut, run in zip(cuts, runs, strict=True):
             digest.update(_bytes(text[cut.start : cut.stop]))
             if cut.token_id is None:
-                # Where a generated token ends in the text is not known, so all are said to end where the piece does.
+                # Where a generated token ends in the text is unknown, so every token gets the end of the piece.
                 ends = np.full(len(run), cut.stop - cut.start, np.int32)
                 self._keep(_place_key(digest, tail.start + cut.start), Piece(np.array(run, np.int32), ends))
 
     def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> Piece:
-        """Returns the tokens of one range; `digest`, of all before it, is updated by its text."""
+        """Returns the tokens of one range; adds its text to `digest`, which covers all text before it."""
         raw = _bytes(text)
         digest.update(raw)
         if cut.token_id is not None:
@@ -435,7 +435,9 @@ class Pieces:
         return self._ids(self._opener + text)[self._num_opener :]
 
     def _word_starts(self, text: str) -> list[int]:
-        """Returns where words begin that the tokenizer cuts `text` into first, those beside white space left out."""
+        """Returns where the words begin into which the tokenizer first cuts `text`, except those beside white
+        space.
+        """
         encoding = encode(self._backend, self._opener + text)
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         starts = [
@@ -454,7 +456,7 @@ class _Count:
         self._num_tokens = 0
 
     def add(self, num_tokens: int) -> None:
-        """Raises PromptTooLong where there are too many by now."""
+        """Raises PromptTooLong if there are now too many."""
         self._num_tokens += num_tokens
         if self._max_tokens is not None and self._num_tokens > self._max_tokens:
             raise PromptTooLong(self._num_tokens, self._max_tokens)
@@ -463,8 +465,8 @@ class _Count:
 def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
     """Returns the library's encoding of `text`, without special tokens around it; other threads run meanwhile.
 
-    Encoding a single text holds Python's lock all the while, encoding a batch does not. Raises TokenizerFailed where
-    the library gives up: it does on some texts with added tokens of white space beside others that strip it.
+    Encoding a single text holds Python's lock throughout, encoding a batch does not. Raises TokenizerFailed if the
+    library fails, as on some texts with added tokens of white space beside others that strip it.
     """
     try:
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
@@ -482,7 +484,7 @@ def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
     """
     num_tokens = len(encoding)
     if num_tokens > _MANY_TOKENS:
-        # One by one takes longer, but others have their turn.
+        # One by one takes longer, but other threads can run.
         offsets: Iterable[tuple[int, int]] = (encoding.token_to_chars(token) for token in range(num_tokens))
     else:
         offsets = encoding.offsets
@@ -517,7 +519,7 @@ def _digest_of(namespace: str) -> _Digest:
 
 
 def _place_key(digest: _Digest, start: int) -> bytes:
-    """Returns the key of what stands between `start` and the end of a text whose digest this is."""
+    """Returns the key of the text between `start` and the end of the text with this digest."""
     key = digest.copy()
     key.update(b" %d" % start)
     return key.digest()

@@ -1,9 +1,8 @@
 """Definitions of tools that a conversation learns of after its beginning, as the model's template writes them.
 
-A template writes tools at the head of a prompt. A tool that is loaded later is written where it is loaded, so that
-nothing before it changes, in the same form: what the template adds to a prompt with one tool for another one.
-
-It knows the template only as a function.
+A template writes tools at the head of a prompt. A tool that is loaded later is written where it is loaded, in the
+same form, so that nothing before it changes: the text that the template adds to a prompt with one tool for a second
+one. Knows the template only as a function.
 """
 
 import json
@@ -15,7 +14,7 @@ from typing import Any, Final, TypeAlias
 Tool: TypeAlias = Mapping[str, Any]
 """`{"type": "function", "function": {"name", "description", "parameters"}}`."""
 Render: TypeAlias = Callable[[Sequence[Tool]], str | None]
-"""Returns a short prompt with some tools; None where the template refuses it."""
+"""Returns a short prompt with some tools; None if the template refuses it."""
 
 MAX_KEPT_CHARACTERS: Final = 16 << 20
 _SAMPLE: Final[Tool] = {
@@ -38,14 +37,14 @@ class ToolDefinitions:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, str] = OrderedDict()
         self._num_kept = 0
-        """Characters of the texts that are kept."""
+        """Characters of the kept texts."""
 
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns the definitions of the tools that have these names, as one block.
+        """Returns the definitions of the named tools as one block.
 
-        `place` says where in which conversation the block stands. A conversation keeps the wording that it saw first,
-        whatever has become of the tools since. A name without a tool is said to be no longer available; a block with
-        one is not kept, for the tool may come back.
+        `place` identifies the block's conversation and position. A conversation keeps the wording that it saw first,
+        even if the tools change. The block declares a name without a tool unavailable; such a block is not kept, for
+        the tool may come back.
         """
         key = (place, tuple(names))
         with self._lock:
@@ -63,11 +62,11 @@ class ToolDefinitions:
         name, sample = tool["function"]["name"], _SAMPLE["function"]["name"]
         if name in written and sample not in written:
             return written
-        # The template writes tools otherwise than one after another, or not at all.
+        # The template writes tools in another way than one after another, or not at all.
         return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
 
     def _keep(self, key: Hashable, text: str) -> str:
-        """Returns the text that is kept: another thread may have kept its own meanwhile."""
+        """Returns the kept text: another thread may have kept its own meanwhile."""
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
@@ -79,10 +78,10 @@ class ToolDefinitions:
 
 
 def _inserted(shorter: str, longer: str) -> str:
-    """Returns what `longer` has within `shorter`, without separators; "" if it is no insertion.
+    """Returns the text that `longer` adds within `shorter`, without separators; "" if it is no insertion.
 
-    What is inserted may begin like what follows it (`<function>` before `</tools>`). Of the several places for it,
-    the right one stands between separators or brackets.
+    An insertion may begin like the text after it (`<function>` before `</tools>`). Of its several possible places,
+    the right one is between separators or brackets.
     """
     count = len(longer) - len(shorter)
     start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))

@@ -1,9 +1,7 @@
-"""Making, copying and removing names of our own.
+"""Makes, copies and removes local names for models, and verifies models' files against the hub's hashes.
 
-Whether the files of a model are there, whole, and what the hub gave.
-
-A file of Hugging Face's cache is a link to a blob that is named for its hash: SHA-256 of large files, Git's SHA-1 of
-others. Files that lie elsewhere have no hash to be compared with; of those only the length of weights is known.
+A file of Hugging Face's cache is a link to a blob named by its hash: SHA-256 of large files, Git's SHA-1 of others.
+Files elsewhere have no hash to compare with; of those only the length of weights is checked.
 """
 
 import hashlib
@@ -32,18 +30,18 @@ from models.store.stored_model import (
 
 @dataclass(frozen=True)
 class Making:
-    """What a new model says of itself; None leaves what the model has that it is made from."""
+    """The settings of a new model; None keeps the base model's."""
 
     parameters: Sequence[tuple[str, Any]] = ()
     system: str | None = None
     messages: Sequence[ExampleMessage] = ()
     license: str | None = None
     replaces: bool = True
-    """Whether a model of that name makes way."""
+    """Whether the new model replaces one of the same name."""
 
 
 def create(name: str, base: WeightsPlace, base_name: str, making: Making) -> StoredModel:
-    """Makes a model from another, whose defaults it has where `making` says nothing, and returns it.
+    """Makes a model from another and returns it; settings absent from `making` are the other's.
 
     Raises StoreError, and ModelfileError for a parameter that cannot be honoured.
     """
@@ -65,7 +63,7 @@ def copy(source_name: str, base: WeightsPlace, name: str, *, replaces: bool) -> 
 
 
 def remove(name: str) -> StoredModel:
-    """Removes a name, and nothing of the weights; returns what it stood for. Raises StoreError."""
+    """Removes a name, but no weights; returns the removed model. Raises StoreError."""
     full = parse_full_name(name)
     with user_manifest().change() as stored:
         if full not in stored:
@@ -79,7 +77,7 @@ def names_with(place: WeightsPlace) -> list[str]:
 
 
 def parse_free_name(name: str) -> str:
-    """Returns `name:tag` for a name that may be stored; raises StoreError for what stands for something else."""
+    """Returns `name:tag` for a name that may be stored; raises StoreError for a name with another meaning."""
     full = parse_full_name(name)
     short = full.removesuffix(f":{LATEST}")
     if short in BUILT_IN:
@@ -103,7 +101,7 @@ def _store(full: str, place: WeightsPlace, defaults: ModelDefaults, text: str, *
 def _check_template_arguments(defaults: ModelDefaults) -> None:
     if not defaults.template_arguments:
         return
-    # Brings along the tokenizers.
+    # This import loads the tokenizers.
     from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS
 
     for name in defaults.template_arguments.keys() & RESERVED_TEMPLATE_ARGUMENTS:
@@ -116,7 +114,7 @@ _GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ".safetensors"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""As the format has it."""
+"""The format's limit."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class FileFault:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found out about a model's files."""
+    """The result of checking a model's files."""
 
     num_files: int
     num_compared: int
@@ -139,7 +137,7 @@ class Verification:
 
 
 def verify(folder: Path, tell: Callable[[str], object] = lambda name: None) -> Verification:
-    """Reads all files of a model; `tell` is told the name of each before. Blocks for about a second a gigabyte."""
+    """Reads all files of a model; `tell` receives each name before. Blocks for about a second a gigabyte."""
     files = sorted(path for path in folder.iterdir() if not path.is_dir())
     faults = [FileFault(name, "missing") for name in missing_files(folder)]
     num_compared = 0
@@ -154,13 +152,13 @@ def verify(folder: Path, tell: Callable[[str], object] = lambda name: None) -> V
 
 
 def _expected_hash(file: Path) -> str | None:
-    """Returns the hash that the hub gave for a file of the cache; None for any other file."""
+    """Returns the hub's hash for a file of the cache; None for any other file."""
     name = file.readlink().name if file.is_symlink() else ""
     return name if _SHA256.fullmatch(name) or _GIT_SHA1.fullmatch(name) else None
 
 
 def _fault(file: Path, expected: str | None) -> Iterator[str]:
-    """Yields what is wrong with a file, if anything is."""
+    """Yields the fault of a file, if any."""
     if not file.exists():
         yield "missing"
         return
@@ -175,7 +173,7 @@ def _fault(file: Path, expected: str | None) -> Iterator[str]:
 
 
 def _shortened(file: Path) -> str | None:
-    """Returns what is wrong with the length of weights, by their header; None if nothing is."""
+    """Returns the fault in the length of weights, by their header; None if there is none."""
     size_bytes = file.stat().st_size
     with file.open("rb") as source:
         header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")
@@ -195,9 +193,9 @@ def _shortened(file: Path) -> str | None:
 
 
 def _hash(file: Path, expected: str) -> str:
-    """Returns the hash of a file, of the kind that `expected` is."""
+    """Returns the hash of a file, of the same kind as `expected`."""
     is_sha256 = len(expected) == hashlib.sha256().digest_size * 2
-    # Git hashes a file behind its kind and size.
+    # Git's hash covers a file's kind and size before its contents.
     digest = hashlib.sha256() if is_sha256 else hashlib.sha1(f"blob {file.stat().st_size}\0".encode())
     with file.open("rb") as source:
         while block := source.read(_BLOCK_BYTES):

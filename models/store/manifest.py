@@ -29,14 +29,14 @@ FILE_NAME = "models.json"
 
 
 def data_folder(environment: Mapping[str, str]) -> Path:
-    """Returns where this user's manifest lies; the folder need not exist."""
+    """Returns the folder of this user's manifest; it need not exist."""
     folder = environment.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(folder).expanduser() / "mlx-serve"
 
 
 @dataclass(frozen=True)
 class _Read:
-    """What was read, and of which file."""
+    """Content read, and the state of the file at reading."""
 
     stamp: tuple[int, int, int]
     models: Mapping[str, StoredModel]
@@ -58,23 +58,23 @@ class Manifest:
     def models(self) -> Mapping[str, StoredModel]:
         """Returns all stored models by full name; do not change them.
 
-        Raises StoreDamaged, and the next call finds the file set aside; StoreError where it cannot be read.
+        Raises StoreDamaged after setting a damaged file aside, and StoreError if the file cannot be read.
         """
         try:
             return self._current()
         except _Damaged:
             with self._alone():
-                # Somebody may have mended it meanwhile.
+                # Another process may have repaired the file meanwhile.
                 return self._current_or_set_aside()
 
     def find(self, name: str) -> StoredModel | None:
-        """Returns the model of that name, with or without its tag; raises as `models` does."""
+        """Returns the model of that name, with or without its tag; raises like `models`."""
         full = find_full_name(name)
         return None if full is None else self.models().get(full)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[dict[str, StoredModel]]:
-        """Gives the stored models to be changed, alone; they are written at the end, unless an error comes before.
+        """Yields the stored models for exclusive changes, which are written at the end unless an error is raised.
 
         Raises StoreError.
         """
@@ -108,7 +108,7 @@ class Manifest:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _current(self) -> Mapping[str, StoredModel]:
-        """Returns what the file holds, read anew only where it changed; raises _Damaged and StoreError."""
+        """Returns the content of the file, read again only if it changed; raises _Damaged and StoreError."""
         stamp = self._stamp()
         if stamp is None:
             return {}
@@ -118,7 +118,9 @@ class Manifest:
         return last.models
 
     def _current_or_set_aside(self) -> Mapping[str, StoredModel]:
-        """Returns the same under the lock; raises StoreDamaged once a damaged file is set aside, and StoreError."""
+        """Returns the content under the lock; raises StoreDamaged after setting a damaged file aside, and
+        StoreError.
+        """
         try:
             return self._current()
         except _Damaged as error:
@@ -139,7 +141,7 @@ class Manifest:
             raise _Damaged(reason(error)) from error
 
     def _set_aside(self) -> Path:
-        """Renames the file so that no other is overwritten, and returns its new place."""
+        """Renames the file without overwriting another, and returns its new place."""
         number = 1
         while (aside := self.path.with_name(f"{FILE_NAME}.damaged-{number}")).exists():
             number += 1
@@ -165,11 +167,11 @@ class Manifest:
 
 
 class _Damaged(Exception):
-    """The file cannot be understood; the message says where."""
+    """The file is malformed; the message says where."""
 
 
 class _Newer(Exception):
-    """The file has a version that is not known."""
+    """The file has an unknown version."""
 
 
 def _parse(text: bytes) -> Mapping[str, StoredModel]:
@@ -207,7 +209,7 @@ def _serialized(models: Mapping[str, StoredModel]) -> bytes:
 
 
 def _adapter() -> "TypeAdapter[list[StoredModel]]":
-    # Not at the top: commands that find no manifest start faster without it.
+    # Not at the top: commands without a manifest start faster this way.
     from pydantic import TypeAdapter
 
     return TypeAdapter(list[StoredModel])

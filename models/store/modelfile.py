@@ -1,9 +1,7 @@
-"""Reading and writing Ollama's Modelfile. Pure.
+"""Reads and writes Ollama's Modelfile, and maps Ollama's names of parameters. Pure.
 
 One instruction a line, in letters of any case: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`. Its text ends
-with the line, or stands between quotes, which may be three to reach over several lines. `#` begins a comment.
-
-Parameters of a stored model by the names that Ollama has for them. Pure.
+with the line, or is quoted; three quotes allow several lines. `#` begins a comment.
 """
 
 import difflib
@@ -36,7 +34,7 @@ _OF_LOADING = (
     "embedding_only tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict"
 )
 WITHOUT_EFFECT = frozenset(_OF_LOADING.split())
-"""Parameters of Ollama's that are taken and change nothing here."""
+"""Ollama's parameters that are accepted and have no effect."""
 
 
 @dataclass
@@ -48,10 +46,10 @@ class _Told:
 
 
 def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) -> ModelDefaults:
-    """Returns defaults with what the pairs of name and value say; `stop` may come several times.
+    """Returns defaults changed by pairs of name and value; `stop` may occur several times.
 
-    A value is a text, as a Modelfile has it, or as JSON has it. Raises ModelfileError for a parameter that is not
-    known, and for a value that it cannot have.
+    A value is a text, as in a Modelfile, or a JSON value. Raises ModelfileError for an unknown parameter, and for an
+    invalid value.
     """
     found = _Told(dict(defaults.sampling), {}, [])
     for name, value in told:
@@ -107,7 +105,7 @@ def _take_parameter(found: _Told, name: str, value: Any) -> None:
 
 
 def _settle(sampling: dict[str, int | float], name: str) -> None:
-    """Has the values by which Ollama turns something off mean the same here."""
+    """Translates the values by which Ollama turns something off."""
     if name == "top_k" and sampling[name] < 0:
         sampling[name] = 0
     if name == "seed" and sampling[name] < 0:
@@ -115,7 +113,7 @@ def _settle(sampling: dict[str, int | float], name: str) -> None:
     if name == "typical_p" and sampling.get(name) == 0:
         sampling[name] = 1.0
     if name == "top_p" and sampling.get(name) == 0:
-        # No mass at all is the likeliest token alone.
+        # No mass at all means the likeliest token alone.
         sampling |= {"top_p": 1.0, "top_k": 1}
 
 
@@ -165,10 +163,10 @@ _LONG_QUOTE = '"""'
 
 @dataclass
 class Modelfile:
-    """What a Modelfile says."""
+    """The content of a Modelfile."""
 
     base: str = ""
-    """The model that it begins from."""
+    """The base model."""
     parameters: list[tuple[str, str]] = field(default_factory=list)
     system: str | None = None
     messages: list[ExampleMessage] = field(default_factory=list)
@@ -176,7 +174,7 @@ class Modelfile:
 
 
 def parse_modelfile(text: str) -> Modelfile:
-    """Returns what a Modelfile says; raises ModelfileError, which names the line."""
+    """Parses a Modelfile; raises ModelfileError, which names the line."""
     found = Modelfile()
     for number, instruction, argument in _instructions(text):
         try:
@@ -189,7 +187,7 @@ def parse_modelfile(text: str) -> Modelfile:
 
 
 def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
-    """Returns a Modelfile that makes the same model, from `base` if that is another name of its weights."""
+    """Returns a Modelfile that makes the same model, from `base` if given, which must name the same weights."""
     defaults = stored.defaults
     lines = [
         f"FROM {base or stored.weights}",
@@ -208,7 +206,7 @@ def _quoted(text: str) -> str:
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yields the number of its line, its word in small letters, and its text."""
+    """Yields line number, instruction in lower case, and text."""
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     number = 0
     while number < len(lines):
@@ -219,7 +217,7 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
         word, _, rest = line.partition(" ") if " " in line else line.partition("\t")
         rest = rest.strip()
         head, quote, begun = rest.partition(_LONG_QUOTE)
-        # A role may stand before the text of a message.
+        # A role may precede the text of a message.
         if quote and (not head or word.lower() == "message"):
             gathered = [begun]
             while _LONG_QUOTE not in gathered[-1]:

@@ -1,8 +1,6 @@
-"""A model under a name of our own: where its weights lie, and its defaults. Pure.
+"""A model under a local name: where its weights are, and its defaults for requests. Pure.
 
-A name holds no slash, so that it never looks like a path or like a repository.
-
-What requests under a stored name get where they say nothing themselves. Pure.
+A name holds no slash, so that it never looks like a path or a repository.
 """
 
 import re
@@ -36,7 +34,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True)
 class ExampleMessage:
-    """A message that stands before those of each conversation, to show how answers look."""
+    """A message before those of each conversation, as an example of answers."""
 
     role: str
     content: str
@@ -44,19 +42,19 @@ class ExampleMessage:
 
 @dataclass(frozen=True)
 class ModelDefaults:
-    """Defaults of a stored model; what a request says goes before each of them."""
+    """Defaults of a stored model; a request's own values take precedence."""
 
     system: str = ""
     messages: tuple[ExampleMessage, ...] = ()
     sampling: Mapping[str, int | float] = field(default_factory=dict)
-    """By the names of `SAMPLING_DEFAULTS`."""
+    """By the names in `SAMPLING_DEFAULTS`."""
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
-    """Longest answer; None: as the server has it."""
+    """Longest answer; None: the server's limit."""
     context_tokens: int | None = None
-    """Longest prompt and answer together; None: as the model and the server have it."""
+    """Longest prompt and answer together; None: the limit of model and server."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template is told, as `chat_template_kwargs` of a request."""
+    """Arguments of the chat template, like `chat_template_kwargs` of a request."""
 
     def check(self) -> None:
         """Raises InvalidParameter, naming the parameter, for the first value that cannot be honoured."""
@@ -68,7 +66,7 @@ class ModelDefaults:
         _check_least("num_ctx", self.context_tokens, MIN_CONTEXT_TOKENS)
 
     def sampling_over(self, sampling: SamplingParams) -> SamplingParams:
-        """Returns a model's own sampling with these defaults in its place; raises InvalidParameter."""
+        """Returns a model's own sampling overridden by these defaults; raises InvalidParameter."""
         unknown = next((name for name in self.sampling if name not in SAMPLING_DEFAULTS), None)
         if unknown is not None:
             raise InvalidParameter(unknown, f"{unknown} is no parameter of sampling that a model may set")
@@ -76,9 +74,9 @@ class ModelDefaults:
         return replace(sampling, **named)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Returns a request's messages with the examples before them, and the system prompt if they have none.
+        """Returns a request's messages after the examples, with the system prompt if they have none.
 
-        The contents of those added are lists of texts, as templates are given them.
+        The contents of the added messages are lists of texts, as templates receive them.
         """
         has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
         system = [messages[0]] if has_system else [_message("system", self.system)] if self.system else []
@@ -96,7 +94,7 @@ def _check_least(name: str, value: int | None, least: int) -> None:
 
 
 LATEST = "latest"
-"""The tag of a name that says none."""
+"""The tag of a name without one."""
 MAX_NAME_CHARACTERS = 80
 _PART = rf"[a-z0-9][a-z0-9._-]{{0,{MAX_NAME_CHARACTERS - 1}}}"
 _NAME = re.compile(rf"({_PART})(?::({_PART}))?")
@@ -104,13 +102,13 @@ _NAME = re.compile(rf"({_PART})(?::({_PART}))?")
 
 @dataclass(frozen=True)
 class WeightsPlace:
-    """Where the weights of a stored model lie."""
+    """Where the weights of a stored model are."""
 
     kind: Literal["built-in", "repository", "folder"]
     name: str
     """The name of a built-in model, `org/name` of a repository, or the whole path of a folder."""
     commit: str = ""
-    """The revision of a repository, resolved when the name was given."""
+    """The revision of a repository, resolved when the name was made."""
 
     def __str__(self) -> str:
         return f"{self.name}@{self.commit}" if self.commit else self.name
