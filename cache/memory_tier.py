@@ -335,7 +335,6 @@ class MemoryTier:
 
 
 def _both(first: Callable[[Node], None], second: Callable[[Node], None]) -> Callable[[Node], None]:
-    """Returns a callback that calls both."""
 
     def call(node: Node) -> None:
         first(node)

@@ -200,7 +200,6 @@ def _is_as_long(place: Path, num_bytes: int) -> bool:
 
 
 def _is_wanted(name: str) -> bool:
-    """Applies the same patterns as `snapshot_download`."""
     return any(fnmatch(name, pattern) for pattern in FILE_PATTERNS) and not any(
         fnmatch(name, pattern) for pattern in IGNORED_PATTERNS
     )

@@ -143,7 +143,6 @@ def _arrays(model: Module) -> Iterator[mx.array]:
 
 
 def _num_weights(module: Module) -> int:
-    """Returns the number of weights in a matrix."""
     weight: mx.array = module.weight
     return weight.size * 32 // module.bits if "scales" in module else weight.size
 

@@ -568,7 +568,6 @@ def _attached(make: Callable[[DiskStore], DiskTier], store: DiskStore) -> DiskTi
 
 
 def _file_of(row: FileRow, loader: FileLoader) -> StoredFile:
-    """Returns the written file of an index row."""
     return StoredFile(
         *(loader, row.namespace, row.start, row.stop, row.receipt.num_bytes, row.is_snapshot, row.has_points),
         *(row.name, row.receipt, FileState.WRITTEN, row.last_used),

@@ -348,7 +348,6 @@ def _child_offsets(
 
 
 def _parent_offset(row: FileRow) -> int:
-    """Returns the offset of a row's `parent_key`."""
     return row.stop if row.is_snapshot else row.start
 
 

@@ -343,7 +343,6 @@ class Valuation:
         return Chance.CURRENT
 
     def _is_point(self, node: Node) -> bool:
-        """Whether sequences can be restored where a node ends."""
         if not self._needs_snapshots:
             return True
         snapshot = node.snapshot

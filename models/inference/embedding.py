@@ -85,7 +85,6 @@ class Embedder:
         return cast(_Evaluate | None, self._head)
 
     def _searched_head(self) -> _Evaluate | None:
-        """Returns the candidate whose logits equal the model's."""
         try:
             trunk = self._find_trunk()
         except EmbeddingUnsupported:

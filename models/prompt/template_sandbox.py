@@ -114,7 +114,6 @@ def _spend(count: int = 1) -> None:
 
 
 def _spend_on(result: Any) -> Any:
-    """Counts a result and returns it."""
     steps = _steps.get()
     if steps is None:
         return result

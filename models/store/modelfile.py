@@ -105,7 +105,6 @@ def _take_parameter(found: _Told, name: str, value: Any) -> None:
 
 
 def _settle(sampling: dict[str, int | float], name: str) -> None:
-    """Translates the values by which Ollama turns something off."""
     if name == "top_k" and sampling[name] < 0:
         sampling[name] = 0
     if name == "seed" and sampling[name] < 0:
