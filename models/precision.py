@@ -153,11 +153,3 @@ def _as_float32(array: mx.array) -> mx.array:
 
 def _float32_bytes(array: mx.array) -> int:
     return 4 * array.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
-
-
-def find_compiler() -> None:
-    """Makes MLX look for the C++ compiler that fuses operations now, instead of at the first fused operation.
-
-    On a CPU it runs `g++ --version` by the C library's `system()`, once in a process; on a GPU it runs nothing.
-    """
-    mx.compile(lambda number: mx.exp(number) + 1)(mx.array(1.0))

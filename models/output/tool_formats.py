@@ -310,7 +310,7 @@ class _JsonNames(ast.NodeTransformer):
 PYTHONIC = BareFormat(
     _may_be_python_call,
     _parse_python_calls,
-    r"\[\s*[A-Za-z_][\w.]*\s*\(",
+    r"\[\s*[A-Za-z_][A-Za-z0-9_.]*\s*\(",
     frames=("<|python_start|>", "<|python_end|>", "<|python_tag|>"),
 )
 

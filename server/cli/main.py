@@ -21,7 +21,7 @@ import typer
 
 from cache.budget import FolderError
 from models.errors import ModelError
-from models.fast_blas import load_fast_blas
+from models.fast_blas import find_compiler, load_fast_blas
 from models.names import resolve, settle
 from server.app.config import (
     KEY_VARIABLE,
@@ -658,10 +658,7 @@ def _prepare_mlx() -> str | None:
     """Imports MLX without losing a Ctrl-C; returns the name of its fast BLAS, if any."""
     with held_back():
         fast_blas = load_fast_blas()
-    from models.precision import find_compiler
-
-    with held_back():
-        find_compiler()
+    find_compiler(held_back)
     return fast_blas
 
 
