@@ -2,7 +2,7 @@
 
     python -m scripts.clients                  all of them
     python -m scripts.clients codex litellm    some
-    python -m scripts.clients benchmarks       programs that measure servers
+    python -m scripts.clients benchmarks       programs that measure or test servers
 
 Everything is installed below --folder, from the registries that pip and npm are set to; coding agents need Node.
 Packages talk to the built-in model, agents to a model whose words stand in a script (`agents.py`). The exit status is
@@ -46,16 +46,25 @@ def main() -> int:
 
 def _try_packages(wanted: list[str], folder: Path) -> Iterator[bool]:
     chosen = [package for package in (*packages.PACKAGES, *packages.BENCHMARKS) if package.name in wanted]
-    if not chosen:
-        return
-    with demo_server() as url:
-        for package in chosen:
-            yield _try(package.name, partial(_try_package, package, folder, url))
+    alone = [package for package in chosen if package is not packages.LANGCHAIN]
+    if alone:
+        with demo_server() as url:
+            for package in alone:
+                yield _try(package.name, partial(_try_package, package, folder, url))
+    if packages.LANGCHAIN in chosen:
+        yield _try(packages.LANGCHAIN.name, partial(_try_langchain, folder))
 
 
-def _try_package(package: packages.Package, folder: Path, url: str) -> str:
-    packages.prove(package, package.install(folder), url)
+def _try_package(package: packages.Package, folder: Path, url: str, model: str = "demo") -> str:
+    packages.prove(package, package.install(folder), url, model)
     return "all it asked for was right"
+
+
+def _try_langchain(folder: Path) -> str:
+    model = make_model(folder / "model")
+    with scripted_server(model) as (url, engine):
+        engine.reply = packages.LANGCHAIN.reply
+        return _try_package(packages.LANGCHAIN, folder, url, model.name)
 
 
 def _try_agents(wanted: list[str], folder: Path) -> Iterator[bool]:

@@ -1,12 +1,18 @@
 """Client packages of Python and Node, each by a program of ours that uses it against the built-in model."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from scripts.clients.scripted_model import TOOL_RESULT
+from scripts.clients.scripted_server import Reply
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 SECONDS = 600.0
@@ -61,6 +67,37 @@ class NodePackage(Package):
         return ["node", str(program)]
 
 
+class LangChainTests(PythonPackage):
+    """LangChain's standard tests, which ask for calls and objects that only a scripted model knows."""
+
+    def reply(self, prompt: str) -> Reply:
+        """Returns a good answer to the last question of a prompt: text, a call of the first tool, or JSON."""
+        tools = re.findall(r'^{"type": "function", "function": {"name": "(\w+)"', prompt, re.MULTILINE)
+        question = prompt.rpartition("<|im_start|>user\n")[2]
+        has_result = TOOL_RESULT in question
+        if "joke" in question and not tools:
+            return Reply(json.dumps(JOKE))
+        if not tools or has_result:
+            return Reply("It is sunny.")
+        named = re.search("named '(.+?)'", question)
+        customer = {"customer_name": named[1], "description": "a company"} if named else {}
+        return Reply(tool=tools[0], arguments=ARGUMENTS.get(tools[0], JOKE if "joke" in question else customer))
+
+
+JOKE = {"setup": "Why do cats sit on keyboards?", "punchline": "For the mouse."}
+ARGUMENTS: Mapping[str, dict[str, Any]] = {
+    "magic_function": {"input": 3},
+    "my_adder_tool": {"a": 3, "b": 4},
+    "get_weather": {"location": "San Francisco"},
+    "greeting_generator": {"answer_style": "pirate"},
+}
+"""Arguments that the tests expect, by tool."""
+
+LANGCHAIN = LangChainTests(
+    "langchain_standard",
+    ["langchain-openai", "langchain-anthropic", "langchain-ollama", "langchain-tests", "pytest-asyncio"],
+)
+
 PACKAGES: Sequence[Package] = (
     PythonPackage("langchain_openai", ["langchain-openai"]),
     PythonPackage("langchain_ollama", ["langchain-ollama"]),
@@ -80,15 +117,17 @@ BENCHMARKS: Sequence[Package] = (
     PythonPackage("llama_benchy", ["llama-benchy"]),
     PythonPackage("aiperf", ["aiperf"]),
     PythonPackage("lm_eval", ["lm-eval[api]"]),
+    LANGCHAIN,
 )
-"""Programs that measure servers. They take minutes, and run only where they are named."""
+"""Programs that measure or test servers. They take minutes, and run only where they are named."""
 
 
-def prove(package: Package, command: Sequence[str], url: str) -> None:
+def prove(package: Package, command: Sequence[str], url: str, model: str = "demo") -> None:
     """Runs the program against a server; raises PackageFailed."""
     variables = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LD_"))},
         "BASE_URL": url,
+        "MODEL": model,
         "NO_PROXY": "127.0.0.1",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "OPENAI_AGENTS_DISABLE_TRACING": "1",

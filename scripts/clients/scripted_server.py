@@ -72,8 +72,8 @@ class Exchange:
 class ScriptedEngine:
     """An engine whose answers are bound to a script. Satisfies `EnginePort`; event loop only.
 
-    The reply to a request that offers tools is chosen by how many results of tools its prompt holds; all others, such
-    as an agent's request for a title, get `aside`.
+    If `reply` is set, it makes each reply from the prompt. Else a request that offers tools gets the reply with the
+    number of tool results in its prompt; all others, such as an agent's request for a title, get `aside`.
     """
 
     def __init__(self, engine: Engine, binder: AnswerBinder, decode: Callable[[Sequence[int]], str]) -> None:
@@ -81,6 +81,7 @@ class ScriptedEngine:
         self._binder = binder
         self._decode = decode
         self.replies: Sequence[Reply] = ()
+        self.reply: Callable[[str], Reply] | None = None
         self.aside = "A small edit"
         self.exchanges: list[Exchange] = []
         self.refusals: list[str] = []
@@ -108,6 +109,8 @@ class ScriptedEngine:
         return _Observed(self._engine.submit(bound), exchange)
 
     def _reply_to(self, prompt: str) -> str:
+        if self.reply is not None:
+            return self.reply(prompt).spelled()
         if "<tools>" not in prompt or not self.replies:
             return self.aside
         num_results = prompt.count(f"{TOOL_RESULT}\n")
