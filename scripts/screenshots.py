@@ -16,7 +16,7 @@ from typing import Literal
 import httpx
 from playwright.sync_api import Page
 
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from models.short_names import SHORT_NAMES
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.cli.main import app, execute

@@ -10,7 +10,7 @@ import sys
 
 from playwright.sync_api import Page
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.support.browser import BROWSER, browser
 from tests.support.fake_engine import FakeEngine, fake_model

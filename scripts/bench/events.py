@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import httpx2
 
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.pool.pool import ModelPool

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from models.output.grammar import Grammar, GrammarKind, OutputGrammar
 from scripts.clients.scripted_model import TOOL_RESULT
-from server.api.served import AnswerBinder
-from server.app.app import create_app
+from server.api.app import create_app
+from server.api.connections import HttpConfig, Limits
 from server.app.config import ServerConfig
-from server.app.connections import HttpConfig, Limits
 from server.app.service import open_service
 from server.engine.engine import Engine
 from server.engine.generation import Generation
 from server.engine.request import Delta, Event, Finished, GenerationRequest, Started
+from server.pool.served import AnswerBinder
 
 START_SECONDS = 30.0
 

@@ -19,7 +19,6 @@ import numpy as np
 from server.api.dialect import Exchange, OutputEvent, Payload
 from server.api.live.activity import Arrival
 from server.api.record import AnswerFigures, AnswerLog
-from server.api.served import EnginePort
 from server.api.sessions import TurnRecord
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, declined, explain
 from server.diagnosis.compare import Turn
@@ -36,6 +35,7 @@ from server.engine.request import (
     Progress,
     Started,
 )
+from server.pool.served import EnginePort
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from models.prompt.chat_template import RenderedPrompt
 from server.api.answer import Answer, AnswerInParts, Choices, ChoicesAnswer
+from server.api.context import ApiContext, context_of
 from server.api.conversation import Conversation, next_turn_requests, sent_back
 from server.api.dialect import Dialect, Exchange, ModelReady, Payload, dialect_of
 from server.api.errors import explain, stopped
@@ -29,13 +30,15 @@ from server.api.guard import key_name_of, known_key_of, namespace_of
 from server.api.live.activity import Arrival
 from server.api.params import Incoming
 from server.api.rate_limits import Permit
-from server.api.served import ApiContext, EnginePort, HoldPort, PoolPort, ServedModel, context_of
 from server.api.session_id import SessionIdError, ascii_text
 from server.api.sessions import Origin
 from server.api.wire import JsonBody, check_amount, check_messages, not_finite, parse_object, read_body
 from server.app.log_events import TextsEmbedded
 from server.engine.commands import HoldTurn
 from server.pool.errors import ModelNotLoaded
+from server.pool.members import ModelHold
+from server.pool.pool import ModelPool
+from server.pool.served import EnginePort, ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class InUse(Generic[Planned]):
     """A planned request and its hold on a model; None as hold if the request needs no model any more."""
 
     planned: Planned
-    hold: HoldPort | None = None
+    hold: ModelHold | None = None
 
     def close(self) -> None:
         """Releases the model."""
@@ -56,10 +59,10 @@ class InUse(Generic[Planned]):
 
 
 async def plan_held(
-    pool: PoolPort,
+    pool: ModelPool,
     plan: Callable[[], Awaitable[Planned]],
     model_of: Callable[[Planned], ServedModel | None],
-    hold: HoldPort | None = None,
+    hold: ModelHold | None = None,
 ) -> InUse[Planned]:
     """Returns the result of `plan`, with its model loaded and held.
 
@@ -97,7 +100,7 @@ async def plan_held(
 class LoadingUse(Generic[Planned]):
     """A request whose model is being loaded; the caller waits for it or gives it up."""
 
-    def __init__(self, pool: PoolPort, error: ModelNotLoaded, work: Awaitable[InUse[Planned]]) -> None:
+    def __init__(self, pool: ModelPool, error: ModelNotLoaded, work: Awaitable[InUse[Planned]]) -> None:
         """`work` waits for the model named by `error`."""
         self._pool = pool
         self._model_id = error.source.id
@@ -163,7 +166,7 @@ class AnswerStream(EventSourceResponse):
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
         """Sends without a time-out: a scope for one costs more than sending.
 
-        `server/app/connections.py` limits how long a client may leave an answer unread.
+        `server/api/connections.py` limits how long a client may leave an answer unread.
         """
         await send(message)
 
@@ -447,7 +450,7 @@ def _payload(planned: ModelReady | Payload, use: InUse[Opened]) -> Payload:
         use.close()
 
 
-def _keep_alive(hold: HoldPort | None, seconds: float | None) -> None:
+def _keep_alive(hold: ModelHold | None, seconds: float | None) -> None:
     if hold is not None and seconds is not None:
         hold.set_keep_alive(seconds)
 

@@ -16,9 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from server.api.context import context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import is_from_this_machine
-from server.api.served import context_of
 
 FOLDER = "/console/"
 PAGE = "index.html"

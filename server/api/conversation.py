@@ -17,8 +17,8 @@ from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
 from server.api.errors import ApiError, Code
-from server.api.served import PromptRenderer, ServedModel
 from server.engine.request import GenerationRequest, Priority
+from server.pool.served import PromptRenderer, ServedModel
 
 MIN_TOKENS_AHEAD = 16
 """With fewer tokens to evaluate, the next turn evaluates them itself."""

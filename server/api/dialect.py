@@ -31,10 +31,10 @@ from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.conversation import Conversation
 from server.api.errors import ApiError, Code
 from server.api.openapi import Operations
-from server.api.served import ServedModel
 from server.api.session_id import resolve_session_id
 from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
 from server.engine.request import Delta, Finished, GenerationRequest, Started
+from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from models.errors import PromptTooLong
 from models.formats import Reading, RerankFormat
 from server.api.errors import ApiError, Code, context_exceeded
 from server.api.params import check_token_ids
-from server.api.served import EnginePort, ServedModel
 from server.api.wire import json_text
 from server.engine.embeddings import Vector
 from server.engine.request import TokenArray
+from server.pool.served import EnginePort, ServedModel
 
 MAX_TEXTS = 2048
 MAX_TOKENS = 300_000

@@ -36,10 +36,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
+from server.api.context import context_of
 from server.api.dialect import Dialect, dialect_of
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
-from server.api.served import context_of
 from server.api.session_id import ascii_text
 from server.api.sessions import Origin, Refusal
 from server.app.config import ServerConfig

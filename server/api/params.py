@@ -29,9 +29,9 @@ from models.prompt.chat_template import RenderedPrompt
 from server.api.conversation import Conversation
 from server.api.dialect import dialect_of
 from server.api.errors import ApiError, Code, context_exceeded
-from server.api.served import ServedModel
 from server.app.config import ServerConfig
 from server.engine.request import GenerationRequest, Priority
+from server.pool.served import ServedModel
 
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 

@@ -29,7 +29,6 @@ from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
 from models.short_names import size_text
-from server.api.served import ListedModel, ModelFacts, ServedModel, architecture_facts
 from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import (
     SMALLEST_BUDGET_BYTES,
@@ -50,6 +49,7 @@ from server.pool.loading import Around
 from server.pool.members import OpenedModel
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
+from server.pool.served import ListedModel, ModelFacts, ServedModel, architecture_facts
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from server.app.config import (
     parse_size,
     size_literal,
 )
-from server.app.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
 from server.cli.config import load_config, load_model_config, show_settings, template
+from server.cli.gateway import DEFAULT_ADMIN_SOCKET, DEFAULT_LISTEN, Gateway, gateway_config
 from server.cli.keys import held_back, interruptible
 from server.cli.recipes import RECIPES
 from server.cli.shell import epilog

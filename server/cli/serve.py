@@ -37,11 +37,11 @@ from models.fast_blas import ADVICE
 from models.names import resolve
 from models.precision import Precision
 from models.short_names import size_text
+from server.api.app import create_pool_app, replace_keys, start_draining
+from server.api.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.api.observe import check_otlp
 from server.app import memory_budget
-from server.app.app import create_pool_app, replace_keys, start_draining
 from server.app.config import ConfigError, ServerConfig, StartError
-from server.app.connections import HttpConfig, Limits, find_max_connections, quieten_accept_errors
 from server.app.keys import KeyRing, read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from server.api.served import ListedModel
 from server.engine.engine import DormantState
 from server.engine.request import EngineStopped
 from server.pool.members import Members, ModelHold, OpenedModel
 from server.pool.names import ModelSource
+from server.pool.served import ListedModel
 
 Result = TypeVar("Result")
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from server.api.served import EnginePort, ServedModel
 from server.engine.engine import DormantState
 from server.pool.memory import Resident
 from server.pool.names import ModelSource
+from server.pool.served import EnginePort, ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from server.api.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
 from server.engine.request import EngineStopped
 from server.pool.catalog import Catalog, FixedCatalog, ModelFinder
 from server.pool.errors import (
@@ -36,6 +35,7 @@ from server.pool.loading import Loading, Loadings, Opener
 from server.pool.members import Dormitory, Member, Members, ModelHold, OpenedModel
 from server.pool.memory import PoolSettings
 from server.pool.names import FOREVER, WHEN_SHORT_SECONDS, ModelSource
+from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
 from server.pool.turnover import StateShares, Turnover
 
 logger = logging.getLogger(__name__)

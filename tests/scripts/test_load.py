@@ -15,7 +15,7 @@ from scripts.load.bodies import EXAMPLES
 from scripts.load.mutations import MAX_BYTES, as_json, from_schema, mutated, mutated_bytes
 from scripts.load.streams import CITIES, NAMES, request_body
 from scripts.load.wire import Reply
-from server.app.app import APIS, openapi_document
+from server.api.app import APIS, openapi_document
 
 DOCUMENT = openapi_document(APIS)
 KINDS = {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import create_app, replace_keys
+from server.api.app import create_app, replace_keys
 from server.app.config import ConfigError, ServerConfig
 from server.app.keys import KeyRing, digest_of, namespace_of_key, parse_keys, read_keys
 from tests.support.fake_engine import FakeEngine, fake_model

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from server.app.app import create_app
+from server.api.app import create_app
+from server.api.connections import MAX_LINGERING, HttpConfig, Limits, Reports, quieten_accept_errors
 from server.app.config import ServerConfig
-from server.app.connections import MAX_LINGERING, HttpConfig, Limits, Reports, quieten_accept_errors
 from server.engine.request import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
@@ -256,7 +256,7 @@ def test_what_is_no_http_is_told_so_and_logged_once(
             head, _, body = received(connection).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 ")
         assert json.loads(body)["error"]["code"] == "invalid_http"
-    assert [record.name for record in caplog.records] == ["server.app.connections"]
+    assert [record.name for record in caplog.records] == ["server.api.connections"]
     assert not engine.requests and is_served(address)
 
 
@@ -270,7 +270,7 @@ def test_what_follows_an_early_answer_is_not_answered_again(address: str, caplog
         assert answer.startswith(b"HTTP/1.1 404 ")
         connection.sendall(b"zz\r\n")
         assert received(connection) == b""
-    assert [record.name for record in caplog.records] == ["server.app.connections"]
+    assert [record.name for record in caplog.records] == ["server.api.connections"]
     assert is_served(address)
 
 
@@ -371,5 +371,5 @@ def test_want_of_descriptors_is_logged_once_and_other_failures_as_ever(caplog: p
         loop.call_exception_handler({"message": "something else"})
 
     asyncio.run(run())
-    assert [record.name for record in caplog.records] == ["server.app.connections", "asyncio"]
+    assert [record.name for record in caplog.records] == ["server.api.connections", "asyncio"]
     assert "Too many open files" in caplog.messages[0]

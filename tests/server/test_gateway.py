@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from server.app.config import ConfigError
-from server.app.gateway import Gateway, gateway_config, name_of
+from server.cli.gateway import Gateway, gateway_config, name_of
 from tests.support.server_process import Process
 
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin:/usr/local/bin:/usr/bin")

@@ -19,7 +19,6 @@ from models.formats import Judgement, Reading
 from models.output.tool_calls import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool, ToolDefinitions
-from server.api.served import ServedModel
 from server.engine.command import Command
 from server.engine.diagnosis import Miss, Reuse
 from server.engine.generation import Generation, Mailbox
@@ -37,6 +36,7 @@ from server.engine.request import (
     Started,
     Timings,
 )
+from server.pool.served import ServedModel
 
 VOCAB_SIZE = 1024
 

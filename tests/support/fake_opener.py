@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.errors import ModelBroken
-from server.api.served import ListedModel, ModelFacts
 from server.pool.catalog import FixedCatalog
 from server.pool.loading import Around
 from server.pool.members import OpenedModel
 from server.pool.names import ModelSource
+from server.pool.served import ListedModel, ModelFacts
 from tests.support.fake_engine import FakeEngine, fake_model
 
 WAIT_SECONDS = 20.0

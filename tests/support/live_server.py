@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.app.connections import HttpConfig, Limits
+from server.api.connections import HttpConfig, Limits
 
 START_SECONDS = 20.0
 

@@ -23,6 +23,7 @@ from cache.snapshots import RestorePointKind
 from cache.views import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView, StateBytes
 from models.adapter import client_namespace
 from server.api.call import generate
+from server.api.context import ApiContext, context_of
 from server.api.conversation import cut_at_last_point
 from server.api.dialect import Exchange, OutputEvent, Payload, parse_body
 from server.api.errors import ApiError, Code
@@ -33,7 +34,6 @@ from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody
 from server.api.params import Incoming, build_request
-from server.api.served import ApiContext, EnginePort, ServedModel, context_of
 from server.api.wire import JsonBody
 from server.engine.commands import (
     ClearCache,
@@ -47,6 +47,7 @@ from server.engine.commands import (
 from server.engine.request import Finished
 from server.pool.errors import ModelNotLoaded
 from server.pool.names import ModelSource
+from server.pool.served import EnginePort, ServedModel
 
 MAX_NODES = 256
 MAX_NODES_LIMIT = 10_000

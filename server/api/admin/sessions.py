@@ -10,10 +10,10 @@ from typing import TypedDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.context import context_of
 from server.api.errors import ApiError, Code
 from server.api.guard import listed_namespace, visible_namespace
 from server.api.record import MissBody, miss_body, miss_of
-from server.api.served import context_of
 from server.api.sessions import Refusal, SessionRecord, TurnRecord
 from server.api.wire import JsonBody
 from server.app.keys import KeyRing

@@ -21,12 +21,12 @@ from starlette.responses import Response
 
 from cache.journal import CacheStats
 from server.api.call import AnswerStream
+from server.api.context import ApiContext, context_of
 from server.api.dialect import BodyModel, dialect_of, parse_body
 from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_authorised, is_owner, listed_namespace
 from server.api.live.activity import OpenRequest, Sums
 from server.api.live.event_log import EventLog, Listener, LiveEvent, Lost, frame_of
-from server.api.served import ApiContext, context_of
 from server.api.wire import JsonBody, parse_object, read_body, sse_comment
 from server.engine.request import EngineStats
 from server.pool.names import ModelSource

@@ -20,14 +20,15 @@ from server.api.anthropic.fields import IN_COUNT
 from server.api.anthropic.messages import MessageAnswer, create_message
 from server.api.anthropic.types import MessagesBody, PromptBody
 from server.api.call import inspect
+from server.api.context import ApiContext, context_of
 from server.api.dialect import Api, Dialect, HeaderRoute, Payload, parse_body
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.guard import namespace_of
 from server.api.openapi import Operation, Operations
 from server.api.params import Incoming
-from server.api.served import ApiContext, ListedModel, context_of
 from server.api.session_id import header_text
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, with_and_without_v1
+from server.pool.served import ListedModel
 
 
 class ModelInfoBody(TypedDict):

@@ -25,6 +25,7 @@ from server.api.anthropic.types import (
     ToolSearchResultBlock,
     ToolUseBlock,
 )
+from server.api.context import ApiContext
 from server.api.conversation import Conversation, check_continuable, open_conversation
 from server.api.errors import ApiError, Code
 from server.api.params import (
@@ -37,9 +38,9 @@ from server.api.params import (
     forced_calls,
     json_grammar,
 )
-from server.api.served import ApiContext, ServedModel
 from server.app.config import ServerConfig
 from server.app.prompt_hygiene import with_constant_headers
+from server.pool.served import ServedModel
 
 _ERROR_PREFIX = "Error: "
 

@@ -30,16 +30,17 @@ from server.api.anthropic.conversation import (
 from server.api.anthropic.fields import IN_MESSAGES
 from server.api.anthropic.types import InputMessage, MessagesBody
 from server.api.call import generate
+from server.api.context import ApiContext
 from server.api.conversation import Conversation
 from server.api.dialect import Exchange, OutputEvent, Payload, parse_body
 from server.api.errors import ApiError
 from server.api.guard import namespace_of
 from server.api.params import Incoming, build_request
 from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
-from server.api.served import ApiContext, ServedModel
 from server.api.wire import sse_event
 from server.engine.diagnosis import Miss, MissReason
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
+from server.pool.served import ServedModel
 
 _MISS_TYPES: Final = {
     MissReason.SYSTEM_CHANGED: "system_changed",

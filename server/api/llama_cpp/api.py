@@ -19,6 +19,7 @@ from models.output.pieces import Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
 from server.api.call import generate, inspect
+from server.api.context import ApiContext, context_of
 from server.api.dialect import (
     Api,
     BodyModel,
@@ -42,10 +43,10 @@ from server.api.openai.types import ChatBody, GenerationBody, as_limit
 from server.api.openapi import Operation, Operations
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CacheBody, TimingsBody, costs_of
-from server.api.served import ApiContext, ServedModel, TokenReader, context_of
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, with_and_without_v1, wrong_bearer_key
 from server.engine.commands import DescribeSlots, SlotState
 from server.engine.request import Delta, Finished, FinishReason, GenerationRequest, Started
+from server.pool.served import ServedModel, TokenReader
 
 ERROR_TYPES: Final[Mapping[int, str]] = {
     401: "authentication_error",

@@ -21,15 +21,16 @@ from cache.snapshots import RestorePoint, RestorePointKind
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import Message, RenderedPrompt
+from server.api.context import ApiContext
 from server.api.conversation import Conversation, ThinkingWish
 from server.api.dialect import BodyModel, Dialect, ModelReady, Payload, Whole
 from server.api.errors import ApiError, Code
 from server.api.ollama.fields import IN_OPTIONS
 from server.api.params import ANY_OBJECT, AnswerGrammar, GenerationParams, check_token_ids, json_grammar
-from server.api.served import ApiContext, ServedModel
 from server.api.wire import JsonBody, bearer_key, json_text, wrong_bearer_key
 from server.pool.errors import ModelNotLoaded, ModelUnknown
 from server.pool.names import parse_keep_alive
+from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, 
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.texts import well_formed_json
 from server.api.call import compute, generate
+from server.api.context import ApiContext
 from server.api.conversation import Conversation, can_continue, open_conversation
 from server.api.dialect import BodyModel, Exchange, ModelReady, OutputEvent, Payload, Whole, parse_body, refuse_fields
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
@@ -40,11 +41,11 @@ from server.api.ollama.dialect import (
 from server.api.ollama.fields import IN_CHAT, IN_EMBED, IN_EMBEDDING, IN_GENERATE, IN_MESSAGE
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, costs_of
-from server.api.served import ApiContext, ServedModel
 from server.app.config import ServerConfig
 from server.app.prompt_hygiene import with_constant_headers
 from server.engine.embeddings import Vector
 from server.engine.request import Finished, GenerationRequest
+from server.pool.served import ServedModel
 
 _NANOSECONDS_PER_MILLISECOND = 1_000_000
 

@@ -23,12 +23,12 @@ from models.store.library import Making, parse_free_name
 from models.store.modelfile import parse_modelfile
 from models.store.stored_model import ExampleMessage, StoredModel, WeightsPlace
 from server.api.call import AnswerStream
+from server.api.context import ApiContext, context_of
 from server.api.dialect import Body, BodyModel, Rules, dialect_of, parse_body
 from server.api.errors import ApiError, Code
 from server.api.guard import is_owner
 from server.api.ollama.dialect import OllamaDialect, line
 from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE, IN_PULL
-from server.api.served import ApiContext, context_of
 from server.api.wire import JsonBody, parse_object, read_body
 from server.app.config import ServerConfig
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes

@@ -14,16 +14,17 @@ from starlette.responses import PlainTextResponse, Response
 from models.store.modelfile import modelfile_of, parameters_of
 from server.api import PRODUCT
 from server.api.call import inspect
+from server.api.context import ApiContext, context_of
 from server.api.dialect import BodyModel, Payload, parse_body
 from server.api.errors import ApiError, Code
 from server.api.ollama.dialect import find_model, thinks
 from server.api.ollama.manage import messages_of, shown_name
 from server.api.openapi import explain_unknown_path
 from server.api.params import Incoming
-from server.api.served import ApiContext, ListedModel, Occupancy, ServedModel, context_of
 from server.api.wire import JsonBody
 from server.pool.errors import ModelNotLoaded
 from server.pool.names import LATEST
+from server.pool.served import ListedModel, Occupancy, ServedModel
 
 OLLAMA_VERSION: Final = "0.12.6"
 """The release of Ollama that this API follows; some clients refuse older ones."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from server.api import PRODUCT
+from server.api.context import context_of
 from server.api.dialect import Api
 from server.api.openai.chat import create_chat_completion
 from server.api.openai.completions import CompletionBody, TextCompletion, create_completion
@@ -18,8 +19,8 @@ from server.api.openai.dialect import ErrorBody, OpenAiDialect
 from server.api.openai.types import ChatBody, ChatChunk, ChatCompletion
 from server.api.openai.vectors import EmbeddingList, EmbeddingsBody, RankedList, RerankBody, create_embeddings, rerank
 from server.api.openapi import Operation, Operations
-from server.api.served import ListedModel, context_of
 from server.api.wire import JsonBody, with_and_without_v1
+from server.pool.served import ListedModel
 
 
 class ModelBody(TypedDict):

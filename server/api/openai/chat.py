@@ -20,6 +20,7 @@ from models.output.pieces import (
 )
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.call import generate
+from server.api.context import ApiContext
 from server.api.conversation import Conversation, check_continuable, check_template_arguments, open_conversation
 from server.api.dialect import parse_body, refuse_fields
 from server.api.errors import ApiError, Code
@@ -51,10 +52,10 @@ from server.api.params import (
     can_forbid_calls,
     forced_calls,
 )
-from server.api.served import ApiContext, ServedModel
 from server.app.config import ServerConfig
 from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import Finished, GenerationRequest
+from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
 

@@ -27,10 +27,10 @@ from server.api.openai.usage import (
     usage_so_far,
 )
 from server.api.record import costs_of
-from server.api.served import ServedModel
 from server.api.wire import sse_event
 from server.app.config import ServerConfig
 from server.engine.request import Delta, Finished, GenerationRequest, Priority, Started
+from server.pool.served import ServedModel
 
 FAILED = "error"
 """Finish reason of a choice that failed while others succeeded."""

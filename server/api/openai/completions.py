@@ -16,6 +16,7 @@ from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output.pieces import Piece, Text, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
 from server.api.call import generate
+from server.api.context import ApiContext
 from server.api.dialect import parse_body
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
@@ -35,8 +36,8 @@ from server.api.openai.usage import (
 )
 from server.api.params import Incoming, build_request
 from server.api.record import CacheBody, TimingsBody
-from server.api.served import ApiContext, ServedModel
 from server.engine.request import Finished, GenerationRequest
+from server.pool.served import ServedModel
 
 
 def _prompts(value: Any) -> Any:

@@ -10,8 +10,8 @@ from server.api.errors import ApiError, Code
 from server.api.ollama.dialect import Options, options_sampling
 from server.api.openai.types import RANDOM_SEED, GenerationBody, bad_word_tokens, breaker_tokens
 from server.api.params import AnswerGrammar, GenerationParams, check_token_ids
-from server.api.served import ServedModel
 from server.engine.request import Priority
+from server.pool.served import ServedModel
 
 BACKGROUND_TIER = "flex"
 DEFAULT_TIER = "default"

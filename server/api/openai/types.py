@@ -23,7 +23,7 @@ from server.api.openai.dialect import ErrorObject
 from server.api.openai.usage import AnswerHead, ChatLogprobs, PromptIds, TokenIds, Usage
 from server.api.params import ANY_OBJECT, AnswerGrammar, choice_grammar, json_grammar
 from server.api.record import CacheBody, TimingsBody
-from server.api.served import ServedModel
+from server.pool.served import ServedModel
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
 """Texts that end a repetition, the defaults of llama.cpp and koboldcpp."""

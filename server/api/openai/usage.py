@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NotRequired, TypedDict
 
 from models.output.pieces import TokenLogprob
-from server.api.served import TokenReader
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
+from server.pool.served import TokenReader
 
 
 class AnswerHead(TypedDict):

@@ -16,14 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.call import compute
+from server.api.context import ApiContext
 from server.api.dialect import BodyModel, Whole, parse_body
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code
 from server.api.openai.fields import IN_EMBEDDINGS, IN_RERANK
 from server.api.params import Incoming
-from server.api.served import ApiContext, ServedModel
 from server.api.wire import json_text
 from server.engine.embeddings import Vector
+from server.pool.served import ServedModel
 
 
 def _as_list(value: Any) -> Any:

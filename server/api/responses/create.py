@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.api.call import generate, inspect
+from server.api.context import ApiContext
 from server.api.conversation import Conversation, open_conversation
 from server.api.dialect import Body, Exchange, OutputEvent, Payload, Rules, parse_body, validated
 from server.api.errors import ApiError, Code, explain
@@ -42,11 +43,11 @@ from server.api.responses.items import Item, check_items, read_messages, search_
 from server.api.responses.output import AnswerOutput, Event, ItemBody, ThoughtStyle, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.types import ENCRYPTED_THOUGHTS, InputBody, ReasoningWish, ResponsesBody, read_tools
-from server.api.served import ApiContext, ServedModel
 from server.api.wire import MAX_MESSAGES, sse_event
 from server.app.config import ServerConfig
 from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
+from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 

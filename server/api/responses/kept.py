@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.call import inspect
+from server.api.context import ApiContext, context_of
 from server.api.dialect import BodyModel, Payload
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of_query
@@ -22,7 +23,6 @@ from server.api.responses.fields import IN_CONVERSATION, IN_ITEMS, IN_UPDATE
 from server.api.responses.items import Item, check_items
 from server.api.responses.store import ResponseStore, StoredConversation, StoredResponse, store_of
 from server.api.responses.types import Metadata
-from server.api.served import ApiContext, context_of
 from server.api.wire import JsonBody
 
 DEFAULT_LIMIT = 20

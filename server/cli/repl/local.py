@@ -14,7 +14,6 @@ from models.errors import ModelError
 from models.names import installed, resolve, shorten
 from models.output.pieces import OutputParser, Piece, Reasoning, Text
 from models.prompt.chat_template import RenderedPrompt
-from server.api.served import EnginePort, ServedModel
 from server.app.config import ServerConfig
 from server.app.log import configure_logging
 from server.app.service import open_service
@@ -31,6 +30,7 @@ from server.cli.repl.conversation import (
 )
 from server.engine.generation import Generation
 from server.engine.request import Delta, EngineError, Failed, Finished, FinishReason, GenerationRequest
+from server.pool.served import EnginePort, ServedModel
 
 MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.THOUGHT}
 """The manner of each kind of piece; other kinds are not shown."""

@@ -12,7 +12,7 @@ import httpx
 import ollama
 import pytest
 
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ConfigError, ServerConfig
 from server.app.service import ServiceOpener, open_service
 from server.pool.catalog import InstalledCatalog

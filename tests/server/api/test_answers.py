@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from cache.snapshots import RestorePointKind
 from models.output.tool_calls import CallMarkers
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.log_events import PrefillProgress, RequestEnded, RequestRefused
 from server.engine.diagnosis import Miss, MissReason

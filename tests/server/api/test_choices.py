@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.log_events import RequestEnded
 from server.app.service import open_service

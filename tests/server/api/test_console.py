@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.console import POLICY, TYPES, console_files
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.errors import ApiError
 from server.api.wire import MAX_MEMBERS, expand
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -10,8 +10,8 @@ from starlette.testclient import TestClient
 from models.names import DEMO
 from models.output.reasoning import ReasoningFormat
 from models.output.tool_formats import HarmonyFormat
+from server.api.app import create_app
 from server.api.conversation import Conversation
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from models.output.tool_formats import HarmonyFormat
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support.fake_engine import FakeEngine, FakeRenderer, fake_model

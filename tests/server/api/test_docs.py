@@ -21,6 +21,7 @@ from server.api.admin.cache import (
 )
 from server.api.admin.sessions import DeletedBody, RefusalBody, SessionDetail, SessionList, TurnBody
 from server.api.admin.state import CacheCountsBody, EngineBody, HealthBody, RequestCountsBody
+from server.api.app import ADMIN_ROUTES, APIS
 from server.api.dialect import Rule, Rules, Treatment
 from server.api.errors import STATUS, Code
 from server.api.openai.api import ModelBody, ModelList
@@ -42,7 +43,6 @@ from server.api.openai.usage import PromptTokensDetails, Usage
 from server.api.record import CacheBody, MissBody, TimingsBody
 from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
 from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, MAX_SESSIONS, MAX_TURNS
-from server.app.app import ADMIN_ROUTES, APIS
 from server.engine.diagnosis import MissReason
 from tests.support.docs import Page
 

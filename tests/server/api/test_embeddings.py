@@ -20,12 +20,12 @@ from models.formats import EmbeddingFormat, Judgement, Pooling, RerankFormat
 from models.loader import load
 from models.names import DEMO
 from server.api import embedding
+from server.api.app import create_app
 from server.api.dialect import BodyModel, Rules
 from server.api.ollama.fields import IN_EMBED, IN_EMBEDDING
 from server.api.ollama.generate import EmbedBody, EmbeddingPromptBody
 from server.api.openai.fields import IN_EMBEDDINGS, IN_RERANK
 from server.api.openai.vectors import EmbeddingsBody, RerankBody
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from server.app.log_events import RequestRefused, TextsEmbedded
 from tests.server.api.test_live import Live, serving, user

@@ -8,11 +8,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
+from server.api.app import create_app
 from server.api.dialect import Treatment
 from server.api.openai.completions import CompletionBody
 from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_CHAT_PRIME, IN_MESSAGE, IN_TEXT, IN_TEXT_PRIME
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -11,10 +11,10 @@ from starlette.testclient import TestClient
 
 from models.inference.grammar import GrammarCompiler
 from models.output.tool_formats import LLAMA_JSON, PYTHONIC, HarmonyFormat
+from server.api.app import create_app
 from server.api.conversation import open_conversation
 from server.api.params import ForcedCalls, calls_in_text, forced_calls, strict_calls
 from server.api.responses.output import CustomInput
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.ollama.test_ollama_fields import NamingBinder
 from tests.server.api.test_live import Live, serving, user

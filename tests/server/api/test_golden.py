@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory, QueueFull

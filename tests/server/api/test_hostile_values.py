@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.doctor.findings import checkup_of, findings_of

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import create_app, start_draining
+from server.api.app import create_app, start_draining
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 from tests.support.live_server import running

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model

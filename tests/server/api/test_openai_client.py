@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -11,7 +11,7 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 
 from models.output.grammar import Grammar
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
 from tests.support.fake_engine import FakeEngine, Script, fake_model

@@ -7,7 +7,7 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import ADMIN_ROUTES, APIS, create_app, openapi_document
+from server.api.app import ADMIN_ROUTES, APIS, create_app, openapi_document
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 

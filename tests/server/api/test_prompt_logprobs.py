@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from tests.support import tiny_models

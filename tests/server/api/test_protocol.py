@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, Script, fake_model

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.sessions import MAX_NAMESPACES, MAX_REFUSALS, Origin, Refusal, Refusals
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model

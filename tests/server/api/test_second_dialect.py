@@ -26,15 +26,15 @@ from models.output.pieces import (
     ToolCallStarted,
 )
 from models.prompt.chat_template import Message
+from server.api.app import APIS, create_app
 from server.api.call import generate
+from server.api.context import ApiContext
 from server.api.conversation import Conversation
 from server.api.dialect import Api, Dialect, Exchange, HeaderRoute, OutputEvent, Payload
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
 from server.api.params import GenerationParams, Incoming, build_request
-from server.api.served import ApiContext
 from server.api.wire import JsonBody, json_text, sse_comment, sse_event
-from server.app.app import APIS, create_app
 from server.app.config import ServerConfig
 from server.engine.commands import HoldTurn
 from server.engine.request import Finished, OutOfMemory, Started

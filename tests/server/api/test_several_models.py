@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.pool.memory import PoolSettings
 from server.pool.names import Alias

@@ -10,7 +10,7 @@ import pytest
 
 from models.store.manifest import Manifest
 from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel, WeightsPlace
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener, open_service
 from server.pool.catalog import InstalledCatalog

@@ -10,9 +10,9 @@ from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatTemplateError
 from server.api.answer import Answer
+from server.api.app import create_app
 from server.api.openai.chat import ChatExchange
 from server.api.openai.completions import CompletionExchange
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model
 from tests.support.live_server import running

@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from models.output.reasoning import ReasoningFormat
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_answers import CALL_TEXTS, TOOLS, ask
 from tests.server.api.test_live import Live, assistant, serving, until, user

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from server.api.app import create_app
 from server.api.observe import Tracing, check_otlp
-from server.app.app import create_app
 from server.app.config import ServerConfig, StartError
 from server.engine.request import StepFailed
 from tests.server.api.test_live import until

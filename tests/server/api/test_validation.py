@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.openai.completions import CompletionBody
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.types import ChatBody
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import Priority
 from tests.support.fake_engine import VOCAB_SIZE, FakeEngine, FakeRenderer, fake_model

@@ -7,8 +7,8 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.guard import WebAccess
-from server.app.app import create_app
 from server.app.config import ConfigError, ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -15,7 +15,7 @@ import pytest
 from models.errors import ModelNotFound
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.ask import JoinedModels, Served
 from server.cli.chat import Chat, Opening, Screen, chat

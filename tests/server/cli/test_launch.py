@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.cli import launch as commands
 from server.cli.launch import Launch, find_running, launch, started_server

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig, StartError
 from server.cli.ask import show_loaded, unload
 from server.pool.memory import PoolSettings

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.ask import JoinedModels, KeyNeeded, Served, find_served
 from server.cli.chat import Chat, Screen, fold

@@ -24,7 +24,7 @@ import mlx.core as mx
 import pytest
 
 from models.inference.sampling_params import SamplingParams
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import KEY_VARIABLE, ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running
 from server.app.service import _bound_pool, model_id, open_service, read_sampling

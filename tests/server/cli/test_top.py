@@ -20,7 +20,7 @@ import pytest
 from rich.cells import cell_len
 from typer.testing import CliRunner
 
-from server.app.app import create_app, create_pool_app
+from server.api.app import create_app, create_pool_app
 from server.app.config import ServerConfig, StartError
 from server.app.service import open_service
 from server.cli.main import app

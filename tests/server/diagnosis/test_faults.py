@@ -16,7 +16,7 @@ import pytest
 from anyio.from_thread import BlockingPortal
 from starlette.testclient import TestClient
 
-from server.app.app import create_app, create_pool_app
+from server.api.app import create_app, create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.doctor.compare import checkups_of

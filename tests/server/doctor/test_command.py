@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.cli.main import execute
 from server.doctor.findings import NEGLIGIBLE_TOKENS

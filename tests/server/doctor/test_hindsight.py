@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.doctor.compare import checkups_of
 from server.doctor.findings import Checkup, LinkedTurn, checkup_of, in_hindsight

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.journal import CacheStats
-from server.api.served import ServedModel
 from server.engine.request import EngineStats
 from server.pool.loading import Around
 from server.pool.members import OpenedModel
 from server.pool.memory import FLOOR_PART, IDLE_SECONDS, PoolMemory, PoolSettings, StateUse, plan_loans
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
+from server.pool.served import ServedModel
 from tests.server.pool.test_pool import run
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_opener import FakeOpener, catalog

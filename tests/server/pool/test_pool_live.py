@@ -13,7 +13,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener
 from server.pool.catalog import FixedCatalog

@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 
 from cache.budget import PinLimit
 from models.prompt.chat_template import ChatRenderer
+from server.api.app import create_app
 from server.api.conversation import stable_prefix
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from server.api.admin import state as endpoint
-from server.app.app import create_app, start_draining
+from server.api.app import create_app, start_draining
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.diagnosis.advice import advice
 from server.engine.commands import ForgetSession

@@ -12,7 +12,7 @@ import pytest
 
 from models.output.reasoning import ReasoningFormat
 from server.api.anthropic.content import sign
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import OutOfMemory
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model

@@ -19,9 +19,9 @@ from server.api.anthropic.messages import (
     OutputTokensDetails,
 )
 from server.api.anthropic.types import MessagesBody, PromptBody
+from server.api.app import create_app
 from server.api.dialect import Rule, Rules, Treatment
 from server.api.errors import STATUS
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page

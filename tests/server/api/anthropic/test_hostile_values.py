@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
 from server.api.anthropic.content import enclose
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_hostile_values import HOSTILE, JSON, TELLS_ALL, places, with_value
 from tests.support import tiny_models

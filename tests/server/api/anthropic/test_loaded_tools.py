@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from models.names import DEMO
 from server.api.anthropic import messages as messages_module
 from server.api.anthropic.content import BM25, MAX_FOUND, REGEX, SearchFailed, find_tools
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.anthropic.test_messages import COUNT, HI, Served
 from tests.server.api.test_live import serving

@@ -12,7 +12,7 @@ from models.output.reasoning import ReasoningFormat
 from server.api.anthropic.content import enclose, sign
 from server.api.anthropic.conversation import read_conversation, read_params
 from server.api.anthropic.types import MAX_CACHE_POINTS, MessagesBody
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.diagnosis import Cause, Miss, MissReason
 from server.engine.request import FinishReason, OutOfMemory

@@ -9,14 +9,14 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
+from server.api.app import create_app
 from server.api.dialect import Treatment
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
-from server.api.served import ModelFacts
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from server.engine.command import Command
 from server.engine.commands import SlotState
 from server.engine.request import FinishReason
+from server.pool.served import ModelFacts
 from tests.server.api.test_live import Live, raw_request, serving, until, user
 from tests.support import tiny_models
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model

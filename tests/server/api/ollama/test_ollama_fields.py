@@ -11,11 +11,11 @@ from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import Grammar
+from server.api.app import create_app
 from server.api.dialect import Treatment
 from server.api.ollama.dialect import OllamaBody, Options
 from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
 from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

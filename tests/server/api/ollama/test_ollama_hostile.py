@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
 from server.api.ollama.fields import IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from models.store.manifest import Manifest
 from models.store.stored_model import WeightsPlace
-from server.app.app import create_pool_app
+from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener, open_service
 from server.pool.catalog import InstalledCatalog

@@ -9,7 +9,7 @@ import ollama
 import pytest
 
 from models.output.reasoning import ReasoningFormat
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason, OutOfMemory, QueueFull
 from tests.support.fake_engine import FakeEngine, FakeRenderer, Script, fake_model

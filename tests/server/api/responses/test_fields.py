@@ -7,6 +7,7 @@ import pytest
 from openai.types.responses import input_token_count_params, response_create_params
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.dialect import Rules, Treatment
 from server.api.responses.create import (
     AnswerTokensDetails,
@@ -20,7 +21,6 @@ from server.api.responses.fields import IN_COUNT, IN_INPUT, IN_RESPONSES
 from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
 from server.api.responses.store import FILE_NAME, MAX_RESPONSES
 from server.api.responses.types import LEFT_OUT, InputBody, ResponsesBody
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.output.reasoning import ReasoningFormat
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.engine.request import FinishReason, OutOfMemory
 from tests.support.fake_engine import FakeEngine, Script, fake_model

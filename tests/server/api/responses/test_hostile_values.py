@@ -9,8 +9,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
+from server.api.app import create_app
 from server.api.responses.output import enclose
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.test_hostile_values import HOSTILE, JSON, TELLS_ALL, places, with_value
 from tests.support import tiny_models

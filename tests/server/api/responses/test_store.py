@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from server.api.app import create_app
 from server.api.responses.store import FILE_NAME, ResponseStore, StoredConversation, StoredResponse, store_of
-from server.app.app import create_app
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

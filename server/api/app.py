@@ -52,6 +52,7 @@ from server.api.admin.state import (
 )
 from server.api.anthropic.api import ANTHROPIC
 from server.api.console import PAGE_ROUTES, needs_no_key
+from server.api.context import ApiContext
 from server.api.dialect import Api, find_dialect, routes_of
 from server.api.guard import ErrorBoundary, KeyCheck, WebAccess, WebAccessCheck, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
@@ -62,12 +63,12 @@ from server.api.openai.completions import CompletionBody
 from server.api.openai.types import ChatBody
 from server.api.openapi import DescribedPath, Document, Operation, Operations
 from server.api.responses.api import RESPONSES
-from server.api.served import ApiContext, PoolPort, ServedModel
 from server.api.wire import JsonBody, with_and_without_v1
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing, read_keys
 from server.pool.members import OpenedModel, PooledEngine
 from server.pool.pool import ModelPool
+from server.pool.served import ServedModel
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects. The first one also answers paths that belong to no dialect."""
@@ -139,7 +140,7 @@ def create_app(
 
 
 def create_pool_app(
-    pool: PoolPort, config: ServerConfig, apis: Sequence[Api] = APIS, keys: KeyRing | None = None
+    pool: ModelPool, config: ServerConfig, apis: Sequence[Api] = APIS, keys: KeyRing | None = None
 ) -> Starlette:
     """Returns the application that serves the models of `pool`. `app.state.api` is its `ApiContext`.
 

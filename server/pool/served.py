@@ -1,20 +1,15 @@
-"""What endpoints know of the served models and their engines.
+"""What is served: a loaded model with its texts, formats and defaults, its engine, and the models that may be named.
 
-The ports are the parts of pool, engine and renderer that endpoints use. `ModelFacts` describe a model for people and
-never change an answer. `ApiContext` is shared by all endpoints.
+`ModelFacts` describe a model for people and never change an answer. The protocols are what others use of the engine
+and of the model's tokenizer; tests have fakes of them. Knows no HTTP, no client and not which models are loaded.
 """
 
-import asyncio
-import secrets
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
-
-from starlette.requests import Request
+from typing import Any, Literal, Protocol
 
 from cache.journal import Tell
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
@@ -28,23 +23,10 @@ from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax,
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool
 from models.store.stored_model import ModelDefaults
-from server.api.errors import ApiError, Code, stopped
-from server.api.live.activity import Activity, Arrival
-from server.api.live.event_log import EventLog
-from server.api.observe import Metrics
-from server.api.planning import Planning
-from server.api.rate_limits import RateLimits
-from server.api.record import AnswerFigures
-from server.api.sessions import Refusals, SessionRecords, TurnRecord
-from server.app.config import ServerConfig
-from server.app.keys import KeyRing
-from server.diagnosis.account import Conversations
 from server.engine.command import Command
 from server.engine.embeddings import Vector
 from server.engine.generation import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
-from server.pool.errors import ModelNameNeeded, ModelUnknown, TellChange
-from server.pool.names import ModelSource
 
 MAX_REMEMBERED = 16_384
 """Most readers ask repeatedly for the same edges."""
@@ -119,8 +101,6 @@ def architecture_facts(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
-
-Kept = TypeVar("Kept")
 
 MAX_PREVIEW_CHARACTERS = 80
 """Characters of one edge in a list of cache edges."""
@@ -374,190 +354,3 @@ class Occupancy:
     """Number of requests now using this model."""
     idle_seconds_left: float
     """Seconds until the model is unloaded if no request comes; infinite if it stays."""
-
-
-class HoldPort(Protocol):
-    """A hold on a loaded model, which stays loaded until the hold is closed. Event loop only."""
-
-    @property
-    def model(self) -> ServedModel: ...
-
-    def set_keep_alive(self, seconds: float) -> None:
-        """Keeps the model loaded for `seconds` after its last request, from now on."""
-        ...
-
-    def close(self) -> None:
-        """Ends the hold; calling it again has no effect."""
-        ...
-
-
-class TracingPort(Protocol):
-    """Receives each ended request; the real one is `server.api.observe.Tracing`. Event loop only."""
-
-    def note_ended(
-        self,
-        arrival: Arrival,
-        request: GenerationRequest,
-        model_id: str,
-        figures: AnswerFigures,
-        turn: TurnRecord | None,
-    ) -> None:
-        """Takes a request with all of its choices; `turn` is None for a request that never held a slot."""
-        ...
-
-    def close(self) -> None:
-        """Sends the remaining traces. For any thread; may take a few seconds."""
-        ...
-
-
-class PoolPort(Protocol):
-    """The model pool's part for endpoints. Event loop only, unless a method says otherwise."""
-
-    @property
-    def models(self) -> Mapping[str, ServedModel]:
-        """The loaded models by id."""
-        ...
-
-    @property
-    def served(self) -> Sequence[ServedModel]:
-        """The loaded models, each followed by its variants."""
-        ...
-
-    @property
-    def engines(self) -> Mapping[str, EnginePort]:
-        """The loaded models' engines, under the same ids."""
-        ...
-
-    def find(self, name: str | None) -> ServedModel:
-        """Returns the loaded model of a name. For any thread; raises PoolError."""
-        ...
-
-    @property
-    def loading(self) -> Mapping[str, str]:
-        """The models being loaded, each with the present step."""
-        ...
-
-    @property
-    def occupancy(self) -> Sequence[Occupancy]:
-        """The loaded models, the last used at the end."""
-        ...
-
-    def listed(self) -> Sequence[ListedModel]:
-        """Returns every model that requests may name. For any thread; reads the disk."""
-        ...
-
-    def describe(self, name: str) -> ListedModel:
-        """Returns one model of `listed`. For any thread; reads the disk; raises PoolError."""
-        ...
-
-    def source_of(self, name: str | None) -> ModelSource:
-        """Returns the source of the model that a name means. For any thread; raises PoolError."""
-        ...
-
-    async def unload(self, source: ModelSource) -> bool:
-        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
-        ...
-
-    def forget_dormant(self, source: ModelSource, namespace: str) -> tuple[int, int]:
-        """Drops a namespace's memory state of an unloaded model; returns the tokens and the bytes."""
-        ...
-
-    def tell_changes(self, tell: TellChange) -> None:
-        """Calls `tell` when a model starts loading, was loaded or unloaded, or failed to load."""
-        ...
-
-    def tell_given_up(self, tell: Callable[[str], None]) -> None:
-        """Calls `tell` with the id of an unloaded model whose conversations are given up."""
-        ...
-
-    def try_hold(self, model: ServedModel) -> HoldPort | None:
-        """Returns a hold on a model that `find` returned; None if it was unloaded since."""
-        ...
-
-    async def load(self, source: ModelSource) -> HoldPort:
-        """Returns a hold on a model once it is loaded; raises PoolError and EngineStopped."""
-        ...
-
-
-@dataclass(eq=False)
-class ApiContext:
-    """What all endpoints share. Event loop only, unless a member says otherwise."""
-
-    config: ServerConfig
-    pool: PoolPort
-    """The models, and the engines of loaded ones."""
-    keys: KeyRing = field(default_factory=KeyRing)
-    """The accepted keys; replaced while the server runs."""
-    rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
-    sessions: SessionRecords = field(default_factory=SessionRecords)
-    refusals: Refusals = field(default_factory=Refusals)
-    conversations: Conversations = field(default_factory=Conversations)
-    planning: Planning = field(default_factory=Planning)
-    is_draining: bool = False
-    """Set when the server shall stop: running answers finish, new requests are refused."""
-
-    background: set["asyncio.Task[None]"] = field(default_factory=set)
-    """Work that no client waits for."""
-    metrics: Metrics = field(init=False)
-    activity: Activity = field(init=False)
-    started: float = field(default_factory=time.monotonic)
-    """Reading of `time.monotonic()` when the server came up."""
-    tracing: TracingPort | None = None
-    """Sends traces, if wanted."""
-    _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.metrics = Metrics(lambda: self.engines, self.config.slots)
-        log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
-        self.activity = Activity(log, lambda: self.engines)
-
-    def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
-        """Returns what a dialect keeps between requests: the result of the first call of `make`. For any thread."""
-        with self._lock:
-            if make not in self._kept:
-                self._kept[make] = make(self.config)
-            found: Kept = self._kept[make]
-        return found
-
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs work that handles its own errors."""
-        task = asyncio.get_running_loop().create_task(work)
-        self.background.add(task)
-        task.add_done_callback(self.background.discard)
-
-    @property
-    def models(self) -> Mapping[str, ServedModel]:
-        """The loaded models by id."""
-        return self.pool.models
-
-    @property
-    def engines(self) -> Mapping[str, EnginePort]:
-        """One engine per loaded model, under the same ids."""
-        return self.pool.engines
-
-    def find_model(self, name: str | None) -> ServedModel:
-        """Returns the loaded model of a name, or the only model if no name is given. For any thread.
-
-        Raises ApiError (404, 400), and ModelNotLoaded.
-        """
-        try:
-            return self.pool.find(name)
-        except ModelNameNeeded as error:
-            raise ApiError(Code.MISSING_PARAMETER, str(error), "model") from error
-        except ModelUnknown as error:
-            raise ApiError(Code.MODEL_NOT_FOUND, str(error), "model") from error
-
-    def running_engine(self, model: ServedModel) -> EnginePort:
-        """Returns a model's engine; raises ApiError (503) if it accepts no requests."""
-        engine = self.engines.get(model.base_id)
-        if self.is_draining or engine is None or not engine.is_running:
-            raise stopped()
-        return engine
-
-
-def context_of(request: Request) -> ApiContext:
-    """Returns what the endpoints of the app share."""
-    context = request.app.state.api
-    assert isinstance(context, ApiContext)
-    return context

@@ -1,0 +1,132 @@
+"""What the endpoints of one server share: its settings, its models, and what it remembers of its requests."""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+
+from server.api.errors import ApiError, Code, stopped
+from server.api.live.activity import Activity, Arrival
+from server.api.live.event_log import EventLog
+from server.api.observe import Metrics
+from server.api.planning import Planning
+from server.api.rate_limits import RateLimits
+from server.api.record import AnswerFigures
+from server.api.sessions import Refusals, SessionRecords, TurnRecord
+from server.app.config import ServerConfig
+from server.app.keys import KeyRing
+from server.diagnosis.account import Conversations
+from server.engine.request import GenerationRequest
+from server.pool.errors import ModelNameNeeded, ModelUnknown
+from server.pool.pool import ModelPool
+from server.pool.served import EnginePort, ServedModel
+
+Kept = TypeVar("Kept")
+
+
+class TracingPort(Protocol):
+    """Receives each ended request; the real one is `server.api.observe.Tracing`. Event loop only."""
+
+    def note_ended(
+        self,
+        arrival: Arrival,
+        request: GenerationRequest,
+        model_id: str,
+        figures: AnswerFigures,
+        turn: TurnRecord | None,
+    ) -> None:
+        """Takes a request with all of its choices; `turn` is None for a request that never held a slot."""
+        ...
+
+    def close(self) -> None:
+        """Sends the remaining traces. For any thread; may take a few seconds."""
+        ...
+
+
+@dataclass(eq=False)
+class ApiContext:
+    """What all endpoints share. Event loop only, unless a member says otherwise."""
+
+    config: ServerConfig
+    pool: ModelPool
+    """The models, and the engines of loaded ones."""
+    keys: KeyRing = field(default_factory=KeyRing)
+    """The accepted keys; replaced while the server runs."""
+    rate_limits: RateLimits = field(default_factory=lambda: RateLimits(time.monotonic))
+    sessions: SessionRecords = field(default_factory=SessionRecords)
+    refusals: Refusals = field(default_factory=Refusals)
+    conversations: Conversations = field(default_factory=Conversations)
+    planning: Planning = field(default_factory=Planning)
+    is_draining: bool = False
+    """Set when the server shall stop: running answers finish, new requests are refused."""
+
+    background: set["asyncio.Task[None]"] = field(default_factory=set)
+    """Work that no client waits for."""
+    metrics: Metrics = field(init=False)
+    activity: Activity = field(init=False)
+    started: float = field(default_factory=time.monotonic)
+    """Reading of `time.monotonic()` when the server came up."""
+    tracing: TracingPort | None = None
+    """Sends traces, if wanted."""
+    _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: self.engines, self.config.slots)
+        log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
+        self.activity = Activity(log, lambda: self.engines)
+
+    def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
+        """Returns what a dialect keeps between requests: the result of the first call of `make`. For any thread."""
+        with self._lock:
+            if make not in self._kept:
+                self._kept[make] = make(self.config)
+            found: Kept = self._kept[make]
+        return found
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs work that handles its own errors."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """The loaded models by id."""
+        return self.pool.models
+
+    @property
+    def engines(self) -> Mapping[str, EnginePort]:
+        """One engine per loaded model, under the same ids."""
+        return self.pool.engines
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """Returns the loaded model of a name, or the only model if no name is given. For any thread.
+
+        Raises ApiError (404, 400), and ModelNotLoaded.
+        """
+        try:
+            return self.pool.find(name)
+        except ModelNameNeeded as error:
+            raise ApiError(Code.MISSING_PARAMETER, str(error), "model") from error
+        except ModelUnknown as error:
+            raise ApiError(Code.MODEL_NOT_FOUND, str(error), "model") from error
+
+    def running_engine(self, model: ServedModel) -> EnginePort:
+        """Returns a model's engine; raises ApiError (503) if it accepts no requests."""
+        engine = self.engines.get(model.base_id)
+        if self.is_draining or engine is None or not engine.is_running:
+            raise stopped()
+        return engine
+
+
+def context_of(request: Request) -> ApiContext:
+    """Returns what the endpoints of the app share."""
+    context = request.app.state.api
+    assert isinstance(context, ApiContext)
+    return context
