@@ -113,6 +113,19 @@ class DiskTooFull(PullFailed):
     """The disk cannot hold the download."""
 
 
+FOREIGN_FAULTS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    SyntaxError,
+    MemoryError,
+)
+"""What a template or a parser may raise for some input; Python's own parser raises MemoryError for deep nesting."""
+
+
 def reason(error: BaseException) -> str:
     """Returns why something failed, in the system's words if it has any, such as `permission denied`."""
     strerror = getattr(error, "strerror", None)

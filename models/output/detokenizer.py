@@ -68,6 +68,20 @@ class Detokenizer:
             self._bytes[token_id] = self._encode(self.tokenizer.convert_ids_to_tokens(token_id))
         return self._bytes[token_id]
 
+    def piece(self, token_id: int) -> bytes:
+        """Returns the bytes of one token, special or not, perhaps part of a character; none for an unknown id."""
+        return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special or not, with U+FFFD for bytes that are no character."""
+        if self.encodes_bytes:
+            return b"".join(map(self.bytes_of, token_ids)).decode(errors="replace")
+        return self._decoded(list(token_ids))
+
+    def _decoded(self, token_ids: list[int]) -> str:
+        decode = self.tokenizer.decode
+        return str(decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     def _encode(self, token: str | None) -> bytes:
         if token is None:
             return b""
@@ -164,30 +178,6 @@ class StreamDecoder:
         text = self._detokenizer.tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-
-class TokenTexts:
-    """The texts of one model's tokens, including special ones. For any thread."""
-
-    def __init__(self, detokenizer: Detokenizer) -> None:
-        """`detokenizer` is borrowed."""
-        self._detokenizer = detokenizer
-
-    def piece(self, token_id: int) -> bytes:
-        """Returns the bytes of one token, which may be part of a character; none for an unknown id."""
-        if self._detokenizer.encodes_bytes:
-            return self._detokenizer.bytes_of(token_id)
-        return self._decode([token_id]).encode()
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens, with U+FFFD for bytes that are no character."""
-        if self._detokenizer.encodes_bytes:
-            return b"".join(map(self._detokenizer.bytes_of, token_ids)).decode(errors="replace")
-        return self._decode(list(token_ids))
-
-    def _decode(self, token_ids: list[int]) -> str:
-        tokenizer = self._detokenizer.tokenizer
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 MAX_KEPT = 256

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
+from models.errors import FOREIGN_FAULTS
 from models.output.marker import MarkerSearch
 from models.output.pieces import (
     Piece,
@@ -27,18 +28,6 @@ from models.output.pieces import (
 )
 from models.output.reasoning import ThoughtWatch
 from models.texts import read_object, well_formed, well_formed_json
-
-_PARSER_FAULTS = (
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    SyntaxError,
-    RecursionError,
-    MemoryError,
-)
-"""The errors of a parser on malformed text. Python's own parser raises MemoryError for too deep an expression."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +75,9 @@ class ToolFormat:
 
     def read_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
         """Returns the calls between two markers; none if the text is malformed."""
-        return checked_calls(lambda: self._written_calls(text, tools))
-
-    def _written_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
-        """Returns the calls as the model wrote them.
-
-        Calls in plain JSON are read here whatever the model's format: models use field names that some parsers do not
-        know and therefore lose.
-        """
+        # Models use field names that some parsers do not know and therefore lose, so plain JSON is read here.
         written = _json_calls(text)
-        if written is not None:
-            return written
-        return self.parse(text, tools)
+        return checked_calls(lambda: self.parse(text, tools) if written is None else written)
 
 
 def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
@@ -105,7 +85,7 @@ def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
     try:
         parsed = parse()
         return [_tool_call(fields) for fields in (parsed if isinstance(parsed, list) else [parsed])]
-    except _PARSER_FAULTS:
+    except FOREIGN_FAULTS:
         return []
 
 
@@ -151,20 +131,30 @@ def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})')
-_ESCAPE_BEGUN = re.compile(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,3}|[dD](?:[0-7][0-9a-fA-F]{0,2})?)?)?")
 _SPACE = " \t\r\n"
+_LITERAL = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_LITERAL_END = re.compile(rf"[,\]}}{_SPACE}]")
+_IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))*')
+"""The inside of a string, without halves of characters."""
+_ESCAPE_BEGUN = re.compile(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,2}|[dD](?:[0-7][0-9a-fA-F]?)?)?)?")
 
 
 class _Expects(Enum):
     VALUE = auto()
-    VALUE_OR_END = auto()
     KEY = auto()
-    KEY_OR_END = auto()
     COLON = auto()
-    COMMA_OR_END = auto()
+    COMMA = auto()
     NOTHING = auto()
+
+
+_AFTER: Final = {
+    (_Expects.VALUE, '"'): _Expects.COMMA,
+    (_Expects.VALUE, "{"): _Expects.KEY,
+    (_Expects.VALUE, "["): _Expects.VALUE,
+    (_Expects.KEY, '"'): _Expects.COLON,
+    (_Expects.COLON, ":"): _Expects.VALUE,
+}
+_CLOSING: Final = {"{": "}", "[": "]"}
 
 
 class JsonPrefix:
@@ -183,7 +173,10 @@ class JsonPrefix:
         self._at = 0
         """Number of its characters already read."""
         self._open: list[str] = []
+        """The brackets that close what is open."""
         self._expects = _Expects.VALUE
+        self._may_end = False
+        """Whether the last of the open brackets may come in place of what is expected."""
         self._is_in_string = False
 
     @property
@@ -203,79 +196,47 @@ class JsonPrefix:
         return certain
 
     def _read_string(self) -> None:
-        letter = self._text[self._at]
-        if letter == "\\":
-            self._read_escape()
-        elif letter < " ":
-            self.is_broken = True
-        else:
+        inside = _IN_STRING.match(self._text, self._at)
+        assert inside is not None, "the pattern matches no characters as well"
+        self._at = inside.end()
+        if self._text.startswith('"', self._at):
             self._at += 1
-            self._is_in_string = letter != '"'
-
-    def _read_escape(self) -> None:
-        found = _ESCAPE.match(self._text, self._at)
-        if found is not None:
-            self._at = found.end()
-        elif len(self._text) - self._at >= len("\\u0000") or not _may_be_escape(self._text[self._at :]):
+            self._is_in_string = False
+        elif self._at < len(self._text) and not _ESCAPE_BEGUN.fullmatch(self._text, self._at):
             self.is_broken = True
 
     def _read_one(self) -> None:
         letter = self._text[self._at]
+        following = _AFTER.get((self._expects, letter))
         if letter in _SPACE:
             self._at += 1
-        elif self._expects in (_Expects.VALUE, _Expects.VALUE_OR_END) and letter not in "]}":
-            self._read_value(letter)
-        elif letter == '"' and self._expects in (_Expects.KEY, _Expects.KEY_OR_END):
-            self._take(_Expects.COLON)
-            self._is_in_string = True
-        elif letter == ":" and self._expects is _Expects.COLON:
-            self._take(_Expects.VALUE)
-        elif letter == "," and self._expects is _Expects.COMMA_OR_END:
-            self._take(_Expects.KEY if self._open[-1] == "}" else _Expects.VALUE)
-        elif self._may_end() and letter == self._open[-1]:
+        elif self._may_end and letter == self._open[-1]:
             self._open.pop()
-            self._take(_Expects.COMMA_OR_END if self._open else _Expects.NOTHING)
-        else:
-            self.is_broken = True
-
-    def _may_end(self) -> bool:
-        return self._expects in (_Expects.COMMA_OR_END, _Expects.KEY_OR_END, _Expects.VALUE_OR_END)
-
-    def _read_value(self, letter: str) -> None:
-        if letter == "{":
-            self._open.append("}")
-            self._take(_Expects.KEY_OR_END)
-        elif not self._open:
-            self.is_broken = True
-        elif letter == "[":
-            self._open.append("]")
-            self._take(_Expects.VALUE_OR_END)
-        elif letter == '"':
-            self._take(_Expects.COMMA_OR_END)
-            self._is_in_string = True
-        else:
+            self._take(_Expects.COMMA if self._open else _Expects.NOTHING, may_end=True)
+        elif letter == "," and self._expects is _Expects.COMMA:
+            self._take(_Expects.KEY if self._open[-1] == "}" else _Expects.VALUE)
+        elif following is not None and (self._open or letter == "{"):
+            self._open += _CLOSING.get(letter, "")
+            self._is_in_string = letter == '"'
+            self._take(following, may_end=letter in _CLOSING or following is _Expects.COMMA)
+        elif self._expects is _Expects.VALUE and self._open:
             self._read_literal()
+        else:
+            self.is_broken = True
 
     def _read_literal(self) -> None:
         """Reads a literal once its end is there: a number may continue with every digit."""
-        stop = next((i for i in range(self._at, len(self._text)) if self._text[i] in ",]}" + _SPACE), None)
-        if stop is None:
+        end = _LITERAL_END.search(self._text, self._at)
+        if end is None:
             return
-        if _LITERAL.fullmatch(self._text, self._at, stop) is None:
+        if _LITERAL.fullmatch(self._text, self._at, end.start()) is None:
             self.is_broken = True
             return
-        self._at = stop
-        self._expects = _Expects.COMMA_OR_END
+        self._at, self._expects, self._may_end = end.start(), _Expects.COMMA, True
 
-    def _take(self, expects: _Expects) -> None:
+    def _take(self, expects: _Expects, *, may_end: bool = False) -> None:
         self._at += 1
-        self._expects = expects
-
-
-def _may_be_escape(text: str) -> bool:
-    return (
-        re.fullmatch(r"\\(?:u(?:[0-9a-cA-CeEfF][0-9a-fA-F]{0,3}|[dD](?:[0-7][0-9a-fA-F]{0,2})?)?)?", text) is not None
-    )
+        self._expects, self._may_end = expects, may_end
 
 
 class OpenCall:
@@ -315,26 +276,13 @@ class OpenCall:
         if self._object.is_complete:
             return "" if read_object(passed_on) == read_object(call.arguments) else None
         # Halves of characters were left unchanged: now the whole text is known, and they are replaced.
-        written = well_formed_json(_object_in("".join(self._written)))
+        text = "".join(self._written)
+        try:
+            written = well_formed_json(text[: json.JSONDecoder().raw_decode(text)[1]])
+        except (ValueError, RecursionError):
+            return None
         is_same = read_object(written) == read_object(call.arguments) and written.startswith(passed_on)
         return written[len(passed_on) :] if is_same else None
-
-
-def _object_in(text: str) -> str:
-    """Returns the JSON object at the beginning of a text."""
-    depth, is_in_string, position = 0, False, 0
-    while position < len(text):
-        letter = text[position]
-        if is_in_string:
-            position += letter == "\\"
-            is_in_string = letter != '"'
-        else:
-            is_in_string = letter == '"'
-            depth += (letter in "{[") - (letter in "}]")
-            if depth == 0 and letter in "}]":
-                return text[: position + 1]
-        position += 1
-    return text
 
 
 MAX_HEAD_CHARACTERS = 2048

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint, RestorePointKind
-from models.errors import ModelError, PromptTooLong
+from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
 from models.prompt.shapes import NO_OUTLINE, Adaptation, Outline, adaptation_for
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.tokenize import Pieces, Tail, TextCutter, encode, stop_if_abandoned
@@ -77,17 +77,6 @@ _PART_SEPARATOR = "\n"
 _ASKS: Message = {"role": "user", "content": "a"}
 _MARKS = ("qendx", "q7endx", "qend0fx")
 """Texts that no template changes; none can overlap itself."""
-_TEMPLATE_FAULTS = (
-    jinja2.TemplateError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-    SyntaxError,
-    MemoryError,
-)
 
 
 class ChatTemplateError(ModelError):
@@ -400,7 +389,7 @@ def _apply(
             text = tokenizer.apply_chat_template(
                 list(messages), tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **arguments
             )
-    except _TEMPLATE_FAULTS as error:
+    except (jinja2.TemplateError, *FOREIGN_FAULTS) as error:
         raise ChatTemplateError(str(error) or type(error).__name__) from error
     return well_formed(str(text))
 

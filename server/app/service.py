@@ -24,7 +24,6 @@ from models.inference.sampling_params import check as check_sampling
 from models.loader import LoadedModel, check, load, read_config, release
 from models.mlx_lm_import import get_total_parameters
 from models.names import BUILT_IN, find_stored, identity_of, resolve, shorten, suggest_smaller
-from models.output.detokenizer import TokenTexts
 from models.output.reasoning import ReasoningFormat
 from models.precision import Precision, seconds_per_token
 from models.prompt.chat_template import ChatRenderer
@@ -307,7 +306,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
     served = ServedModel(
         id=loaded.name,
         renderer=renderer,
-        token_texts=TokenTexts(loaded.detokenizer),
+        token_texts=loaded.detokenizer,
         context_tokens=context_tokens,
         vocab_size=loaded.vocab_size,
         created=int(time.time()),

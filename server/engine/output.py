@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from models.output.grammar import MaskWords
-from models.output.marker import StopStringMatcher
+from models.output.marker import MarkerSearch
 from models.output.pieces import TokenLogprob
 from models.output.reasoning import ThoughtWatch
 from models.output.tool_calls import CallWatch
@@ -46,7 +46,7 @@ class OutputText:
         self.stop_text: str | None = None
         """The stop string found; nothing behind it is emitted."""
         self._decoder = decoder
-        self._stops = StopStringMatcher(stop)
+        self._stops = MarkerSearch(stop)
         self._keeps_stop = keeps_stop
         self._constraints = constraints
         self._pending: list[int] = []
@@ -89,7 +89,7 @@ class OutputText:
         return Delta("", tuple(self._pending), tuple(self._logprobs))
 
     def _emit(self, text: str) -> list[Delta]:
-        emitted, self.stop_text = self._stops.push(text)
+        emitted, self.stop_text, _ = self._stops.push(text)
         kept = self.stop_text if self._keeps_stop else None
         return self._delta(emitted + (kept or ""))
 

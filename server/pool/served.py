@@ -152,7 +152,7 @@ class PromptRenderer(Protocol):
 
 
 class TokenReader(Protocol):
-    """Tokens to text; the real one is `models.output.detokenizer.TokenTexts`. For any thread."""
+    """Tokens to text; the real one is `models.output.detokenizer.Detokenizer`. For any thread."""
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes of one token."""

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from models.output.marker import StopStringMatcher
+from models.output.marker import MarkerSearch
 
 
 def run_matcher(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
-    matcher = StopStringMatcher(stops)
+    matcher = MarkerSearch(stops)
     emitted = ""
     for piece in pieces:
-        text, stop = matcher.push(piece)
+        text, stop, _ = matcher.push(piece)
         emitted += text
         if stop is not None:
             return emitted, stop
@@ -40,8 +40,8 @@ def test_any_cut_of_a_text_gives_what_the_whole_text_gives(stops: list[str], pie
 
 @given(STOPS, st.text("abc", max_size=12))
 def test_no_more_is_held_back_than_could_begin_a_stop(stops: list[str], text: str) -> None:
-    matcher = StopStringMatcher(stops)
-    emitted, stop = matcher.push(text)
+    matcher = MarkerSearch(stops)
+    emitted, stop, _ = matcher.push(text)
     if stop is None:
         held = text[len(emitted) :]
         assert not held or any(other.startswith(held) for other in stops)
