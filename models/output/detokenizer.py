@@ -1,10 +1,8 @@
-"""Tokens to text, in whole characters: streamed, singly, and by search. Knows no requests and no sampling.
+"""Tokens to text in whole characters: streamed, singly, and by search.
 
-Most tokenizers encode each token as bytes: byte-level ones by an alphabet of 256 letters, SentencePiece ones by plain
-text with a mark for a space and `<0xE2>` for a byte that is no character of its own. For these, decoding a token
-needs only the token, and a UTF-8 decoder holds back incomplete characters. Any other tokenizer is asked for the text
-of the last tokens with and without the new one. A `Detokenizer` serves all sequences of a model, a `StreamDecoder`
-serves one.
+Most tokenizers encode each token as bytes: byte-level ones by an alphabet of 256 letters, SentencePiece by plain text
+with a mark for a space and `<0xE2>` for a byte. Then a token needs no neighbours, and a UTF-8 decoder holds back
+incomplete characters. Other tokenizers decode the last tokens with and without the new one.
 """
 
 import codecs
@@ -19,16 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from models.mlx_lm_import import TokenizerWrapper
 
 _MAX_HELD_TOKENS: Final = 8
-"""A character has at most four bytes, a token at least one; a longer tail that is no character never will be."""
+"""A character has at most four bytes; a longer tail never becomes one."""
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK: Final = "\u2581"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters of byte-level tokenizers: printable bytes stand for themselves, the others follow from U+0100 on.
-
-    (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.2.)
+    """The letters of byte-level tokenizers: printable bytes as they are, the others from U+0100 on (Radford et al.,
+    "Language Models are Unsupervised Multitask Learners", 2019, section 2.2).
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -39,7 +36,7 @@ _BYTES_BY_LETTER: Final = _byte_alphabet()
 
 
 class Detokenizer:
-    """Maps a model's tokens to text. Safe to share between threads: it only ever adds to a memo."""
+    """The text of a model's tokens. For any thread: only a memo grows."""
 
     def __init__(
         self,
@@ -59,7 +56,7 @@ class Detokenizer:
 
     @property
     def encodes_bytes(self) -> bool:
-        """Whether every token has bytes of its own, regardless of the tokens before it."""
+        """Whether every token has bytes of its own, whatever precedes it."""
         return self._encoding is not None
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -69,7 +66,7 @@ class Detokenizer:
         return self._bytes[token_id]
 
     def piece(self, token_id: int) -> bytes:
-        """Returns the bytes of one token, special or not, perhaps part of a character; none for an unknown id."""
+        """Returns the bytes of a token, special or not, perhaps part of a character; none for an unknown id."""
         return self.bytes_of(token_id) if self.encodes_bytes else self._decoded([token_id]).encode()
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -95,7 +92,7 @@ class Detokenizer:
 
 
 def markers(wrapper: TokenizerWrapper) -> tuple[str, ...]:
-    """The texts that structure a model's output: thinking, tool calls. Some consist of special tokens."""
+    """Returns the texts that structure a model's output; some consist of special tokens."""
     texts = (wrapper.think_start, wrapper.think_end, wrapper.tool_call_start, wrapper.tool_call_end)
     return tuple(text for text in (*texts, *wrapper.structural_markers) if text)
 
@@ -106,7 +103,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def _byte_encoding(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Returns how tokens encode bytes: "ByteLevel", "SentencePiece", or None where only the tokenizer knows."""
+    """Returns "ByteLevel", "SentencePiece", or None where only the tokenizer knows how tokens encode bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return None
@@ -130,14 +127,11 @@ def _decoder_parts(decoder: dict[str, Any]) -> set[str]:
 
 
 class StreamDecoder:
-    """The text of one sequence, token by token. The results of all pushes and `finish`, joined, are the whole
-    text.
-    """
+    """The text of one sequence: the results of all pushes and `finish`, joined."""
 
     def __init__(self, source: Detokenizer | PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
-        """`source`: the model's `Detokenizer`, best shared; a bare tokenizer gets one of its own.
-
-        `prompt` are tokens before the first pushed one; with some tokenizers a token's text depends on them.
+        """A bare tokenizer as `source` gets a `Detokenizer` of its own; `prompt` are the tokens before the first
+        pushed one.
         """
         self._detokenizer = source if isinstance(source, Detokenizer) else Detokenizer(source)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -145,31 +139,27 @@ class StreamDecoder:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """Returns the text that `token_id` completes: perhaps none, never part of a character."""
+        """Returns the text that a token completes: perhaps none, never part of a character."""
         if not self._has_text(token_id):
             return ""
         if self._detokenizer.encodes_bytes:
             return self._utf8.decode(self._detokenizer.bytes_of(token_id))
         self._held.append(token_id)
-        text = self._held_text()
-        if text.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS:
-            return ""
-        return self._release(text)
+        return self._release(is_final=False)
 
     def finish(self) -> str:
-        """Returns the text still held back; an incomplete character becomes U+FFFD."""
+        """Returns the text held back; an incomplete character becomes U+FFFD."""
         if self._detokenizer.encodes_bytes:
             return self._utf8.decode(b"", final=True)
-        return self._release(self._held_text())
+        return self._release(is_final=True)
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._detokenizer.silent_ids
 
-    def _held_text(self) -> str:
-        before = self._decode(self._context)
-        return self._decode(self._context + self._held)[len(before) :]
-
-    def _release(self, text: str) -> str:
+    def _release(self, *, is_final: bool) -> str:
+        text = self._decode(self._context + self._held)[len(self._decode(self._context)) :]
+        if text.endswith("\ufffd") and len(self._held) < _MAX_HELD_TOKENS and not is_final:
+            return ""
         if self._held:
             self._context, self._held = self._held, []
         return text
@@ -185,9 +175,7 @@ MAX_KEPT = 256
 
 
 class TokenSearch:
-    """Finds the tokens of one model that contain a text. For any thread. The first search reads all tokens,
-    slowly.
-    """
+    """Finds the tokens that contain a text. For any thread; the first search is slow."""
 
     def __init__(self, piece: Callable[[int], bytes], vocab_size: int) -> None:
         """`piece` returns the bytes of one token."""

@@ -1,8 +1,7 @@
-"""What an output may be constrained to, and how it is followed token by token. Pure: compilation is elsewhere.
+"""What an output may be constrained to, and how it is followed token by token. Pure; compiled elsewhere.
 
-A JSON schema is read as people mean it where it constrains an answer. By the specification, an object may have
-members besides those in `properties`, and a small model then invents members until it has no tokens left. So a schema
-that says nothing about other members is read as forbidding them.
+By its specification a JSON schema allows members besides `properties`, and a small model then invents members until
+it has no tokens left. So a schema that says nothing about other members forbids them here.
 """
 
 from collections.abc import Mapping
@@ -25,9 +24,9 @@ class GrammarKind(StrEnum):
     """The language of a grammar."""
 
     JSON_SCHEMA = "json_schema"
-    """A JSON schema; unknown keywords are errors."""
+    """Unknown keywords are errors."""
     LENIENT_JSON_SCHEMA = "lenient_json_schema"
-    """A JSON schema; unknown keywords are ignored."""
+    """Unknown keywords are ignored."""
     REGEX = "regex"
     CHOICE = "choice"
     """A JSON list of texts, one of which is the output."""
@@ -52,16 +51,13 @@ class TokenMatcher(Protocol):
         ...
 
     def accept(self, token: int) -> None:
-        """Accepts the next token. A forbidden token is an error, which `mask` raises."""
+        """Accepts the next token. A forbidden one is an error, which `mask` raises."""
 
     def accept_text(self, text: str) -> None:
-        """Accepts text that is part of a token's text, like `accept`."""
+        """Accepts a part of a token's text, like `accept`."""
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next, at least one; the end of turn only where the output may end.
-
-        Raises GrammarFailed if that cannot be determined.
-        """
+        """Returns which tokens may come next, at least one; raises GrammarFailed if that cannot be determined."""
         ...
 
     def mask_without_end(self) -> MaskWords:
@@ -70,7 +66,7 @@ class TokenMatcher(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """A grammar ready to be followed, any number of times. For any thread."""
+    """A grammar that any number of outputs may follow. For any thread."""
 
     def begin(self) -> TokenMatcher:
         """Returns a matcher at the beginning of an output."""
@@ -83,11 +79,9 @@ class OutputGrammar:
 
     compiled: CompiledGrammar
     thought_start: int | None = None
-    """The token that may begin a thought in place of the answer, which is then constrained after the thought; None if
-    the prompt has begun or closed the thought, or the model has none.
-    """
+    """The token that may begin a thought before the constrained answer; None if there can be none."""
     begun: str = ""
-    """The beginning of the answer, if the prompt already holds it."""
+    """The beginning of the answer that the prompt already holds."""
     forces_calls: bool = False
     """Whether the answer must consist of tool calls."""
 
@@ -97,7 +91,7 @@ _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedPropert
 _COMBINING: Final = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
 """Keywords by which other schemas describe the same object."""
 _DEMANDING: Final = ("properties", "required", "minProperties", "enum", "const")
-"""Keywords by which a schema, unless they are empty, describes members."""
+"""Keywords by which a schema describes members, unless they are empty."""
 _SCHEMAS_BY_NAME: Final = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
 _LISTS_OF_SCHEMAS: Final = {"anyOf", "oneOf", "prefixItems"}
 _SCHEMAS: Final = {"items", "additionalProperties", "contains"}
@@ -109,7 +103,7 @@ BOUNDS: Final = {f"{end}{what}" for end in ("min", "max") for what in ("Length",
 def close_objects(schema: Any) -> Any:
     """Returns a schema whose objects have only the members they name, unless they say otherwise.
 
-    A schema in which several describe one object together (`allOf` of more than one) stays open. Bounds are integers.
+    A schema in which several describe one object (`allOf` of more than one) stays open.
     """
     schema = _with_whole_bounds(schema)
     return schema if _joins_schemas(schema) else _closed(schema)

@@ -1,8 +1,4 @@
-"""Finds marker strings in a text that arrives in pieces, wherever the pieces are cut.
-
-Text is held back only while it could be the beginning of a marker. Stop strings and the markers around tool calls are
-found this way; the search knows neither.
-"""
+"""Finds marker strings in a text that arrives in pieces. Holds back only what may begin a marker."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,11 +12,11 @@ class Found(NamedTuple):
     marker: str | None
     """The complete marker right after `before`, if any."""
     after: str
-    """The rest of the pushed piece after the marker; empty without a marker."""
+    """The rest of the pushed piece after the marker."""
 
 
 class MarkerSearch:
-    """Finds the first marker to be completed. Of two that end at the same character, the longer one counts."""
+    """Finds the first marker to be completed; of two that end together, the longer one."""
 
     def __init__(self, markers: Sequence[str]) -> None:
         """`markers` may be empty; none of them is an empty string."""
@@ -29,7 +25,7 @@ class MarkerSearch:
         self._held = ""
 
     def push(self, text: str) -> Found:
-        """Reads one piece up to the first complete marker; the next search begins after it."""
+        """Reads up to the first complete marker; the next search begins after it."""
         if not self._held and self._first_letters.isdisjoint(text):
             return Found(text, None, "")
         read, self._held = self._held + text, ""
@@ -43,7 +39,7 @@ class MarkerSearch:
 
     @property
     def is_holding(self) -> bool:
-        """Whether text is held back that could be the beginning of a marker."""
+        """Whether text is held back."""
         return bool(self._held)
 
     def flush(self) -> str:

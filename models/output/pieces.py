@@ -1,7 +1,6 @@
-"""What the output of a model consists of in any format: typed pieces in the order of writing. Pure.
+"""What an output consists of in any format: typed pieces in the order of writing. Pure.
 
-A parser turns the text of one answer into pieces, and a dialect writes pieces as its clients expect them. So a new
-format is a new parser, and a new dialect sees no format.
+Parsers make pieces of an answer's text; dialects write them as their clients expect.
 """
 
 from dataclasses import dataclass
@@ -17,14 +16,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the model's thoughts before the answer, never empty."""
+    """Text of the model's thoughts, never empty."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStarted:
-    """A call of a tool begins; its arguments follow, then its end."""
+    """A call begins; its arguments follow, then its end."""
 
     id: str
     name: str
@@ -39,27 +38,27 @@ class ToolArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnded:
-    """The open call is complete: its arguments, joined, are the JSON text of an object."""
+    """The open call is complete: its joined arguments are the JSON text of an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFailed:
-    """The open call is malformed or was cut off: the arguments passed on so far do not count."""
+    """The open call is malformed or was cut off: its arguments so far do not count."""
 
     text: str
-    """The model's whole text of the call, including markers: part of the answer's text."""
+    """The whole text of the call with its markers, which is part of the answer's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallCut:
-    """The open call was cut off in an answer that must consist of calls: its arguments so far are all of it."""
+    """The open call was cut off in an answer that must consist of calls: its arguments end here."""
 
 
 Piece: TypeAlias = Text | Reasoning | ToolCallStarted | ToolArguments | ToolCallEnded | ToolCallFailed | ToolCallCut
 
 
 class OutputParser(Protocol):
-    """Splits the text of one answer into pieces. Used by one request, on the event loop."""
+    """Splits the text of one answer into pieces. On the event loop."""
 
     @property
     def made_calls(self) -> bool:
@@ -85,7 +84,7 @@ class PlainParser:
         return [Text(text)] if text else []
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns nothing: nothing is ever held back."""
+        """Returns nothing: nothing is held back."""
         return []
 
 
@@ -95,8 +94,6 @@ class TokenLogprob:
 
     token_id: int
     logprob: float
-    """Natural logarithm of its probability, before bias, penalties, temperature, filters and grammars."""
+    """Natural logarithm of its probability, before anything that changes sampling."""
     top: tuple[tuple[int, float], ...] = ()
-    """The likeliest tokens in this place with their log-probabilities, the likeliest first; may include this
-    token.
-    """
+    """The likeliest tokens with their log-probabilities, the likeliest first; may include this token."""

@@ -1,8 +1,7 @@
 """Separates thoughts from the answer: in the text as it streams, and by tokens in the engine. Pure.
 
-A thought is at the beginning of an answer, or was begun by the prompt. It ends at its end marker; without one it is
-all of the output. White space around the markers belongs to the format, not to thought or answer. A marker anywhere
-else is text. A request may limit the tokens of a thought.
+A thought begins an answer, or was begun by the prompt, and lasts to its end marker or the end of the output. White
+space around the markers belongs to neither thought nor answer. A marker elsewhere is text.
 """
 
 from collections.abc import Container
@@ -31,7 +30,7 @@ HARMONY_END: Final = "<|end|>"
 """Ends a thought of gpt-oss, which then names the channel of its answer."""
 
 _IN_LINES: Final = "</"
-"""End markers that begin like this are on a line of their own, with an empty line before the answer."""
+"""End markers that begin like this have a line of their own, and an empty line after them."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +46,33 @@ class ReasoningFormat:
 
     @property
     def closing(self) -> str:
-        """The text of `closing_ids`: the end marker with the line breaks that models write around it."""
+        """The text of `closing_ids`: the end marker with its line breaks."""
         if self.end == HARMONY_END:
             return f"{self.end}<|start|>assistant<|channel|>final<|message|>"
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
     def is_opened_by(self, prompt: str, begun: str = "") -> bool:
-        """Whether a rendered prompt has begun the thought, so that the answer continues it.
-
-        `begun` is the end of the prompt that is part of the assistant's message, if that is continued.
-        """
+        """Whether a prompt has begun the thought. `begun`: its end with the unfinished message that is continued."""
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether a rendered prompt holds a closed thought, so that the answer begins without one."""
+        """Whether a prompt holds a closed thought, so that the answer has none."""
         return prompt.rstrip().endswith(self.end)
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """What the engine needs to know of one request's thought."""
+    """What the engine knows of one request's thought."""
 
     reasoning_format: ReasoningFormat
     is_open: bool = False
     """Whether the prompt has begun the thought."""
     max_tokens: int | None = None
-    """The thought is closed after this many tokens; None: when the model closes it."""
+    """The limit at which the thought is closed."""
 
 
 def find_reasoning_format(vocabulary: Container[str], template: str) -> ReasoningFormat | None:
-    """Returns the first known markers that are tokens of the model or in its template."""
+    """Returns the first known markers among the model's tokens or in its template."""
     for start, end in KNOWN_MARKERS:
         if (_has_token(start, vocabulary) and end in vocabulary) or end in template:
             return ReasoningFormat(start, end)
@@ -84,7 +80,7 @@ def find_reasoning_format(vocabulary: Container[str], template: str) -> Reasonin
 
 
 def _has_token(start: str, vocabulary: Container[str]) -> bool:
-    """Whether the marker is a token, or begins with one: Gemma's continues with a word."""
+    """Whether the marker is a token, or begins with one as Gemma's."""
     return start in vocabulary or (start.startswith("<|channel>") and "<|channel>" in vocabulary)
 
 
@@ -112,7 +108,6 @@ class ReasoningParser:
 
     @property
     def made_calls(self) -> bool:
-        """Whether a complete tool call has been returned."""
         return self._answer.made_calls
 
     def feed(self, text: str) -> list[Piece]:
@@ -123,7 +118,7 @@ class ReasoningParser:
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest: of an unclosed thought, or of the answer."""
+        """Returns the rest of an unclosed thought, or of the answer."""
         rest, pieces = self._space + self._search.flush(), list[Piece]()
         if self._phase is _Phase.THOUGHT and rest and (self._has_thought or not rest.isspace()):
             pieces.append(Reasoning(rest))
@@ -177,8 +172,7 @@ class ReasoningParser:
 class ThoughtWatch:
     """Counts the tokens of one answer's thought, and closes it at the limit.
 
-    Receives every token of the output and the text that it completes, in order. The markers are not counted, nor are
-    the tokens that `forced` has inserted.
+    Takes every token of the output in order. Markers are not counted, nor tokens that `forced` inserted.
     """
 
     def __init__(self, thinking: Thinking) -> None:
@@ -189,18 +183,18 @@ class ThoughtWatch:
         markers = thinking.reasoning_format
         self._search = MarkerSearch([markers.end if thinking.is_open else markers.start])
         self._num_held = 0
-        """Tokens of the thought that may turn out to be part of the end marker."""
+        """Tokens of the thought that may be part of the end marker."""
         self._num_forced = 0
         self.answer_begun = ""
-        """Text of the answer that came with the token that ended the thought, without leading white space."""
+        """Text of the answer that came with the token that ended the thought."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the thought has begun and has not ended."""
+        """Whether the thought has begun and not ended."""
         return self._phase is _Phase.THOUGHT
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token of the output and the text that it made certain."""
+        """Takes the next token and the text that it made certain."""
         if self.forced() is not None:
             self._num_forced += 1
             if self._num_forced == len(self._closing_ids):
@@ -218,7 +212,7 @@ class ThoughtWatch:
         return self._closing_ids[self._num_forced] if self.num_tokens + self._num_held >= limit else None
 
     def finish(self) -> None:
-        """Counts the tokens held back: the output has ended."""
+        """Counts the tokens held back."""
         self.num_tokens, self._num_held = self.num_tokens + self._num_held, 0
 
     @property

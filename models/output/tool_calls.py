@@ -1,10 +1,8 @@
 """Tool calls between markers: found while the text streams, parsed once complete, left as text if malformed. Pure.
 
-Arguments in JSON are passed on while they arrive, each letter once it is certain to be valid so far; only the end of
-a call shows whether all of it is valid, and the format's parser decides then. That parser is the model's own (mlx-lm
-has one per format) and takes the text between the markers. Its result is checked: a call has a name and the JSON text
-of an object as its arguments. White space around calls belongs to the format, not to the answer. It is dropped before
-a call, and at the end of an answer that holds one; around a malformed call it stays.
+Arguments in JSON are passed on as soon as they are certain to be valid so far. At the end of a call the format's
+parser, mlx-lm's for most models, reads all of it; its result must have a name and the JSON text of an object. White
+space before calls, and at the end of an answer with calls, is dropped; around a malformed call it stays.
 """
 
 import json
@@ -55,14 +53,14 @@ class ToolFormat:
     parse: Callable[[str, Any], Any]
     """(text, tools) to one `{"name", "arguments"}` or a list of them; raises for malformed text."""
     head: re.Pattern[str] = JSON_HEAD
-    """The text before the arguments of a call whose arguments are a JSON object, with the group `name`."""
+    """The text before arguments that are a JSON object, with the group `name`."""
     frames: tuple[str, ...] = ()
-    """Markers around all calls of an answer; they belong to the format like white space."""
+    """Markers around all calls of an answer; dropped like white space."""
     writes_json: bool = False
-    """Whether the model writes a call as `{"name", "arguments"}` in JSON, one between two markers."""
+    """Whether each call is `{"name", "arguments"}` in JSON between two markers."""
 
     def find_arguments(self, text: str) -> tuple[str, int] | None:
-        """Returns the name of an unfinished call, and where the JSON text of its arguments begins."""
+        """Returns the name of an unfinished call, and where its arguments begin."""
         found = self.head.match(text)
         if found is None:
             return None
@@ -109,10 +107,7 @@ def _tool_call(fields: Any) -> ToolCall:
 
 
 def _arguments_text(fields: Any) -> str:
-    """Returns a call's arguments as the JSON text of an object; raises if they are anything else.
-
-    Arguments that are missing, null or empty are `{}`. Some models call them `parameters`.
-    """
+    """Returns a call's arguments, `{}` if there are none, as the JSON text of an object; raises otherwise."""
     arguments = fields.get("arguments")
     if arguments is None:
         arguments = fields.get("parameters")
@@ -158,25 +153,23 @@ _CLOSING: Final = {"{": "}", "[": "]"}
 
 
 class JsonPrefix:
-    """Reads the text of one JSON object from its first brace on, and tells how much is certain to be valid so far.
+    """Reads the text of one JSON object from its first brace on, and tells how much is certain to be valid.
 
-    Text after the object is ignored.
+    Ignores text after the object.
     """
 
     def __init__(self) -> None:
         self.is_broken = False
-        """Whether no continuation can make the text an object, or it holds half a character, so that it is not passed
-        on.
-        """
+        """Whether no continuation can be an object, or the text holds half a character."""
         self._text = ""
-        """Pushed text that is not yet certain."""
+        """Pushed text that is not certain yet."""
         self._at = 0
         """Number of its characters already read."""
         self._open: list[str] = []
         """The brackets that close what is open."""
         self._expects = _Expects.VALUE
         self._may_end = False
-        """Whether the last of the open brackets may come in place of what is expected."""
+        """Whether the last of `_open` may come in place of what is expected."""
         self._is_in_string = False
 
     @property
@@ -262,14 +255,14 @@ class OpenCall:
         return [ToolArguments(certain)] if certain else []
 
     def end(self, call: ToolCall | None, text: str) -> list[Piece]:
-        """Ends the call: `call` is the meaning of its whole `text`, None if it has none."""
+        """Ends the call: `call` is the meaning of its whole `text`, if it has one."""
         rest = self._rest(call) if call is not None else None
         if rest is None:
             return [ToolCallFailed(text)]
         return [*([ToolArguments(rest)] if rest else []), ToolCallEnded()]
 
     def _rest(self, call: ToolCall) -> str | None:
-        """Returns the arguments not yet passed on; None if the arguments passed on are not the call's."""
+        """Returns the arguments not passed on yet; None if those passed on are not the call's."""
         if call.name != self.name:
             return None
         passed_on = "".join(self._passed_on)
@@ -320,7 +313,7 @@ class ToolCallParser:
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest. The open call of a complete answer may be complete too, without its marker."""
+        """Returns the rest. The open call of a complete answer may lack its end marker."""
         if self._call is None:
             rest = "" if self._is_forced else self._space + self._starts.flush()
             return [] if not rest or (self.made_calls and not self._without_frame(rest)) else [Text(rest)]
@@ -366,7 +359,7 @@ class ToolCallParser:
         return after
 
     def _end_call(self, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
-        """Closes the open call; returns its calls, or all of its text if it is none."""
+        """Closes the open call; returns its calls, or its text if it is none."""
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
         space, self._space, self._call = self._space, "", None
         streamed, self._streamed, self._head = self._streamed, None, ""
@@ -381,7 +374,7 @@ class ToolCallParser:
         return [piece for call in calls for piece in pieces_of(call)]
 
     def _pass_on(self, text: str) -> list[Piece]:
-        """Returns the arguments of the open call that a part of its text has made certain."""
+        """Returns the arguments of the open call that have become certain."""
         if self._streamed is not None:
             return self._streamed.push(text)
         if len(self._head) > MAX_HEAD_CHARACTERS:
@@ -409,14 +402,10 @@ class CallMarkers:
 
 
 class CallWatch:
-    """Tells when the first call of an output is complete, valid or not. Ignores calls in a thought.
-
-    Receives every token after `thoughts` has, so that it knows whether the token was part of the thought.
-    """
+    """Tells when the first call outside of thoughts is complete, valid or not. Takes a token after `thoughts` has."""
 
     def __init__(self, markers: CallMarkers, thoughts: ThoughtWatch | None) -> None:
         self.is_complete = False
-        """Whether a call has ended."""
         self._markers = markers
         self._thoughts = thoughts
         self._is_thinking = thoughts is not None and thoughts.is_thinking
@@ -424,7 +413,7 @@ class CallWatch:
         self._search = MarkerSearch([markers.start])
 
     def accept(self, token: int, text: str) -> None:
-        """Takes the next token of the output and the text that it made certain."""
+        """Takes the next token and the text that it made certain."""
         was_thinking, thoughts = self._is_thinking, self._thoughts
         self._is_thinking = thoughts is not None and thoughts.is_thinking
         if not self._is_thinking:

@@ -1,13 +1,10 @@
 """The formats in which models write tool calls, found by a model's tokens and template, and their parsers.
 
-* harmony, of gpt-oss: the header of each message names its channel and recipient. `<|channel|>analysis<|message|>`
-  begins a thought, `final` the answer, and `commentary` with a recipient a call, whose body is the JSON text of its
-  arguments. A message ends with `<|end|>`, or with the token that ends the answer, which has no text. (OpenAI,
-  "harmony response format".)
-* bare calls, which are all of an answer, without an end marker and often without any marker. The first letters of an
-  answer show whether it may be a call; it is then held back to its end, and is text if it is none after all. Llama 3
-  writes JSON, `{"name": …, "parameters": {…}}`, several one after another or separated by semicolons, with or without
-  `<|python_tag|>`; Llama 3.2, Llama 4 and others write a list in Python, `[f(a=1), g(b="x")]`.
+* harmony, of gpt-oss: each message has a header with its channel and recipient. `<|channel|>analysis<|message|>`
+  begins a thought, `final` the answer; `commentary` with a recipient is a call, its body the JSON text of arguments.
+  A message ends with `<|end|>` or the token that ends the answer, which has no text ("harmony response format").
+* bare calls, which are all of an answer, often without markers: an answer that may be one is held back to its end.
+  Llama 3 writes `{"name": …, "parameters": {…}}`, one or several; Llama 3.2, Llama 4 and others `[f(a=1), g(b="x")]`.
 * DeepSeek's calls: those of V3 and R1, with arguments in a block of code, and those of V3.1.
 """
 
@@ -40,7 +37,6 @@ class HarmonyFormat:
     """The harmony format, in which thoughts, text and calls are read together."""
 
     frames: tuple[str, ...] = (CHANNEL, MESSAGE, _HARMONY_START, *_ENDS, "<|constrain|>")
-    """All markers of the format."""
 
 
 class HarmonyParser:
@@ -124,7 +120,7 @@ class HarmonyParser:
 
 
 class _HarmonyCall:
-    """The body of a message to a tool. Without a name it is no call, and becomes text at its end."""
+    """The body of a message to a tool. Without a name it becomes text at its end."""
 
     def __init__(self, name: str, header: str) -> None:
         self._name = name
@@ -162,13 +158,13 @@ class BareFormat:
     """A format of calls that are all of an answer."""
 
     may_be_call: Callable[[str], bool]
-    """Whether an answer that begins with this text, without white space before it, may be calls."""
+    """Whether an answer that begins with this text, after white space, may be calls."""
     parse: Callable[[str, Any], Any]
     """(text, tools) to a list of `{"name", "arguments"}`; raises for any other text."""
     call_start: str
-    """A regular expression for the beginning of calls, after white space and the first of the frames."""
+    """A regular expression for the beginning of calls, after white space and the first frame."""
     frames: tuple[str, ...] = ()
-    """Markers that may surround the calls and belong to the format."""
+    """Markers that may surround the calls."""
 
 
 class BareCallParser:
@@ -240,10 +236,8 @@ def _parse_bare(text: str, tools: Any) -> dict[str, Any]:
 
 
 DEEPSEEK_V3 = ToolFormat(_DEEPSEEK_START, _END, _parse_block, head=_IN_BLOCK, frames=_FRAMES)
-"""`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, a line break, and the arguments in a block of code."""
 
 DEEPSEEK_V3_1 = ToolFormat(_DEEPSEEK_START, _END, _parse_bare, head=_BARE, frames=_FRAMES)
-"""`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS`."""
 
 
 PYTHON_TAG: Final = "<|python_tag|>"
@@ -301,7 +295,7 @@ def _value(node: ast.expr) -> Any:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Models write the words of JSON in place of Python's."""
+    """Replaces the words of JSON, which models write for Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
@@ -319,7 +313,7 @@ ToolSyntax: TypeAlias = ToolFormat | BareFormat | HarmonyFormat
 
 
 def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | None:
-    """Returns the first format with a parser here that fits the model; None if there is none."""
+    """Returns the first format with a parser here that fits the model, if any."""
     if CHANNEL in vocabulary and MESSAGE in vocabulary:
         return HarmonyFormat()
     if DEEPSEEK_V3.start in vocabulary or DEEPSEEK_V3.start in template:
@@ -334,7 +328,7 @@ def find_tool_syntax(vocabulary: Container[str], template: str) -> ToolSyntax | 
 
 
 def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
-    """Returns the texts that structure a format; some consist of special tokens."""
+    """Returns the markers of a format; some consist of special tokens."""
     if isinstance(syntax, ToolFormat):
         return tuple(text for text in (syntax.start, syntax.end, *syntax.frames) if text)
     return () if syntax is None else syntax.frames
@@ -343,7 +337,7 @@ def markers_of(syntax: ToolSyntax | None) -> tuple[str, ...]:
 def tool_parser(
     syntax: ToolFormat | BareFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
 ) -> OutputParser:
-    """Returns the parser for the answer of one request that offers `tools`, or forces calls of them."""
+    """Returns the parser for an answer that may call `tools`, or must."""
     if isinstance(syntax, ToolFormat):
         return ToolCallParser(syntax, tools, is_forced=is_forced)
     return BareCallParser(syntax, tools)
