@@ -284,7 +284,9 @@ def _fetch(download: _Download, file: _File, progress: _Progress) -> None:
         _receive_rest(download, file, target, progress.add)
         target.flush()
         progress.check(file)
-        if _sha256(part) != file.sha256:
+        with part.open("rb") as source:
+            found = hashlib.file_digest(source, "sha256").hexdigest()
+        if found != file.sha256:
             part.unlink()
             raise PullFailed(f"{file.name} of {download.repository} arrived damaged and was removed; pull it again")
         part.rename(part.with_suffix(""))
@@ -348,14 +350,6 @@ def _alone(target: BinaryIO, repository: RepositoryName) -> Iterator[None]:
     except BlockingIOError as error:
         raise PullFailed(f"{repository} is being downloaded by another process already") from error
     yield
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as source:
-        while block := source.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 class _SilentBar(tqdm):

@@ -1,7 +1,7 @@
-"""Makes, copies and removes local names for models, and verifies models' files against the hub's hashes.
+"""Makes and removes local names for models, and verifies models' files against the hub's hashes.
 
-A file of Hugging Face's cache is a link to a blob named by its hash: SHA-256 of large files, Git's SHA-1 of others.
-Files elsewhere have no hash to compare with; of those only the length of weights is checked.
+A file of Hugging Face's cache is a link to a blob named by its hash: SHA-256 for large files, Git's SHA-1 for others.
+Elsewhere only the length of weights is checked.
 """
 
 import hashlib
@@ -37,11 +37,11 @@ class Making:
     messages: Sequence[ExampleMessage] = ()
     license: str | None = None
     replaces: bool = True
-    """Whether the new model replaces one of the same name."""
+    """Whether a model of the same name is replaced."""
 
 
 def create(name: str, base: WeightsPlace, base_name: str, making: Making) -> StoredModel:
-    """Makes a model from another and returns it; settings absent from `making` are the other's.
+    """Makes a model from another, keeping settings that `making` lacks, and returns it.
 
     Raises StoreError, and ModelfileError for a parameter that cannot be honoured.
     """
@@ -54,12 +54,14 @@ def create(name: str, base: WeightsPlace, base_name: str, making: Making) -> Sto
     if making.messages:
         defaults = replace(defaults, messages=tuple(making.messages))
     text = making.license if making.license is not None else "" if parent is None else parent.license
-    return _store(full, base, defaults, text, replaces=making.replaces)
-
-
-def copy(source_name: str, base: WeightsPlace, name: str, *, replaces: bool) -> StoredModel:
-    """Gives a model another name, with all its defaults; raises StoreError."""
-    return create(name, base, source_name, Making(replaces=replaces))
+    now = datetime.now(UTC)
+    with user_manifest().change() as stored:
+        before = stored.get(full)
+        if before is not None and not making.replaces:
+            raise StoreError(f"there is a name {before.short_name} already; remove it first, or give --force")
+        made = StoredModel(full, base, now if before is None else before.created, now, defaults, text)
+        stored[full] = made
+    return made
 
 
 def remove(name: str) -> StoredModel:
@@ -77,7 +79,7 @@ def names_with(place: WeightsPlace) -> list[str]:
 
 
 def parse_free_name(name: str) -> str:
-    """Returns `name:tag` for a name that may be stored; raises StoreError for a name with another meaning."""
+    """Returns `name:tag` for a name that may be stored; raises StoreError."""
     full = parse_full_name(name)
     short = full.removesuffix(f":{LATEST}")
     if short in BUILT_IN:
@@ -85,17 +87,6 @@ def parse_free_name(name: str) -> str:
     if parse_repository(short) is not None or find_family(short):
         raise StoreError(f"{short} is a short name of models to pull; choose another name")
     return full
-
-
-def _store(full: str, place: WeightsPlace, defaults: ModelDefaults, text: str, *, replaces: bool) -> StoredModel:
-    now = datetime.now(UTC)
-    with user_manifest().change() as stored:
-        before = stored.get(full)
-        if before is not None and not replaces:
-            raise StoreError(f"there is a name {before.short_name} already; remove it first, or give --force")
-        created = now if before is None else before.created
-        made = stored[full] = StoredModel(full, place, created, now, defaults, text)
-    return made
 
 
 def _check_template_arguments(defaults: ModelDefaults) -> None:
@@ -108,10 +99,8 @@ def _check_template_arguments(defaults: ModelDefaults) -> None:
         raise ModelfileError(f"chat_template_kwargs.{name} cannot be set: the server itself tells it to the template")
 
 
-_BLOCK_BYTES = 1 << 20
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_GIT_SHA1 = re.compile(r"[0-9a-f]{40}")
-_WEIGHTS = ".safetensors"
+_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+"""SHA-256, or Git's SHA-1."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 """The format's limit."""
@@ -137,7 +126,7 @@ class Verification:
 
 
 def verify(folder: Path, tell: Callable[[str], object] = lambda name: None) -> Verification:
-    """Reads all files of a model; `tell` receives each name before. Blocks for about a second a gigabyte."""
+    """Reads all files of a model, about a gigabyte a second; `tell` receives each name before."""
     files = sorted(path for path in folder.iterdir() if not path.is_dir())
     faults = [FileFault(name, "missing") for name in missing_files(folder)]
     num_compared = 0
@@ -154,7 +143,7 @@ def verify(folder: Path, tell: Callable[[str], object] = lambda name: None) -> V
 def _expected_hash(file: Path) -> str | None:
     """Returns the hub's hash for a file of the cache; None for any other file."""
     name = file.readlink().name if file.is_symlink() else ""
-    return name if _SHA256.fullmatch(name) or _GIT_SHA1.fullmatch(name) else None
+    return name if _HASH.fullmatch(name) else None
 
 
 def _fault(file: Path, expected: str | None) -> Iterator[str]:
@@ -163,7 +152,7 @@ def _fault(file: Path, expected: str | None) -> Iterator[str]:
         yield "missing"
         return
     try:
-        shortened = _shortened(file) if file.suffix == _WEIGHTS else None
+        shortened = _shortened(file) if file.suffix == ".safetensors" else None
         if shortened is not None:
             yield shortened
         elif expected is not None and _hash(file, expected) != expected:
@@ -173,7 +162,7 @@ def _fault(file: Path, expected: str | None) -> Iterator[str]:
 
 
 def _shortened(file: Path) -> str | None:
-    """Returns the fault in the length of weights, by their header; None if there is none."""
+    """Returns the fault in the length of weights, by their header."""
     size_bytes = file.stat().st_size
     with file.open("rb") as source:
         header_bytes = int.from_bytes(source.read(_LENGTH_BYTES), "little")
@@ -196,8 +185,6 @@ def _hash(file: Path, expected: str) -> str:
     """Returns the hash of a file, of the same kind as `expected`."""
     is_sha256 = len(expected) == hashlib.sha256().digest_size * 2
     # Git's hash covers a file's kind and size before its contents.
-    digest = hashlib.sha256() if is_sha256 else hashlib.sha1(f"blob {file.stat().st_size}\0".encode())
+    begun = hashlib.sha256() if is_sha256 else hashlib.sha1(f"blob {file.stat().st_size}\0".encode())
     with file.open("rb") as source:
-        while block := source.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(source, lambda: begun).hexdigest()

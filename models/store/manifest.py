@@ -2,10 +2,9 @@
 
 Invariants:
 
-* whoever reads it sees one state or the next, never a part: a change is written beside it, synced, and renamed;
-* changes of several processes come one after another, under a lock file, and none is lost;
-* a damaged file is never written over: it is set aside under another name, and the error says which;
-* a file of a newer version is left as it is.
+* a reader sees one state or the next: a change is written beside the file, synced, and renamed;
+* changes of several processes come one after another, under a lock file;
+* a damaged file is set aside under another name, never written over; a newer version's file is left as it is.
 """
 
 import contextlib
@@ -14,7 +13,6 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,17 +27,8 @@ FILE_NAME = "models.json"
 
 
 def data_folder(environment: Mapping[str, str]) -> Path:
-    """Returns the folder of this user's manifest; it need not exist."""
-    folder = environment.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(folder).expanduser() / "mlx-serve"
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Content read, and the state of the file at reading."""
-
-    stamp: tuple[int, int, int]
-    models: Mapping[str, StoredModel]
+    """Returns the folder of this user's manifest, which need not exist."""
+    return Path(environment.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "mlx-serve"
 
 
 class Manifest:
@@ -47,7 +36,8 @@ class Manifest:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._last: _Read | None = None
+        self._last: tuple[tuple[int, int, int], Mapping[str, StoredModel]] | None = None
+        """The state of the file when it was read, and its content."""
         self._lock = threading.Lock()
 
     @property
@@ -58,7 +48,7 @@ class Manifest:
     def models(self) -> Mapping[str, StoredModel]:
         """Returns all stored models by full name; do not change them.
 
-        Raises StoreDamaged after setting a damaged file aside, and StoreError if the file cannot be read.
+        Raises StoreDamaged after setting a damaged file aside, and StoreError.
         """
         try:
             return self._current()
@@ -68,16 +58,13 @@ class Manifest:
                 return self._current_or_set_aside()
 
     def find(self, name: str) -> StoredModel | None:
-        """Returns the model of that name, with or without its tag; raises like `models`."""
+        """Returns the model of that name, tagged or not; raises like `models`."""
         full = find_full_name(name)
         return None if full is None else self.models().get(full)
 
     @contextlib.contextmanager
     def change(self) -> Iterator[dict[str, StoredModel]]:
-        """Yields the stored models for exclusive changes, which are written at the end unless an error is raised.
-
-        Raises StoreError.
-        """
+        """Yields the stored models for exclusive changes, written at the end without an error. Raises StoreError."""
         with self._alone():
             models = dict(self._current_or_set_aside())
             yield models
@@ -108,19 +95,17 @@ class Manifest:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _current(self) -> Mapping[str, StoredModel]:
-        """Returns the content of the file, read again only if it changed; raises _Damaged and StoreError."""
+        """Returns the content, read again only if the file changed; raises _Damaged and StoreError."""
         stamp = self._stamp()
         if stamp is None:
             return {}
         last = self._last
-        if last is None or last.stamp != stamp:
-            last = self._last = _Read(stamp, self._read())
-        return last.models
+        if last is None or last[0] != stamp:
+            last = self._last = stamp, self._read()
+        return last[1]
 
     def _current_or_set_aside(self) -> Mapping[str, StoredModel]:
-        """Returns the content under the lock; raises StoreDamaged after setting a damaged file aside, and
-        StoreError.
-        """
+        """Returns the content, under the lock; raises StoreDamaged and StoreError."""
         try:
             return self._current()
         except _Damaged as error:
@@ -141,7 +126,7 @@ class Manifest:
             raise _Damaged(reason(error)) from error
 
     def _set_aside(self) -> Path:
-        """Renames the file without overwriting another, and returns its new place."""
+        """Renames the file without overwriting another."""
         number = 1
         while (aside := self.path.with_name(f"{FILE_NAME}.damaged-{number}")).exists():
             number += 1
@@ -152,7 +137,8 @@ class Manifest:
         return aside
 
     def _write(self, models: Mapping[str, StoredModel]) -> None:
-        text = _serialized(models)
+        found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
+        text = json.dumps({"version": VERSION, "models": found}, indent=2, ensure_ascii=False).encode() + b"\n"
         beside = self.path.with_name(f"{FILE_NAME}.new")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -175,7 +161,7 @@ class _Newer(Exception):
 
 
 def _parse(text: bytes) -> Mapping[str, StoredModel]:
-    """Returns the models of a file; raises ValueError or RecursionError with a few words, and _Newer."""
+    """Returns the models of a file; raises ValueError, RecursionError or _Newer."""
     from pydantic import ValidationError
 
     found = json.loads(text)
@@ -201,11 +187,6 @@ def _check(model: StoredModel) -> None:
         model.defaults.check()
     except InvalidParameter as error:
         raise ValueError(f"{model.name}: {error}") from error
-
-
-def _serialized(models: Mapping[str, StoredModel]) -> bytes:
-    found = _adapter().dump_python([models[name] for name in sorted(models)], mode="json")
-    return json.dumps({"version": VERSION, "models": found}, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _adapter() -> "TypeAdapter[list[StoredModel]]":

@@ -1,7 +1,7 @@
 """Reads and writes Ollama's Modelfile, and maps Ollama's names of parameters. Pure.
 
-One instruction a line, in letters of any case: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`. Its text ends
-with the line, or is quoted; three quotes allow several lines. `#` begins a comment.
+One instruction a line, in any case: `FROM`, `PARAMETER`, `SYSTEM`, `MESSAGE`, `LICENSE`. Three quotes around a text
+allow several lines; `#` begins a comment.
 """
 
 import difflib
@@ -34,7 +34,7 @@ _OF_LOADING = (
     "embedding_only tfs_z mirostat mirostat_tau mirostat_eta penalize_newline draft_num_predict"
 )
 WITHOUT_EFFECT = frozenset(_OF_LOADING.split())
-"""Ollama's parameters that are accepted and have no effect."""
+"""Ollama's parameters that are accepted and ignored."""
 
 
 @dataclass
@@ -46,10 +46,9 @@ class _Told:
 
 
 def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) -> ModelDefaults:
-    """Returns defaults changed by pairs of name and value; `stop` may occur several times.
+    """Returns defaults changed by pairs of name and value, a text as in a Modelfile or a JSON value.
 
-    A value is a text, as in a Modelfile, or a JSON value. Raises ModelfileError for an unknown parameter, and for an
-    invalid value.
+    Raises ModelfileError for an unknown parameter and an invalid value.
     """
     found = _Told(dict(defaults.sampling), {}, [])
     for name, value in told:
@@ -66,7 +65,7 @@ def with_parameters(defaults: ModelDefaults, told: Iterable[tuple[str, Any]]) ->
     try:
         changed.check()
     except InvalidParameter as error:
-        raise ModelfileError(_in_ollamas_words(str(error))) from error
+        raise ModelfileError(str(error).replace("repetition_penalty", "repeat_penalty")) from error
     return changed
 
 
@@ -146,16 +145,12 @@ def _object(value: Any) -> Mapping[str, Any]:
     return found
 
 
-def _in_ollamas_words(message: str) -> str:
-    return message.replace("repetition_penalty", "repeat_penalty")
-
-
 ROLES = ("system", "user", "assistant")
-NO_TEMPLATE = "TEMPLATE is not taken: a model's template comes with its files, and is written in Jinja, not in Go"
-NO_ADAPTER = (
-    "ADAPTER is not taken: start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside a model"
-)
-_REFUSED = {"template": NO_TEMPLATE, "adapter": NO_ADAPTER}
+_REFUSED = {
+    "template": "TEMPLATE is not taken: a model's template comes with its files, and is written in Jinja, not in Go",
+    "adapter": "ADAPTER is not taken: start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside "
+    "a model",
+}
 _KNOWN = ("from", "parameter", "system", "message", "license", *_REFUSED)
 _LONG_QUOTE = '"""'
 
@@ -186,22 +181,18 @@ def parse_modelfile(text: str) -> Modelfile:
 
 
 def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
-    """Returns a Modelfile that makes the same model, from `base` if given, which must name the same weights."""
+    """Returns a Modelfile that makes the same model, from `base` if given, which names the same weights."""
     defaults = stored.defaults
     lines = [
         f"FROM {base or stored.weights}",
         *(f"PARAMETER {name} {value}" for name, value in parameters_of(defaults)),
     ]
     if defaults.system:
-        lines.append(f"SYSTEM {_quoted(defaults.system)}")
-    lines += [f"MESSAGE {one.role} {_quoted(one.content)}" for one in defaults.messages]
+        lines.append(f'SYSTEM """{defaults.system}"""')
+    lines += [f'MESSAGE {one.role} """{one.content}"""' for one in defaults.messages]
     if stored.license:
-        lines.append(f"LICENSE {_quoted(stored.license)}")
+        lines.append(f'LICENSE """{stored.license}"""')
     return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return f"{_LONG_QUOTE}{text}{_LONG_QUOTE}"
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -263,7 +254,7 @@ def _take_instruction(found: Modelfile, instruction: str, text: str) -> None:
 
 
 def _parameter_text(name: str, value: str) -> str:
-    """Returns a parameter's value; a quoted stop string may hold escapes, such as a line break."""
+    """Returns a parameter's value; a quoted stop string may hold escapes."""
     if name.lower() != "stop" or not (len(value) > 1 and value[0] == value[-1] == '"'):
         return _unquoted(value)
     try:

@@ -1,7 +1,4 @@
-"""A model under a local name: where its weights are, and its defaults for requests. Pure.
-
-A name holds no slash, so that it never looks like a path or a repository.
-"""
+"""A model under a local name: where its weights are, and its defaults for requests. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +31,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True)
 class ExampleMessage:
-    """A message before those of each conversation, as an example of answers."""
+    """A message before those of each conversation."""
 
     role: str
     content: str
@@ -54,10 +51,10 @@ class ModelDefaults:
     context_tokens: int | None = None
     """Longest prompt and answer together; None: the limit of model and server."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, like `chat_template_kwargs` of a request."""
+    """As `chat_template_kwargs` of a request."""
 
     def check(self) -> None:
-        """Raises InvalidParameter, naming the parameter, for the first value that cannot be honoured."""
+        """Raises InvalidParameter for the first value that cannot be honoured."""
         check(self.sampling_over(SamplingParams()), _ANY_VOCABULARY)
         if len(self.stop) > MAX_STOP_STRINGS or not all(0 < len(text) <= MAX_STOP_CHARACTERS for text in self.stop):
             message = f"stop: at most {MAX_STOP_STRINGS} texts of 1 to {MAX_STOP_CHARACTERS} characters"
@@ -66,7 +63,7 @@ class ModelDefaults:
         _check_least("num_ctx", self.context_tokens, MIN_CONTEXT_TOKENS)
 
     def sampling_over(self, sampling: SamplingParams) -> SamplingParams:
-        """Returns a model's own sampling overridden by these defaults; raises InvalidParameter."""
+        """Returns `sampling` overridden by these defaults; raises InvalidParameter."""
         unknown = next((name for name in self.sampling if name not in SAMPLING_DEFAULTS), None)
         if unknown is not None:
             raise InvalidParameter(unknown, f"{unknown} is no parameter of sampling that a model may set")
@@ -74,10 +71,7 @@ class ModelDefaults:
         return replace(sampling, **named)
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Returns a request's messages after the examples, with the system prompt if they have none.
-
-        The contents of the added messages are lists of texts, as templates receive them.
-        """
+        """Returns a request's messages after the examples, with the system prompt if they have none."""
         has_system = bool(messages) and messages[0].get("role") in _SYSTEM_ROLES
         system = [messages[0]] if has_system else [_message("system", self.system)] if self.system else []
         examples = [_message(example.role, example.content) for example in self.messages]
@@ -94,7 +88,7 @@ def _check_least(name: str, value: int | None, least: int) -> None:
 
 
 LATEST = "latest"
-"""The tag of a name without one."""
+"""The tag of a name without one. A name holds no slash, unlike paths and repositories."""
 MAX_NAME_CHARACTERS = 80
 _PART = rf"[a-z0-9][a-z0-9._-]{{0,{MAX_NAME_CHARACTERS - 1}}}"
 _NAME = re.compile(rf"({_PART})(?::({_PART}))?")
@@ -106,9 +100,9 @@ class WeightsPlace:
 
     kind: Literal["built-in", "repository", "folder"]
     name: str
-    """The name of a built-in model, `org/name` of a repository, or the whole path of a folder."""
+    """A built-in model, `org/name` of a repository, or the whole path of a folder."""
     commit: str = ""
-    """The revision of a repository, resolved when the name was made."""
+    """The revision of a repository when the name was made."""
 
     def __str__(self) -> str:
         return f"{self.name}@{self.commit}" if self.commit else self.name
@@ -130,12 +124,12 @@ class StoredModel:
 
     @property
     def short_name(self) -> str:
-        """The name as people write it: without the tag `latest`."""
+        """The name without the tag `latest`."""
         return self.name.removesuffix(f":{LATEST}")
 
 
 def find_full_name(text: str) -> str | None:
-    """Returns `name:tag` in lower case for what may be the name of a stored model, else None."""
+    """Returns `name:tag` in lower case for what may name a stored model, else None."""
     match = _NAME.fullmatch(text.lower()) if text.isascii() else None
     return None if match is None else f"{match[1]}:{match[2] or LATEST}"
 

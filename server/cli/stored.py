@@ -74,7 +74,7 @@ def show(name: str, *, as_modelfile: bool, as_json: bool) -> None:
 
 def copy(source: str, name: str, *, replaces: bool, as_json: bool) -> None:
     """Gives a model another name. Raises ModelError."""
-    made = library.copy(source, place_of(source), name, replaces=replaces)
+    made = library.create(name, place_of(source), source, Making(replaces=replaces))
     _tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 

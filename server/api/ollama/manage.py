@@ -105,7 +105,7 @@ async def copy_model(request: Request) -> Response:
     def copy() -> StoredModel:
         name = _free(context, body.destination, "destination")
         source = _source(context, body.source, "source")
-        return _done(lambda: library.copy(source.name, _place(source), name, replaces=True), "destination")
+        return _done(lambda: library.create(name, _place(source), source.name, Making()), "destination")
 
     await asyncio.to_thread(copy)
     return JsonBody({})
