@@ -61,7 +61,7 @@ from server.api.ollama.api import OLLAMA
 from server.api.openai.api import OPENAI
 from server.api.openai.completions import CompletionBody
 from server.api.openai.types import ChatBody
-from server.api.openapi import DescribedPath, Document, Operation, Operations
+from server.api.openapi import DescribedPath, Operation, Operations, describe
 from server.api.responses.api import RESPONSES
 from server.api.wire import JsonBody, with_and_without_v1
 from server.app.config import ServerConfig
@@ -102,9 +102,9 @@ ADMIN_OPERATIONS: Operations = {
     get_stats: Operation(answer=StatsBody, query=_SALT),
     get_events: Operation(answer=str, answer_type="text/event-stream", query=(*_SALT, "seconds")),
     clear_cache: Operation(answer=ClearedBody, query=_CACHE),
-    prime_cache: Operation((ChatBody, CompletionBody), PrimedBody),
-    load_model: Operation((ModelNameBody,), ModelStateBody),
-    unload_model: Operation((ModelNameBody,), ModelStateBody),
+    prime_cache: Operation(ChatBody | CompletionBody, PrimedBody),
+    load_model: Operation(ModelNameBody, ModelStateBody),
+    unload_model: Operation(ModelNameBody, ModelStateBody),
     metrics: Operation(answer=str, answer_type="text/plain"),
     health: Operation(answer=HealthBody),
     ready: Operation(answer=ReadyBody),
@@ -181,7 +181,7 @@ def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
         )
         for route in routes
     ]
-    return Document(metadata.version("mlx-serve")).describe(entries)
+    return describe(entries, metadata.version("mlx-serve"))
 
 
 def replace_keys(app: Starlette, keys: KeyRing) -> None:

@@ -171,7 +171,7 @@ class Api:
     routes: Sequence[Route]
     operations: Operations = field(default_factory=dict)
     """Bodies and answers of the endpoints, for `/openapi.json`; a missing endpoint takes and gives any object."""
-    error_body: Any = None
+    error_body: Any = dict[str, Any]
     """The type of an error's body."""
     own_paths: tuple[str, ...] = ()
     """Paths of this API; errors for unknown paths at or below them have its shape."""

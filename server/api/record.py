@@ -6,7 +6,8 @@ Knows the clock, but no dialect and no conversation. Event loop only.
 import logging
 import time
 from dataclasses import dataclass
-from typing import TypedDict
+
+from typing_extensions import TypedDict
 
 from server.api.errors import as_api_error
 from server.api.sessions import TurnRecord

@@ -12,10 +12,10 @@ tool's message, a user's message follows any other.
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cache.budget import PinLimit
 from cache.disk.index import DiskWrites

@@ -5,10 +5,10 @@ unknown. The owner of the server (see `server.api.guard.is_owner`) sees all, or 
 """
 
 import contextlib
-from typing import TypedDict
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from server.api.context import context_of
 from server.api.errors import ApiError, Code

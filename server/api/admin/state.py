@@ -12,12 +12,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from importlib import metadata
-from typing import NotRequired, TypedDict
+from typing import NotRequired
 
 from prometheus_client.exposition import choose_encoder
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cache.journal import CacheStats
 from server.api.call import AnswerStream

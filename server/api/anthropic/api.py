@@ -9,11 +9,12 @@ exactly; it evaluates nothing.
 import asyncio
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from server.api.anthropic.conversation import find_model, read_conversation
 from server.api.anthropic.fields import IN_COUNT

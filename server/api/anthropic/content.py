@@ -16,9 +16,10 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias, TypedDict
+from typing import Any, Final, Literal, TypeAlias
 
 import regex
+from typing_extensions import TypedDict
 
 from models.output.pieces import (
     Piece,

@@ -6,13 +6,14 @@ nothing of any request: whoever asks may not be its sender.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Annotated, Any, Final, NotRequired, TypedDict
+from typing import Annotated, Any, Final, NotRequired
 
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import Text

@@ -10,12 +10,13 @@ follows the sample's reply is used.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Final, TypedDict
+from typing import Annotated, Any, Final
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.inference.sampling_params import MAX_WINDOW, SamplingParams, check

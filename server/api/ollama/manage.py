@@ -8,11 +8,12 @@ are never deleted.
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, NotRequired, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from models.errors import ModelError, ModelfileError, ModelNotFound, RepositoryNotFound, StoreError
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, pull

@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, NotRequired, TypedDict
+from typing import Any, Final, NotRequired
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict
 
 from models.store.modelfile import modelfile_of, parameters_of
 from server.api import PRODUCT

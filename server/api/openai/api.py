@@ -4,11 +4,12 @@
 """
 
 import asyncio
-from typing import Any, TypedDict
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from typing_extensions import TypedDict
 
 from server.api import PRODUCT
 from server.api.context import context_of

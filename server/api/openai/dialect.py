@@ -4,9 +4,9 @@ An error is `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from collections.abc import Mapping
-from typing import TypedDict
 
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from server.api.dialect import Dialect
 from server.api.errors import ApiError

@@ -5,11 +5,12 @@ whichever server's name it has. DRY's sequence breakers and bad words are turned
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
+from typing_extensions import TypedDict
 
 from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS, MAX_WINDOW
 from models.output.grammar import Grammar, GrammarKind

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import NotRequired
+
+from typing_extensions import TypedDict
 
 from models.output.pieces import TokenLogprob
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started

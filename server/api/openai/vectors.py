@@ -8,12 +8,13 @@ cosine. Reranking has the shape of Cohere and Jina, as on similar servers.
 import base64
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from server.api.call import compute
 from server.api.context import ApiContext

@@ -7,10 +7,11 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from server.api.call import inspect
 from server.api.context import ApiContext, context_of
