@@ -4,9 +4,11 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Read by transformers when it is imported: it advises to install PyTorch.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# Compiled once, and not in each of the many processes that tests start: that takes longer than most of them run.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.pycache_prefix = str(Path(__file__).parents[1] / ".cache" / "bytecode")
+os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 # What a developer has set for servers of their own is not for those of the tests, nor is what they typed in a chat.
 for _variable in [name for name in os.environ if name.startswith("MLX_SERVE_")]:

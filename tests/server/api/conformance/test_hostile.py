@@ -1,0 +1,405 @@
+"""Half characters, NULs, huge numbers, NaN and deep nesting anywhere in a body: no answer is a 5xx, all are JSON."""
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from models.prompt.chat_template import ChatRenderer
+from server.api.anthropic.content import enclose as enclose_in_message
+from server.api.app import create_app
+from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
+from server.api.ollama.fields import IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
+from server.api.responses.output import enclose as enclose_in_response
+from server.app.config import ServerConfig
+from tests.server.api.test_live import Live, serving
+from tests.support import tiny_models
+from tests.support.fake_engine import FakeEngine, Script, fake_model
+
+JSON = {"Content-Type": "application/json"}
+
+CHAT, TEXT, PRIME = "/v1/chat/completions", "/v1/completions", "/v1/cache/prime"
+
+TELLS_ALL = """\
+{{ x }}{% for tool in tools or [] %}{{ tool.function.name }}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }} {{ message.name }} {{ message.tool_call_id }}
+{{ message.reasoning_content }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant {{ enable_thinking }} {{ reasoning_effort }}
+{% endif %}"""
+"""Shows whatever a conversation holds."""
+
+STREAMED: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
+GENERATION: dict[str, Any] = {
+    "model": "tiny",
+    "stream": False,
+    "max_tokens": 5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "top_n_sigma": 2,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.1,
+    "repeat_last_n": 64,
+    "repetition_context_size": 64,
+    "presence_context_size": 64,
+    "frequency_context_size": 64,
+    "options": {"num_ctx": 4096, "num_predict": 5, "stop": ["x"], "seed": 7, "repeat_penalty": 1.1},
+    "dry_multiplier": 0.8,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": ["\n", "x"],
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["x", "yz"],
+    "seed": 7,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {"5": 1},
+    "stop": ["x", "y"],
+    "ignore_eos": False,
+    "session_id": "s",
+    "cache_prompt": True,
+    "cache_salt": "salt",
+    "prompt_cache_key": "key",
+    "prompt_cache_retention": "24h",
+    "priority": "interactive",
+    "service_tier": "auto",
+    "metadata": {"user_id": '{"session_id": "s"}', "session_id": "s"},
+    "user": "u",
+    "safety_identifier": "u",
+    "store": True,
+    "unknown field": 1,
+}
+CALLS = [
+    {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": ["b", 1]}'}},
+    {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {"a": 1}}},
+]
+CONVERSATION: dict[str, Any] = {
+    **GENERATION,
+    "messages": [
+        {"role": "system", "content": "Be terse.", "cache_control": {"type": "ephemeral"}},
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"ttl": 5}}], "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning_content": "Hm.", "refusal": "No."},
+        {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "f"},
+        {"role": "developer", "content": "Go on."},
+        {"role": "user", "content": "Well?"},
+    ],
+    "max_completion_tokens": 9,
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "description": "d",
+                "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 5}}},
+                "strict": False,
+            },
+        }
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "enable_thinking": False,
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "chat_template_kwargs": {"x": "y"},
+    "prediction": {"type": "content", "content": "x"},
+}
+MARK = {"type": "ephemeral", "ttl": "5m"}
+MESSAGES_PROMPT: dict[str, Any] = {
+    "model": "tiny",
+    "system": [{"type": "text", "text": "x-anthropic-billing-header: cch=abc;", "cache_control": MARK}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": MARK}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "", "signature": enclose_in_message("Hm")},
+                {"type": "redacted_thinking", "data": "EmwK"},
+                {"type": "text", "text": "Let me look."},
+                {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": ["b", 1]}, "cache_control": MARK},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "5"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no", "is_error": True},
+                {"type": "text", "text": "Well?"},
+            ],
+        },
+        {"role": "system", "content": "Go on."},
+    ],
+    "tools": [
+        {
+            "type": "custom",
+            "name": "f",
+            "description": "d",
+            "input_schema": {"type": "object", "properties": {"a": {"type": "integer", "maximum": 5}}},
+            "strict": False,
+            "cache_control": MARK,
+        }
+    ],
+    "tool_choice": {"type": "auto", "name": "f", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+    "output_config": {"effort": "low"},
+    "unknown field": 1,
+}
+MESSAGES: dict[str, Any] = {
+    **MESSAGES_PROMPT,
+    "max_tokens": 5,
+    "stream": False,
+    "stop_sequences": ["x", "y"],
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "metadata": {"user_id": '{"session_id": "s"}'},
+    "session_id": "s",
+    "cache_salt": "salt",
+    "context_management": {"edits": [{"type": "clear_thinking_20251015"}]},
+    "service_tier": "auto",
+}
+ITEMS: list[dict[str, Any]] = [
+    {"role": "developer", "content": "Be terse."},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}], "id": "msg_1"},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": enclose_in_response("Hm")},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
+    {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}', "namespace": "n"},
+    {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "5"}]},
+    {"type": "custom_tool_call", "call_id": "c2", "name": "p", "input": "x"},
+    {"type": "custom_tool_call_output", "call_id": "c2", "output": "y"},
+    {"type": "local_shell_call", "call_id": "c3", "action": {"type": "exec", "command": ["ls"]}},
+    {"type": "local_shell_call_output", "id": "c3", "output": "z"},
+    {"type": "web_search_call", "id": "ws", "status": "completed"},
+]
+RESPONSE_PROMPT: dict[str, Any] = {
+    "model": "tiny",
+    "instructions": "Be kind.",
+    "input": ITEMS,
+    "tools": [
+        {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False},
+        {"type": "custom", "name": "p", "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}},
+        {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "web_search"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "truncation": "disabled",
+}
+RESPONSE: dict[str, Any] = {
+    **RESPONSE_PROMPT,
+    "stream": False,
+    "max_output_tokens": 5,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "store": True,
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "k",
+    "service_tier": "auto",
+    "cache_salt": "salt",
+    "priority": "interactive",
+    "max_tool_calls": 1,
+}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: CONVERSATION,
+    TEXT: {**GENERATION, "prompt": "Hello", "echo": True},
+    PRIME: CONVERSATION,
+    "/v1/messages": MESSAGES,
+    "/v1/messages/count_tokens": MESSAGES_PROMPT,
+    "/v1/responses": RESPONSE,
+    "/v1/responses/input_tokens": RESPONSE_PROMPT,
+    "/v1/conversations": {"items": ITEMS, "metadata": {"a": "b"}},
+}
+ENDS = {CHAT: "[DONE]", TEXT: "[DONE]", "/v1/messages": "message_stop", "/v1/responses": "response.completed"}
+"""What a stream ends with, or the type of its last event."""
+
+# JSON texts, as Python would not write all of them.
+TEXTS = [r'"\ud800"', r'"a\udfffb"', r'"\ud83d\ude00"', r'"\u0000"', '"\u2028\u200b"', '""', '"' + "ab " * 3000 + '"']
+NUMBERS = ["NaN", "-Infinity", "1e999", "-1e-999", "9" * 400, "9" * 5000, "-1", "0", "-0.0", "1e400", "2.5", "16.0"]
+SHAPES = ["null", "true", "[]", "{}", "[" * 150 + "]" * 150, '{"a":' * 150 + "1" + "}" * 150, "[" * 2000 + "]" * 2000]
+# What stands in a JSON text of its own: the arguments of a call, the name of a user.
+INNER = [
+    *(r'{"a": "\ud800"}', r'{"\udfff": 1}', r'{"a": "\\ud800"}', r'{"a": "\ud83d\ude00"}', r'{"a": "\u0000"}'),
+    *('{"a": NaN}', '{"a": -Infinity}', '{"a": 1e999}', '{"a": ' + "9" * 5000 + "}", '{"a": ' + "9" * 400 + "}"),
+    *("{oops", "[1, 2]", "5", "null", " ", '{"a":' * 150 + "1" + "}" * 150, '{"a":' * 5000 + "1" + "}" * 5000),
+    *(r'{"session_id": "\ud800"}', '{"session_id": 5}', "{" * 5000),
+]
+HOSTILE = [*TEXTS, *NUMBERS, *SHAPES, *(json.dumps(text) for text in INNER)]
+HOLE = "@hole@"
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    tokenizer = copy.copy(tiny_models.tokenizer())
+    tokenizer.chat_template = TELLS_ALL
+    model = fake_model(renderer=ChatRenderer(tokenizer), context_tokens=100_000)
+    return TestClient(create_app(FakeEngine(Script(("Hi",))), model, ServerConfig()), raise_server_exceptions=False)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a body: its leaves and what holds them."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def with_value(body: dict[str, Any], path: tuple[Any, ...], text: str) -> str:
+    """The body's JSON with `text` at a place."""
+    changed = copy.deepcopy(body)
+    owner: Any = changed
+    for step in path[:-1]:
+        owner = owner[step]
+    owner[path[-1]] = HOLE
+    return json.dumps(changed).replace(json.dumps(HOLE), text)
+
+
+def assert_served(client: TestClient, path: str, raw: str) -> None:
+    answer = client.post(path, content=raw.encode(), headers=JSON)
+    shown = raw[:3000]
+    assert answer.status_code < 500, (answer.text, shown)
+    payloads = [answer.text]
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        payloads = [line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: ")]
+        last = payloads.pop()
+        assert (last if last == "[DONE]" else json.loads(last)["type"]) == ENDS[path], shown
+    for payload in payloads:
+        assert json.dumps(json.loads(payload), ensure_ascii=False).encode()
+
+
+def streamed(path: str) -> dict[str, Any]:
+    return {**BODIES[path], **(STREAMED if path in (CHAT, TEXT) else {"stream": True})}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_bodies_are_taken_as_they_are(client: TestClient, path: str) -> None:
+    answer = client.post(path, json=BODIES[path])
+    assert answer.status_code == 200, answer.text
+    if path in ENDS:
+        assert client.post(path, json=streamed(path)).status_code == 200
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_arguments_of_an_earlier_call_fail_the_server(client: TestClient, text: str) -> None:
+    for path in (CHAT, PRIME):
+        for call in (0, 1):
+            place = ("messages", 2, "tool_calls", call, "function", "arguments")
+            assert_served(client, path, with_value(BODIES[path], place, text))
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_value_in_any_place_fails_the_server(client: TestClient, path: str, seed: int) -> None:
+    rng = random.Random(seed)
+    body = streamed(path) if path in ENDS and seed % 2 == 1 else BODIES[path]
+    for place in places(body):
+        assert_served(client, path, with_value(body, place, rng.choice(HOSTILE)))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_several_at_once_do_not_either(client: TestClient, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(60):
+        path = rng.choice([CHAT, TEXT, PRIME])
+        raw = json.dumps(BODIES[path])
+        for place in rng.sample(list(places(BODIES[path])), 2):
+            raw = raw.replace(json.dumps(_at(BODIES[path], place)), rng.choice(HOSTILE), 1)
+        assert_served(client, path, raw)
+
+
+def _at(body: Any, path: tuple[Any, ...]) -> Any:
+    for step in path:
+        body = body[step]
+    return body
+
+
+# ---------------------------------------------------------------------- Ollama's and llama.cpp's fields, one by one
+
+
+NESTED: Any = [[[[[[{}]]]]]]
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 0.5, -0.5, 1e308, "", " ", "json", "x" * 3000,
+    "\u0000", [], [""], [0], [-1], [None], [{}], {}, {"": None}, {"role": "user"}, {"type": "object"}, NESTED,
+]  # fmt: skip
+MESSAGE = {"role": "user", "content": "Hi"}
+OTHER_MESSAGES: list[Any] = [
+    [{"role": "tool", "content": "x"}],
+    [MESSAGE, {"role": "tool", "tool_name": "f", "content": "x"}],
+    [MESSAGE, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}],
+    [MESSAGE, {"role": "assistant", "thinking": "x"}, MESSAGE],
+    [MESSAGE, MESSAGE, {"role": "system", "content": "x"}],
+    [{"role": "developer", "content": "x"}, MESSAGE],
+    [{"role": "nobody"}],
+    [{"role": "system"}],
+    [MESSAGE] * 300,
+]
+
+
+def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    for value in VALUES:
+        yield from (("/api/chat", {"messages": [MESSAGE], name: value}) for name in IN_CHAT)
+        yield from (("/api/generate", {"prompt": "Hi", name: value}) for name in IN_GENERATE)
+        yield from (("/api/chat", {"messages": [{**MESSAGE, name: value}]}) for name in IN_MESSAGE)
+        yield from (("/api/chat", {"messages": [MESSAGE], "options": {name: value}}) for name in IN_OPTIONS)
+        yield from (("/api/show", {name: value}) for name in ("model", "name", "verbose"))
+        yield from (("/tokenize", {"content": "Hi", name: value}) for name in TokenizeBody.model_fields)
+        yield from (("/detokenize", {name: value}) for name in DetokenizeBody.model_fields)
+        yield "/apply-template", {"messages": value}
+    yield from (("/api/chat", {"messages": messages}) for messages in OTHER_MESSAGES)
+
+
+def check(path: str, body: Any, answer: Any) -> None:
+    assert answer.status_code in (200, 400, 404), (path, str(body)[:300], answer.text[:300])
+    assert "internal error" not in answer.text
+    if answer.status_code != 200:
+        said = answer.json()["error"]
+        assert said and isinstance(said, str if path.startswith("/api/") else dict), answer.text
+
+
+def test_no_value_of_any_field_is_our_fault() -> None:
+    client = TestClient(create_app(FakeEngine(), fake_model(), ServerConfig()), raise_server_exceptions=False)
+    for path, fields in itertools.islice(bodies(), 0, None, 3):
+        body = {"model": "tiny", "stream": False, **fields}
+        check(path, body, client.post(path, content=json.dumps(body), headers={"content-type": "application/json"}))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tiny_models.write("llama", tmp_path_factory.mktemp("hostile") / "tiny")
+    with serving(folder) as server:
+        yield server
+
+
+def test_a_real_model_survives_them(live: Live) -> None:
+    some = itertools.islice(bodies(), 0, None, 13)
+    for path, fields in (*some, *(("/api/chat", {"messages": messages}) for messages in OTHER_MESSAGES)):
+        options = {"num_predict": 2, **options_of(fields)}
+        body = {"model": "tiny", "stream": False, **fields}
+        if path.startswith("/api/") and isinstance(options, dict):
+            body["options"] = options
+        check(path, body, live.post(path, **body))
+    assert live.http.get("/health").json()["status"] == "ok"
+
+
+def options_of(fields: dict[str, Any]) -> dict[str, Any]:
+    options = fields.get("options")
+    return options if isinstance(options, dict) else {}
