@@ -43,7 +43,9 @@ settings.load_profile("mlx-serve")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds what makes the tests more thorough than usual."""
     parser.addoption(
-        "--all-faults", action="store_true", help="diagnose every fault on every model, with and without session ids"
+        "--all-faults",
+        action="store_true",
+        help="diagnose each fault on each model, with and without session ids; plant each fault in each precision",
     )
 
 

@@ -2,11 +2,15 @@
 
 The faults are planted in what a model is given in place of its layer caches when rows decode together, or in what it
 returns, so each row alone is right: as with a model whose own code takes a batch for rows of one length.
+
+Usually each model and precision is tried with one seed, and each fault on each model in one precision; with
+`--all-faults` with all seeds, and in all precisions.
 """
 
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +32,7 @@ RAGGED = (
     *(name for name in tiny_models.NAMES if name not in {"gemma2", "deepseek_v32", "llama4", "llama_4bit"}),
     *("deepseek_v3", "gemma4", "gemma3n"),
 )
+ROUNDED = ("llama", "gemma3", "qwen3_next", "falcon_h1")
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16", "4bit")
 MIXTURES = {"qwen3_next", "gpt_oss", "deepseek_v3"}
 """Mixtures of experts, which MLX's CPU backend evaluates in float32 or quantized only."""
@@ -44,11 +49,34 @@ def build(name: str, precision: Precision) -> Any:
     return tiny_models.build(name, precision)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", RAGGED)
-def test_a_healthy_model_passes(name: str, precision: Precision) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Spreads seeds over healthy models, and precisions over faults, or takes all of them."""
+    tries_all = metafunc.config.getoption("all_faults")
+    if "seeds" in metafunc.fixturenames:
+        models = RAGGED if metafunc.function is test_a_healthy_model_passes else ROUNDED
+        cases = [
+            (name, precision, SEEDS if tries_all else [SEEDS[number % len(SEEDS)]])
+            for number, (name, precision) in enumerate(product(models, PRECISIONS))
+        ]
+        metafunc.parametrize(("name", "precision", "seeds"), cases)
+    elif "fault" in metafunc.fixturenames and "precision" in metafunc.fixturenames:
+        planted = [
+            (fault, name, precision)
+            for number, (fault, name) in enumerate(PLANTED)
+            for precision in (PRECISIONS if tries_all else [_precision_of(name, number)])
+        ]
+        metafunc.parametrize(("fault", "name", "precision"), planted)
+
+
+def _precision_of(name: str, number: int) -> Precision:
+    """A precision that the CPU has for the model, another one for the next."""
+    possible = [one for one in PRECISIONS if one != "bfloat16" or name not in MIXTURES]
+    return possible[number % len(possible)]
+
+
+def test_a_healthy_model_passes(name: str, precision: Precision, seeds: Sequence[int]) -> None:
     model = build(name, precision)
-    assert all(is_ragged(model, seed) for seed in SEEDS)
+    assert all(is_ragged(model, seed) for seed in seeds)
 
 
 # -------------------------------------------------------------------------------------------- planted faults
@@ -187,8 +215,6 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("fault", "name"), PLANTED)
 def test_a_planted_fault_is_found(fault: type[FaultyLayer], name: str, precision: Precision) -> None:
     assert not is_ragged(FaultyModel(build(name, precision), fault))
 
@@ -252,11 +278,9 @@ def _rounding(evaluate: Callable[[Any, mx.array], mx.array]) -> Callable[[Any, m
 
 
 @pytest.mark.usefixtures("_rounds_as_a_gpu_does")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1"])
-def test_other_roundings_are_no_fault_and_hide_none(name: str, precision: Precision) -> None:
+def test_other_roundings_are_no_fault_and_hide_none(name: str, precision: Precision, seeds: Sequence[int]) -> None:
     model = build(name, precision)
-    assert all(is_ragged(model, seed) for seed in SEEDS)
+    assert all(is_ragged(model, seed) for seed in seeds)
     assert not is_ragged(FaultyModel(model, OffsetOffByOne))
 
 
