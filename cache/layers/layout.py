@@ -15,9 +15,9 @@ from cache.layers import mlx_lm_guard as _guard  # noqa: F401
 # isort: split
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
@@ -40,26 +40,37 @@ from cache.layers.state import (
 from cache.types import LayerCache
 
 
-class RowLeaf(Protocol):
-    """Adapter of one layer cache class whose state is rows per token."""
+class RowLeaf:
+    """Adapter of a layer cache class whose state is rows per token; as it stands here, of `KVCache`."""
 
-    window: int | None
-    """How many of the last rows the class keeps; None if it keeps all."""
-    num_components: int
-    can_overallocate: bool
+    num_components = 2
+    can_overallocate = True
     """Whether a buffer may be longer than its rows."""
+
+    def __init__(self, window: int = 0) -> None:
+        self.window = window
+        """How many of the last rows the class keeps; 0 if it keeps all. Such a class allocates its own buffers."""
 
     def length(self, cache: LayerCache) -> int:
         """Returns the number of rows; the last row is at the sequence's end."""
+        return int(cache.offset) if cache.keys is not None else 0
 
     def arrays(self, cache: LayerCache) -> list[mx.array]:
         """Returns the components in temporal order, each [1, num_heads, length, width]; views."""
+        return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
         """Makes `arrays` the cache's state; their first `num_rows` rows end at `offset`. Consumes the arrays."""
+        cache.keys, cache.values = arrays
+        cache.offset = offset
 
     def truncate(self, cache: LayerCache, offset: int) -> None:
         """Forgets rows from `offset` on; for classes that keep all rows."""
+        cache.offset = offset
+
+    def capacity(self, cache: LayerCache) -> int | None:
+        """Returns how many rows fit the buffers, None before there are any; for classes that keep all rows."""
+        return int(cache.keys.shape[2]) if cache.keys is not None else None
 
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         """Returns the most rows in a window class's buffers while `num_tokens` are evaluated.
@@ -67,43 +78,10 @@ class RowLeaf(Protocol):
         Prompts are evaluated in calls of up to `chunk_tokens`, answers in calls of one token. A call adds rows before
         it removes old ones, so there may be more rows than the window.
         """
-
-    def capacity(self, cache: LayerCache) -> int | None:
-        """Returns how many rows fit the buffers, None before there are any; for classes that keep all rows."""
-
-
-class _SpanLeaf:
-    """Base of the classes that keep every row."""
-
-    window: int | None = None
-    num_components = 2
-    can_overallocate = True
-
-    def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         raise AssertionError("every row is kept, and buffers are resized to what was reserved")
 
-    def capacity(self, cache: LayerCache) -> int | None:
-        return int(cache.keys.shape[2]) if cache.keys is not None else None
 
-    def truncate(self, cache: LayerCache, offset: int) -> None:
-        cache.offset = offset
-
-
-class _AttentionLeaf(_SpanLeaf):
-    """`KVCache`: keys and values of every token."""
-
-    def length(self, cache: LayerCache) -> int:
-        return int(cache.offset) if cache.keys is not None else 0
-
-    def arrays(self, cache: LayerCache) -> list[mx.array]:
-        return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
-
-    def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        cache.keys, cache.values = arrays
-        cache.offset = offset
-
-
-class _ConcatenatingLeaf(_AttentionLeaf):
+class _ConcatenatingLeaf(RowLeaf):
     """`ConcatenateKVCache`: keys and values in buffers without spare rows; each token copies them."""
 
     can_overallocate = False
@@ -113,16 +91,13 @@ class _ConcatenatingLeaf(_AttentionLeaf):
         cache.offset = offset
 
 
-class _QuantizedLeaf(_SpanLeaf):
+class _QuantizedLeaf(RowLeaf):
     """`QuantizedKVCache`: keys and values as (packed, scales, biases)."""
 
     num_components = 6
 
     def capacity(self, cache: LayerCache) -> int | None:
         return int(cache.keys[0].shape[2]) if cache.keys is not None else None
-
-    def length(self, cache: LayerCache) -> int:
-        return int(cache.offset) if cache.keys is not None else 0
 
     def arrays(self, cache: LayerCache) -> list[mx.array]:
         return [array[..., : cache.offset, :] for array in (*cache.keys, *cache.values)]
@@ -132,27 +107,12 @@ class _QuantizedLeaf(_SpanLeaf):
         cache.offset = offset
 
 
-class _WindowLeaf:
-    """Base of the classes that keep the last rows."""
-
-    num_components = 2
-    can_overallocate = False
-
-    def __init__(self, window: int) -> None:
-        self.window: int | None = window
-
-    def capacity(self, cache: LayerCache) -> int | None:
-        raise AssertionError("a window allocates its own buffers")
-
-    def truncate(self, cache: LayerCache, offset: int) -> None:
-        raise AssertionError("a window is restored from stored rows, never truncated")
-
-
-class _RotatingLeaf(_WindowLeaf):
+class _RotatingLeaf(RowLeaf):
     """`RotatingKVCache` without kept first tokens: a ring of the last `max_size` rows."""
 
+    can_overallocate = False
+
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        assert self.window is not None
         joined = min(num_tokens, self.window - 1 + chunk_tokens)
         in_place = min(num_tokens + int(mlx_lm_cache.RotatingKVCache.step) - 1, self.window)
         return max(joined, in_place) if num_tokens else 0
@@ -164,16 +124,16 @@ class _RotatingLeaf(_WindowLeaf):
         return [cache._temporal_order(cache.keys), cache._temporal_order(cache.values)]
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        cache.keys, cache.values = arrays
-        cache.offset = offset
+        super().load(cache, arrays, num_rows, offset)
         cache._idx = num_rows
 
 
-class _ChunkedLeaf(_WindowLeaf):
+class _ChunkedLeaf(RowLeaf):
     """`ChunkedKVCache`: rows from `start_position` on, trimmed to the last `chunk_size` before each call."""
 
+    can_overallocate = False
+
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        assert self.window is not None
         step = int(mlx_lm_cache.ChunkedKVCache.step)
         num_steps = -(-min(num_tokens, max(1, chunk_tokens)) // step)
         return min(num_tokens, self.window) + num_steps * step
@@ -185,8 +145,7 @@ class _ChunkedLeaf(_WindowLeaf):
         return list(cache.keys_and_values())
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        cache.keys, cache.values = arrays
-        cache.offset = offset
+        super().load(cache, arrays, num_rows, offset)
         cache.start_position = offset - num_rows
 
 
@@ -194,7 +153,7 @@ def row_leaf(cache: LayerCache) -> RowLeaf | None:
     """Returns the adapter of a cache whose state is rows; None for a cache that must be taken whole."""
     kind = type(cache)
     if kind is mlx_lm_cache.KVCache:
-        return _AttentionLeaf()
+        return RowLeaf()
     if kind is mlx_lm_cache.ConcatenateKVCache:
         return _ConcatenatingLeaf()
     if kind is mlx_lm_cache.QuantizedKVCache:
@@ -220,37 +179,51 @@ once per token, so growing adds one part in 128. On average a live sequence leav
 """
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A row layer's index among the leaves, and the indices of its components among all of the same kind."""
+
+    index: int
+    leaf: RowLeaf
+    components: range
+
+
+def _places(rows: Iterable[tuple[int, RowLeaf]]) -> list[_Place]:
+    found, first = list[_Place](), 0
+    for index, leaf in rows:
+        found.append(_Place(index, leaf, range(first, first + leaf.num_components)))
+        first += leaf.num_components
+    return found
+
+
 class Layout:
     """How the layer caches of one model come apart. Made once, from a fresh list of caches."""
 
-    _spans: "Sequence[_Place]" = ()
-    _windows: "Sequence[_Place]" = ()
+    _spans: Sequence[_Place] = ()
+    _windows: Sequence[_Place] = ()
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
-        rows = [(index, row_leaf(cache)) for index, cache in enumerate(leaves_of(caches))]
-        windows = {leaf.window for _, leaf in rows if leaf is not None and leaf.window is not None}
-        self._spans = [_Place(i, leaf) for i, leaf in rows if leaf is not None and leaf.window is None]
-        self._windows = [_Place(i, leaf) for i, leaf in rows if leaf is not None and leaf.window in windows]
-        if len(windows) > 1:
-            # Rows are kept for one common window; with several windows, the layers are taken whole instead.
-            self._windows, windows = [], set()
-        known = {place.index for place in (*self._spans, *self._windows)}
-        self._points = [index for index, _ in rows if index not in known]
-        self.window = next(iter(windows), None) or 0
+        leaves = leaves_of(caches)
+        rows = [(index, leaf) for index, cache in enumerate(leaves) if (leaf := row_leaf(cache)) is not None]
+        windows = {leaf.window for _, leaf in rows if leaf.window}
+        # Rows are kept for one common window; with several windows, the layers are taken whole instead.
+        self.window = windows.pop() if len(windows) == 1 else 0
         """Rows before an offset that restoring the window layers needs; 0 without such layers."""
-        _number(self._spans)
-        _number(self._windows)
+        self._spans = _places((index, leaf) for index, leaf in rows if not leaf.window)
+        self._windows = _places((index, leaf) for index, leaf in rows if leaf.window and self.window)
+        known = {place.index for place in (*self._spans, *self._windows)}
+        self._points = [index for index in range(len(leaves)) if index not in known]
 
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
         """Excludes the layers whose caches are still empty after the model has evaluated tokens with `caches`.
 
         Some models make a cache for each layer although some layers share another's keys and values.
         """
-        leaves = leaves_of(caches)
-        self._spans = [place for place in self._spans if place.leaf.length(leaves[place.index])]
-        self._windows = [place for place in self._windows if place.leaf.length(leaves[place.index])]
-        _number(self._spans)
-        _number(self._windows)
+        used = [
+            _places((place.index, place.leaf) for place, live in _pairs(places, caches) if place.leaf.length(live))
+            for places in (self._spans, self._windows)
+        ]
+        self._spans, self._windows = used
 
     @property
     def has_points(self) -> bool:
@@ -272,33 +245,26 @@ class Layout:
 
     def span_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
         """Returns bytes of span state per token, measured on caches that hold at least one token."""
-        return _bytes_per_row(self._spans, caches)
+        return _bytes_per_row(_pairs(self._spans, caches))
 
     def window_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
         """Returns bytes of window state per row, measured on caches that hold a few tokens."""
-        return _bytes_per_row(self._windows, caches)
+        return _bytes_per_row(_pairs(self._windows, caches))
 
     def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns the most rows in a window layer's buffers while `num_tokens` are evaluated.
-
-        Calls of up to `chunk_tokens` add rows before old ones are removed, so there may be more rows than the window.
-        The number depends on the class of the cache.
-        """
+        """Returns the most rows in a window layer's buffers while `num_tokens` are evaluated; see `RowLeaf`."""
         return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 
     def point_bytes(self, caches: Sequence[LayerCache]) -> int:
         """Returns the bytes of the point layers of one sequence that has evaluated something."""
-        leaves = leaves_of(caches)
-        return sum(array.nbytes for index in self._points for array in arrays_in(leaves[index]))
+        return sum(array.nbytes for live in self._point_leaves(caches) for array in arrays_in(live))
 
     # -- capacity of live buffers
 
     def capacity(self, caches: Sequence[LayerCache]) -> int | None:
         """Returns how many tokens fit all span buffers; None before there are any."""
-        leaves = leaves_of(caches)
-        capacities = [
-            place.leaf.capacity(leaves[place.index]) for place in self._spans if place.leaf.can_overallocate
-        ]
+        pairs = _pairs(self._spans, caches)
+        capacities = [place.leaf.capacity(live) for place, live in pairs if place.leaf.can_overallocate]
         return min((num for num in capacities if num is not None), default=None)
 
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
@@ -308,28 +274,25 @@ class Layout:
         extra memory is one buffer. The first evaluation allocates missing buffers at this size. After an error the
         caches are damaged.
         """
-        leaves = leaves_of(caches)
-        for place in self._spans:
-            capacity = place.leaf.capacity(leaves[place.index]) if place.leaf.can_overallocate else capacity_tokens
+        for place, live in _pairs(self._spans, caches):
+            capacity = place.leaf.capacity(live) if place.leaf.can_overallocate else capacity_tokens
             if capacity is None:
-                leaves[place.index].step = capacity_tokens
+                live.step = capacity_tokens
             elif not capacity_tokens <= capacity <= capacity_tokens + GROWTH_TOKENS:
-                _resize(place.leaf, leaves[place.index], capacity_tokens)
+                _resize(place.leaf, live, capacity_tokens)
         self.bound_growth(caches)
 
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
         """Makes existing span buffers grow by a step from now on, however large their first size was."""
-        leaves = leaves_of(caches)
-        for place in self._spans:
-            if place.leaf.can_overallocate and place.leaf.capacity(leaves[place.index]) is not None:
-                leaves[place.index].step = GROWTH_TOKENS
+        for place, live in _pairs(self._spans, caches):
+            if place.leaf.can_overallocate and place.leaf.capacity(live) is not None:
+                live.step = GROWTH_TOKENS
 
     # -- spans
 
-    def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> "LiveRows":
+    def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> LiveRows:
         """Returns the span rows `[start, stop)` of live caches as views, to be copied at once."""
-        leaves = leaves_of(caches)
-        arrays = [array for place in self._spans for array in place.leaf.arrays(leaves[place.index])]
+        arrays = [array for place, live in _pairs(self._spans, caches) for array in place.leaf.arrays(live)]
         return LiveRows([array[..., start:stop, :] for array in arrays])
 
     def cut_spans(
@@ -339,17 +302,16 @@ class Layout:
 
         With `consume` each layer is dropped as soon as its rows are copied, so the extra memory is one pack.
         """
-        leaves = leaves_of(caches)
         packs: list[list[Pack]] = [[] for _ in ranges]
-        for batch in self._batches(leaves):
-            arrays = [array for place in batch for array in place.leaf.arrays(leaves[place.index])]
-            indices = [index for place in batch for index in place.components]
+        for batch in _batches(_pairs(self._spans, caches)):
+            arrays = [array for place, live in batch for array in place.leaf.arrays(live)]
+            indices = [index for place, _ in batch for index in place.components]
             for held, (start, stop) in zip(packs, ranges, strict=True):
                 held.extend(cut_packs(indices, arrays, start, stop))
             del arrays
             if consume:
-                for place in batch:
-                    leaves[place.index].keys = leaves[place.index].values = None
+                for _, live in batch:
+                    live.keys = live.values = None
         return [Segment(start, stop, held) for held, (start, stop) in zip(packs, ranges, strict=True)]
 
     def load_spans(
@@ -366,9 +328,7 @@ class Layout:
         Buffers are allocated for `capacity_tokens`. Sources forget each component once it is copied, layer by layer.
         Raises AssertionError if rows are missing.
         """
-        leaves = leaves_of(caches)
-        for place in self._spans:
-            live = leaves[place.index]
+        for place, live in _pairs(self._spans, caches):
             held = [array[..., :keep, :] for array in place.leaf.arrays(live)] if keep else []
             num_spare = capacity_tokens - offset if place.leaf.can_overallocate else 0
             arrays = []
@@ -384,25 +344,21 @@ class Layout:
 
     def truncate_spans(self, caches: Sequence[LayerCache], offset: int) -> None:
         """Forgets span rows from `offset` on."""
-        leaves = leaves_of(caches)
-        for place in self._spans:
-            place.leaf.truncate(leaves[place.index], offset)
+        for place, live in _pairs(self._spans, caches):
+            place.leaf.truncate(live, offset)
 
     # -- windows and points
 
     def window_start(self, caches: Sequence[LayerCache], offset: int) -> int:
         """Returns the first token whose rows all live window layers still hold at `offset`."""
-        leaves = leaves_of(caches)
-        return offset - min((place.leaf.length(leaves[place.index]) for place in self._windows), default=0)
+        return offset - min((place.leaf.length(live) for place, live in _pairs(self._windows, caches)), default=0)
 
     def cut_window(self, caches: Sequence[LayerCache], start: int, offset: int) -> Segment:
         """Copies the window rows `[start, offset)` out of live caches that have evaluated exactly `offset` tokens."""
-        leaves, rows = leaves_of(caches), list[mx.array]()
-        for place in self._windows:
-            skipped = place.leaf.length(leaves[place.index]) - (offset - start)
-            rows.extend(
-                array[..., skipped : skipped + offset - start, :] for array in place.leaf.arrays(leaves[place.index])
-            )
+        rows = list[mx.array]()
+        for place, live in _pairs(self._windows, caches):
+            skipped = place.leaf.length(live) - (offset - start)
+            rows.extend(array[..., skipped : skipped + offset - start, :] for array in place.leaf.arrays(live))
         return Segment(start, offset, [packed(*group) for group in groups(range(len(rows)), rows)])
 
     def load_windows(self, caches: Sequence[LayerCache], rows: Sequence[Segment], offset: int) -> None:
@@ -410,64 +366,56 @@ class Layout:
 
         Raises AssertionError if they do not cover them.
         """
-        leaves, num_rows = leaves_of(caches), min(offset, self.window)
+        num_rows = min(offset, self.window)
         end = rows_up_to(offset, num_rows, rows)
-        for place in self._windows:
+        for place, live in _pairs(self._windows, caches):
             arrays = []
             for component in place.components:
                 parts = [segment.component(component) for segment in rows]
                 joined = mx.concatenate(parts, axis=2) if len(parts) > 1 else parts[0]
                 arrays.append(owned(joined[..., end - num_rows : end, :]))
-            place.leaf.load(leaves[place.index], arrays, num_rows, offset)
+            place.leaf.load(live, arrays, num_rows, offset)
 
     def take_points(self, caches: Sequence[LayerCache]) -> PointState:
         """Returns the current state of the point layers."""
-        leaves = leaves_of(caches)
-        return PointState([leaves[index] for index in self._points])
+        return PointState(self._point_leaves(caches))
 
     def put_points(self, caches: Sequence[LayerCache], state: PointState) -> None:
         """Restores live point layers from a state taken earlier."""
+        state.put(self._point_leaves(caches))
+
+    def _point_leaves(self, caches: Sequence[LayerCache]) -> list[LayerCache]:
         leaves = leaves_of(caches)
-        state.put([leaves[index] for index in self._points])
+        return [leaves[index] for index in self._points]
 
-    def _batches(self, leaves: Sequence[LayerCache]) -> "Iterable[list[_Place]]":
-        """Yields runs of span layers whose live rows fit one pack."""
-        batch, num_bytes = list[_Place](), 0
-        for place in self._spans:
-            size = sum(array.nbytes for array in place.leaf.arrays(leaves[place.index]))
-            if batch and num_bytes + size > segments.PACK_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-            batch.append(place)
-            num_bytes += size
-        if batch:
+
+_Pair: TypeAlias = tuple[_Place, LayerCache]
+"""A row layer, and its live cache."""
+
+
+def _pairs(places: Iterable[_Place], caches: Sequence[LayerCache]) -> list[_Pair]:
+    leaves = leaves_of(caches)
+    return [(place, leaves[place.index]) for place in places]
+
+
+def _batches(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """Yields runs of layers whose live rows fit one pack."""
+    batch, num_bytes = list[_Pair](), 0
+    for place, live in pairs:
+        size = sum(array.nbytes for array in place.leaf.arrays(live))
+        if batch and num_bytes + size > segments.PACK_BYTES:
             yield batch
+            batch, num_bytes = [], 0
+        batch.append((place, live))
+        num_bytes += size
+    if batch:
+        yield batch
 
 
-@dataclass
-class _Place:
-    """A row layer's index among the leaves, and the indices of its components among all of the same kind."""
-
-    index: int
-    leaf: RowLeaf
-    components: range = range(0)
-
-
-def _bytes_per_row(places: Iterable[_Place], caches: Sequence[LayerCache]) -> float:
-    """Returns the bytes of one row of all places together; a layer without rows counts 0."""
-    leaves, total = leaves_of(caches), 0.0
-    for place in places:
-        cache = leaves[place.index]
-        length = place.leaf.length(cache)
-        total += sum(array.nbytes for array in place.leaf.arrays(cache)) / length if length else 0
-    return total
-
-
-def _number(places: Iterable[_Place]) -> None:
-    first = 0
-    for place in places:
-        place.components = range(first, first + place.leaf.num_components)
-        first = place.components.stop
+def _bytes_per_row(pairs: Iterable[_Pair]) -> float:
+    """Returns the bytes of one row of all layers together; a layer without rows counts 0."""
+    lengths = [(place.leaf.length(live), place, live) for place, live in pairs]
+    return sum(sum(array.nbytes for array in place.leaf.arrays(live)) / num for num, place, live in lengths if num)
 
 
 def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:
@@ -493,9 +441,7 @@ CHUNK_TOKENS = 256
 
 
 class SequenceSizes:
-    """Bytes of the sequences of one model, estimated from a short sequence before memory is allocated. Worker thread
-    only.
-    """
+    """Bytes of one model's sequences, estimated from a short one before memory is allocated. Worker thread only."""
 
     def __init__(self, layout: Layout, chunk_tokens: int) -> None:
         """Prompts are evaluated in calls of up to `chunk_tokens`."""
@@ -513,7 +459,7 @@ class SequenceSizes:
         self._point_bytes = self._layout.point_bytes(caches)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Returns the approximate most bytes that a live sequence takes until it has `num_tokens`.
+        """Returns about the most bytes that a live sequence takes until it has `num_tokens`.
 
         A window layer counts with its rows right after a prefill chunk, which are more than its window. Point state
         counts twice: while rows decode together, the runner holds a merged copy of it.

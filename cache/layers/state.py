@@ -2,8 +2,7 @@
 
 A component is one array of one layer: keys, values, or their scales. Rows of many components are packed into few
 arrays, since an allocator may bound the number of live buffers. A slice of a larger buffer keeps the whole buffer
-alive, uncounted, so state is copied before it is stored unless it owns its buffer. Layers that can be restored only
-where their state was taken (recurrent, convolution, unknown classes) are kept whole.
+alive, uncounted, so state is copied before it is stored unless it owns its buffer.
 """
 
 import copy
@@ -36,7 +35,7 @@ def is_view(array: mx.array) -> bool:
 
 
 def _allocated_bytes(num_bytes: int) -> int:
-    """Returns the bytes that the allocator takes for an array, rounded up as on this device."""
+    """Returns the bytes that the allocator takes for an array on this device."""
     granule = _granule_bytes()
     if granule == 1:
         return num_bytes
@@ -73,7 +72,7 @@ class RowSource(Protocol):
     """Rows of a token range, by component."""
 
     def component(self, index: int) -> mx.array:
-        """Returns the rows of one component, shape [1, num_heads, num_tokens, width]; may be a view."""
+        """Returns the rows of one component, [1, num_heads, num_tokens, width]; may be a view."""
 
     def forget(self, index: int) -> None:
         """Declares that this component will not be read again."""
@@ -91,7 +90,7 @@ class Pack:
 class Segment:
     """Immutable rows of the tokens `[start, stop)` for a fixed list of components. Owns its bytes.
 
-    Raises AssertionError for packs of more or fewer rows, since MLX silently shortens a slice beyond the end.
+    Raises AssertionError for packs of more or fewer rows: MLX silently shortens a slice beyond the end.
     """
 
     def __init__(self, start: int, stop: int, packs: Sequence[Pack]) -> None:
@@ -106,12 +105,12 @@ class Segment:
 
     @classmethod
     def of(cls, start: int, stop: int, packs: Iterable[tuple[tuple[int, ...], mx.array]]) -> "Segment":
-        """Returns a segment of the given `packs`, for a segment stored elsewhere."""
+        """Returns a segment that was stored elsewhere."""
         return cls(start, stop, [Pack(indices, rows, len(indices)) for indices, rows in packs])
 
     @property
     def packs(self) -> list[tuple[tuple[int, ...], mx.array]]:
-        """Components and their rows, [num_components, num_heads, num_tokens, width]. Do not change them."""
+        """Components and their rows, [num_components, num_heads, num_tokens, width]; not to be changed."""
         return [(pack.indices, pack.rows) for pack in self._packs]
 
     @property
@@ -120,15 +119,12 @@ class Segment:
         return len(self._where) == self._num_components
 
     def component(self, index: int) -> mx.array:
-        """Returns a view of one component's rows, shape [1, num_heads, num_tokens, width]."""
+        """Returns a view of one component's rows, [1, num_heads, num_tokens, width]."""
         pack, row = self._where[index]
         return pack.rows[row : row + 1]
 
     def forget(self, index: int) -> None:
-        """Drops the array of this component once all of the array's components are forgotten.
-
-        For a segment that is being moved into live caches: it is unusable afterwards.
-        """
+        """Drops an array once all of its components are forgotten; the segment is then being moved into caches."""
         pack, _ = self._where.pop(index)
         pack.num_wanted -= 1
         if pack.num_wanted == 0:
@@ -158,7 +154,7 @@ class Segment:
 def assert_rows(rows: mx.array, start: int, stop: int) -> None:
     """Raises AssertionError unless an array, [..., num_tokens, width], has a row for each token `[start, stop)`.
 
-    Does not use `assert`, which can be switched off: with wrong rows the model writes wrong tokens, unnoticed.
+    `assert` can be switched off; with wrong rows the model would write wrong tokens, unnoticed.
     """
     if rows.shape[-2] != stop - start:
         raise AssertionError(f"{rows.shape[-2]} rows for the tokens [{start}, {stop})")
@@ -199,13 +195,13 @@ def packed(indices: Sequence[int], rows: Sequence[mx.array]) -> Pack:
 
 
 class LiveRows:
-    """Rows inside live caches, as a source to copy from. Views: read them before the caches change."""
+    """Views of rows inside live caches: read them before the caches change."""
 
     def __init__(self, arrays: list[mx.array]) -> None:
         self._arrays: list[mx.array | None] = list(arrays)
 
     def component(self, index: int) -> mx.array:
-        """Returns a view of one component's rows, shape [1, num_heads, num_tokens, width]."""
+        """Returns a view of one component's rows, [1, num_heads, num_tokens, width]."""
         array = self._arrays[index]
         assert array is not None, "rows were read after they were forgotten"
         return array
@@ -216,10 +212,7 @@ class LiveRows:
 
 
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
-    """Returns how many rows segments hold up to `offset`; raises AssertionError unless the last `num_rows` are there.
-
-    Does not use `assert`, for the reason in `assert_rows`.
-    """
+    """Returns how many rows segments hold up to `offset`; raises AssertionError without the last `num_rows`."""
     starts, stops = [segment.start for segment in rows], [segment.stop for segment in rows]
     if starts[1:] != stops[:-1] or min(starts, default=offset) > offset - num_rows or max(stops, default=0) < offset:
         held = ", ".join(f"[{start}, {stop})" for start, stop in zip(starts, stops, strict=True)) or "none"
@@ -230,8 +223,8 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
 class PointState:
     """Whole state of the point layers at one offset. Immutable, and owns its bytes.
 
-    Buffers may be shared with a live cache, array objects never: a model that writes into its state in place changes
-    its own object, and MLX gives that object a new buffer.
+    Buffers may be shared with a live cache, array objects never: a model that writes in place changes its own object,
+    to which MLX gives a new buffer.
     """
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
@@ -241,7 +234,7 @@ class PointState:
 
     @property
     def held(self) -> Sequence[LayerCache]:
-        """The layer caches that carry the state. Do not change them; `PointState(held)` is the same state again."""
+        """The layer caches that carry the state, not to be changed; `PointState(held)` is the same state again."""
         return self._held
 
     def put(self, caches: Sequence[LayerCache]) -> None:
