@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cache import snapshots
-from cache.budget import BudgetExceeded, PinnedFull
-from cache.disk_moves import Promotion
+from cache.budget import ASIDE, BudgetExceeded, PinnedFull
+from cache.disk_moves import DiskMoves
 from cache.layers.layout import SequenceSizes
 from cache.lease import Lease, PrivateLease, Recorder, Tier
 from cache.lookup import Lookup, LookupResult
@@ -46,30 +46,19 @@ class CacheRequest:
         return self.lookup.namespace
 
 
+@dataclass(frozen=True, eq=False)
 class Admission:
     """Turns requests into leases. Worker thread only."""
 
-    def __init__(
-        self,
-        memory: MemoryTier,
-        pager: Pager,
-        pins: Pins,
-        clock: RequestClock,
-        sizes: SequenceSizes,
-        reclaimer: Reclaimer,
-        reservations: Reservations,
-        promotion: Promotion,
-        recorder: Recorder,
-    ) -> None:
-        self._memory = memory
-        self._pager = pager
-        self._pins = pins
-        self._clock = clock
-        self._sizes = sizes
-        self._reclaimer = reclaimer
-        self._reservations = reservations
-        self._promotion = promotion
-        self._recorder = recorder
+    memory: MemoryTier
+    pager: Pager
+    pins: Pins
+    clock: RequestClock
+    sizes: SequenceSizes
+    reclaimer: Reclaimer
+    reservations: Reservations
+    disk_moves: DiskMoves
+    recorder: Recorder
 
     def admit(self, request: CacheRequest) -> Lease | None:
         """Returns a lease on a slot with the prompt restored as far as possible; None if the request must wait for
@@ -77,9 +66,9 @@ class Admission:
 
         Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot fit while other state is pinned.
         """
-        if all(slot.is_leased for slot in self._pager.slots):
+        if all(slot.is_leased for slot in self.pager.slots):
             return None
-        self._clock.begin(request.namespace, request.session_id, is_background=request.is_background)
+        self.clock.begin(request.namespace, request.session_id, is_background=request.is_background)
         found, is_promoted = self._look_up(request)
         slot = self._choose_slot(request, found)
         if slot is None:
@@ -92,7 +81,7 @@ class Admission:
         shared = left.shared[slot.index]
         self._restore(request, slot, left, capacity)
         self._lease_slot(request, slot)
-        self._reservations.reserve(slot, capacity, needed=len(request.tokens))
+        self.reservations.reserve(slot, capacity, needed=len(request.tokens))
         is_live = shared >= slot.offset
         tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
         return self._make_lease(request, slot, found.match, tier if slot.offset else None)
@@ -101,10 +90,10 @@ class Admission:
         """Reads from disk what memory lacks of the prompt; returns the match in memory, and whether anything was
         read.
         """
-        self._pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
+        self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         if request.reuse:
-            return self._promotion.promote(request.lookup, is_background=request.is_background)
-        return self._promotion.result_of(Match([], 0)), False
+            return self.disk_moves.promote(request.lookup, is_background=request.is_background)
+        return self.disk_moves.result_of(Match([], 0)), False
 
     def _choose_slot(self, request: CacheRequest, found: LookupResult) -> Slot | None:
         views = [
@@ -117,20 +106,20 @@ class Admission:
                 turn_start=slot.turn.start,
                 last_used=slot.turn.last_used,
             )
-            for slot, shared in zip(self._pager.slots, found.shared, strict=True)
+            for slot, shared in zip(self.pager.slots, found.shared, strict=True)
         ]
         index = choose_slot(views, found.stored)
-        return None if index is None else self._pager.slots[index]
+        return None if index is None else self.pager.slots[index]
 
     def _capacity(self, request: CacheRequest) -> int:
         """Returns how many tokens to reserve memory for: fewer than expected if the budget has no more room."""
-        num_tokens, budget = len(request.tokens), self._pager.ledger.budget_bytes
-        needed = self._sizes.bytes_for(num_tokens)
+        num_tokens, budget = len(request.tokens), self.pager.ledger.budget_bytes
+        needed = self.sizes.bytes_for(num_tokens)
         if needed > budget:
             raise BudgetExceeded(needed, budget)
         wanted = num_tokens + request.expected_tokens
-        excess = self._sizes.bytes_for(wanted) - budget
-        return max(num_tokens, self._sizes.tokens_without(excess, wanted))
+        excess = self.sizes.bytes_for(wanted) - budget
+        return max(num_tokens, self.sizes.tokens_without(excess, wanted))
 
     def _free_memory(
         self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
@@ -139,29 +128,29 @@ class Admission:
 
         Freeing memory may evict part of `found`, so the result is what memory holds of the prompt afterwards.
         """
-        excess = self._reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
+        excess = self.reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
         if excess <= 0:
             return found
-        needed = found.needed_in(slot, self._pager.layout)
-        missing = self._reclaimer.free(excess, protected=needed, busy=slot, is_background=slot.turn.is_background)
-        is_shared = self._pager.ledger.set_aside_bytes or any(other.is_leased for other in self._pager.slots)
+        needed = found.needed_in(slot, self.pager.layout)
+        missing = self.reclaimer.free(excess, protected=needed, busy=slot, is_background=slot.turn.is_background)
+        is_shared = self.pager.ledger.slot_bytes(ASIDE) or any(other.is_leased for other in self.pager.slots)
         if missing > 0 and is_shared:
             return None
-        if missing > 0 and not path_nodes(self._pins.explicit()) <= set(found.path):
+        if missing > 0 and not path_nodes(self.pins.explicit()) <= set(found.path):
             raise PinnedFull(missing)
-        trie = self._pager.trie(request.namespace)
-        return self._promotion.result_of(trie.match(request.tokens[: found.match.length]))
+        trie = self.pager.trie(request.namespace)
+        return self.disk_moves.result_of(trie.match(request.tokens[: found.match.length]))
 
     def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
         """Pages out what `slot` holds beyond the prompt, and pages in what can be restored of the prompt."""
-        offset, trie = found.restorable_in(slot), self._pager.trie(request.namespace)
+        offset, trie = found.restorable_in(slot), self.pager.trie(request.namespace)
         is_there = slot.namespace == trie.namespace and slot.offset == offset
         if is_there and (not offset or slot.tip in found.path):
-            self._pager.keep_tip(slot)
-            self._pager.enter(slot, trie)
+            self.pager.keep_tip(slot)
+            self.pager.enter(slot, trie)
         else:
             self._page_in(slot, request, found.path, offset, found.shared[slot.index], capacity)
-        self._memory.restored(trie, slot.tip, self._clock.now)
+        self.memory.restored(trie, slot.tip, self.clock.now)
 
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
@@ -170,39 +159,39 @@ class Admission:
 
         The slot already holds the first `shared` tokens of the path.
         """
-        trie = self._pager.trie(request.namespace)
-        landing = self._pager.land(trie, path, offset)
-        self._pager.page_out(slot, min(shared, offset))
-        self._pager.enter(slot, trie)
+        trie = self.pager.trie(request.namespace)
+        landing = self.pager.land(trie, path, offset)
+        self.pager.page_out(slot, min(shared, offset))
+        self.pager.enter(slot, trie)
         arriving = landing.path()
         try:
-            self._reclaimer.free_to_restore(slot, arriving, offset, capacity)
-            left = deepest_up_to(self._pager.layout, landing)
+            self.reclaimer.free_to_restore(slot, arriving, offset, capacity)
+            left = deepest_up_to(self.pager.layout, landing)
             if left == offset:
-                self._pager.page_in(slot, trie, landing, request.tokens[:offset], capacity)
+                self.pager.page_in(slot, trie, landing, request.tokens[:offset], capacity)
         except Exception:
             # Layers may have stopped at different offsets, and part of the state may already have been moved.
-            self._pager.give_up(slot, arriving)
+            self.pager.give_up(slot, arriving)
             raise
         if left < offset:
             self._page_in(slot, request, arriving, left, shared, capacity)
 
     def _lease_slot(self, request: CacheRequest, slot: Slot) -> None:
-        slot.turn.last_used = self._clock.now
+        slot.turn.last_used = self.clock.now
         slot.lease_to(request.session_id, is_volatile=request.is_volatile)
-        self._memory.changed(self._pager.trie(request.namespace), slot.tip)
+        self.memory.order.changed(request.namespace, slot.tip)
         ends = [p.offset for p in request.restore_points if p.kind is RestorePointKind.PROMPT_END]
         slot.turn.start = min(ends, default=len(request.tokens) - 1)
 
     def _make_lease(self, request: CacheRequest, slot: Slot, match: NodeMatch, tier: Tier | None) -> Lease:
         points = self._plan(request, slot.offset, match.length) if request.reuse else ()
         kind = Lease if request.reuse else PrivateLease
-        return kind(self._recorder, slot, request.tokens, match, points, tier)
+        return kind(self.recorder, slot, request.tokens, match, points, tier)
 
     def _plan(self, request: CacheRequest, offset: int, match_tokens: int) -> Iterable[RestorePoint]:
         """Returns the restore points to capture while the rest of the prompt is evaluated."""
         wanted, num_tokens = request.restore_points, len(request.tokens)
-        if not self._pager.layout.needs_snapshots:
+        if not self.pager.layout.needs_snapshots:
             wanted = [point for point in wanted if point.kind is RestorePointKind.EXPLICIT]
         else:
             branch = RestorePoint(match_tokens, RestorePointKind.BRANCH)

@@ -1,10 +1,8 @@
-"""Accounts for the bytes of past tokens against one budget, and names the errors of the cache. Pure arithmetic.
+"""Accounts for the bytes of past tokens against one budget, and names the errors of the cache. Pure.
 
 Stored bytes belong to nodes of the trie, live bytes to slots. A slot is charged the larger of what it holds and what
-is reserved for it, so an admitted sequence can grow to its expected length. The account knows no tokens, nodes or
-arrays.
+is reserved for it, so an admitted sequence can grow to its expected length.
 
-Errors:
 CacheError
 ├── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
 ├── PinnedFull         a sequence does not fit as long as other state is pinned
@@ -43,13 +41,8 @@ class Ledger:
         return self.stored_bytes + self._slot_bytes
 
     def slot_bytes(self, slot: int) -> int:
-        """Bytes charged to one slot."""
+        """Bytes charged to one slot, or to `ASIDE`."""
         return max(self._live.get(slot, 0), self._reserved.get(slot, 0))
-
-    @property
-    def set_aside_bytes(self) -> int:
-        """Bytes that a sequence without a slot holds temporarily."""
-        return self.slot_bytes(ASIDE)
 
     def excess_bytes(self, extra_bytes: int = 0) -> int:
         """Bytes to free before `extra_bytes` more fit; 0 or less if they fit already."""
@@ -98,11 +91,10 @@ class PinnedFull(CacheError):
             f"about {missing_bytes / 1e6:.1f} MB of cache memory are missing, and what is left of it is pinned; "
             f"unpin a session"
         )
-        self.missing_bytes = missing_bytes
 
 
 class PinLimit(CacheError):
-    """Pins may take half of the budget at most."""
+    """Explicit pins may take half of the budget at most."""
 
     def __init__(self, pinned_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -123,7 +115,6 @@ class FolderUnusable(FolderError):
     def __init__(self, folder: Path, cause: Exception) -> None:
         words = getattr(cause, "strerror", None) or str(cause)
         super().__init__(f"the cache folder {folder} cannot be used: {words[:1].lower()}{words[1:]}")
-        self.folder = folder
 
 
 class DiskInUse(FolderError):
@@ -131,7 +122,6 @@ class DiskInUse(FolderError):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"the cache folder {folder} is in use by another process; give each its own")
-        self.folder = folder
 
 
 class FolderUnsafe(FolderError):
@@ -139,7 +129,6 @@ class FolderUnsafe(FolderError):
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"the cache folder {folder} {reason}; it holds people's conversations, so it is not used")
-        self.folder = folder
 
 
 class DiskFault(CacheError):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from cache.budget import DiskFault
 from cache.disk.connector import DiskConnector, DiskMatch
 from cache.disk.io import Prefetch
+from cache.journal import CacheEvent, Happening
 from cache.layers.state import Segment
 from cache.lookup import Lookup, LookupResult, look_up
 from cache.memory_tier import MemoryTier
@@ -17,14 +18,13 @@ from cache.reclaim import Reclaimer
 from cache.slots import RequestClock
 from cache.snapshots import RestorePointKind, Snapshot
 from cache.trie import Node, NodeMatch, PrefixTrie
-from cache.types import TokenArray
 
 MAX_READS = 8
 """The most unreadable files tolerated before a prompt is evaluated without the disk."""
 
 
-class Promotion:
-    """Looks up prompts in memory and on disk, and promotes state from disk to memory. Worker thread only."""
+class DiskMoves:
+    """Looks up prompts in memory and on disk, promotes state from disk and demotes it. Worker thread only."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class Promotion:
         self.disk = disk
         """None without a disk tier and after it is closed: nothing is on disk then."""
         self._memory = memory
-        self._journal = memory.journal
         self._pager = pager
         self._reclaimer = reclaimer
         self._clock = clock
+        memory.before_eviction = self._save_dropped
 
     def find_in_memory(self, lookup: Lookup) -> LookupResult:
         """Returns what memory holds of a prompt."""
@@ -50,6 +50,11 @@ class Promotion:
         """Returns what of a match can be restored now."""
         return look_up(match, self._pager.slots, self._pager.layout)
 
+    def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
+        if self.disk is None:
+            return None
+        return self.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
+
     def find_restorable(self, lookup: Lookup) -> int:
         """Returns how many tokens of a prompt memory and disk can restore together."""
         found = self.find_in_memory(lookup)
@@ -58,29 +63,30 @@ class Promotion:
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
         """Begins to read what `promote` would wait for; None if disk has nothing to add."""
-        if self.disk is None:
+        disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup)) if self.disk is not None else None
+        if self.disk is None or disk_match is None:
             return None
-        disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup))
-        return self.disk.prefetch(disk_match) if disk_match is not None else None
+        return self.disk.tier.reader.prefetch(disk_match.parts)
 
     def promote(self, lookup: Lookup, *, is_background: bool = False) -> tuple[LookupResult, bool]:
         """Reads into the trie what disk adds to a prompt, if enough memory can be freed.
 
         Returns what memory then holds of the prompt, and whether anything was read.
         """
-        found = self.find_in_memory(lookup)
+        found, ledger = self.find_in_memory(lookup), self._memory.ledger
         for _ in range(MAX_READS):
             disk_match = self._find_on_disk(lookup, found)
-            if disk_match is None or self.disk is None or disk_match.num_bytes > self._memory.ledger.budget_bytes:
+            if disk_match is None or self.disk is None or disk_match.num_bytes > ledger.budget_bytes:
                 break
             # Freeing memory may write to disk, and a write may evict files. Recording the use now protects the files.
-            self.disk.touch(disk_match)
-            excess = self._memory.ledger.excess_bytes(disk_match.num_bytes)
+            self.disk.tier.space.touch(disk_match.place, disk_match.offset)
+            excess = ledger.excess_bytes(disk_match.num_bytes)
             if self._reclaimer.free(excess, protected=found.path, is_background=is_background) > 0:
                 return self.result_of(found.match), False
             try:
-                loaded = self.disk.load(disk_match)
-                self._journal.read(lookup.namespace, disk_match.offset - found.restorable, disk_match.num_bytes)
+                loaded = disk_match.load()
+                num_tokens, num_bytes = disk_match.offset - found.restorable, disk_match.num_bytes
+                self._memory.journal.record(CacheEvent(Happening.READ, lookup.namespace, num_tokens, num_bytes))
                 self._attach(lookup, disk_match.offset, *loaded)
             except DiskFault:
                 # The faulty file is no longer found, but others may be. Freeing memory may have changed the match.
@@ -89,17 +95,11 @@ class Promotion:
             return self.find_in_memory(lookup), True
         return found, False
 
-    def _find_on_disk(self, lookup: Lookup, found: LookupResult) -> DiskMatch | None:
-        if self.disk is None:
-            return None
-        return self.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
-
     def _attach(self, lookup: Lookup, offset: int, segment: Segment | None, snapshot: Snapshot | None) -> None:
-        """Attaches state from disk to the node where the prompt's first `offset` tokens end; makes the node if
-        missing.
-        """
+        """Attaches state from disk to the node where the prompt's first `offset` tokens end; makes missing nodes."""
         trie, tokens = self._pager.trie(lookup.namespace), lookup.tokens[:offset]
-        assert_attachable(trie, tokens, segment)
+        first = segment.start if segment is not None else offset
+        assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
         tip = trie.extend(trie.root, tokens)
         for node in tip.path():
             node.is_volatile = False  # only ordinary requests are written to disk
@@ -108,31 +108,14 @@ class Promotion:
         if snapshot is not None:
             tip.kind = RestorePointKind.TURN_END
             trie.snap(tip, snapshot)
-        self._memory.used(trie, tip, self._clock.now)
-
-
-def assert_attachable(trie: PrefixTrie, tokens: TokenArray, segment: Segment | None) -> None:
-    """Asserts that the trie still holds all tokens before a segment from disk."""
-    first = segment.start if segment is not None else len(tokens)
-    assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
-
-
-class Demotion:
-    """Demotes state from memory to disk. Worker thread only."""
-
-    def __init__(self, disk: DiskConnector | None, memory: MemoryTier, pager: Pager) -> None:
-        self.disk = disk
-        """None without a disk tier and after it is closed: nothing is written then."""
-        self._memory = memory
-        self._pager = pager
-        memory.before_eviction = self._save_dropped
+        self._memory.order.used(trie.namespace, tip, self._clock.now)
 
     def _save_dropped(self, trie: PrefixTrie, node: Node) -> None:
         if self.disk is not None:
             self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state that should be kept, the last used first; one piece with each step.
+        """Writes unsaved state that should be kept, the last used first; one file or two with each step.
 
         For idle time: after any other call to the cache, make a new iterator.
         """
@@ -140,7 +123,7 @@ class Demotion:
             return
         leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]
         leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
-        for (trie, leaf), used_at in zip(leaves, self.disk.tier.times_of_use(len(leaves)), strict=True):
+        for (trie, leaf), used_at in zip(leaves, self.disk.tier.space.times_of_use(len(leaves)), strict=True):
             if leaf.parent is not None:
                 yield from self._save_path(self.disk, trie, leaf, used_at)
 

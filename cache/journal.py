@@ -4,6 +4,7 @@ Every part of the cache that moves, drops, reads or writes state records it here
 keeps sums. The statistics are frozen: any thread may hold one.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +20,7 @@ class Happening(StrEnum):
     WRITTEN = "disk.written"
     READ = "disk.read"
     DELETED = "disk.evicted"
+    """Files were evicted."""
 
 
 class EvictionReason(StrEnum):
@@ -68,52 +70,24 @@ class Journal:
     def __init__(self) -> None:
         self.tell: Tell | None = None
         """Called with each event from now on; must not fail. Any thread may set it."""
-        self._num_page_ins = 0
-        self._num_page_outs = 0
-        self._written_bytes = 0
-        self._read_bytes = 0
+        self._num_events = Counter[Happening]()
+        self._num_bytes = Counter[Happening]()
 
     @property
     def moved(self) -> MovedState:
         """The current sums."""
-        return MovedState(self._num_page_ins, self._num_page_outs, self._written_bytes, self._read_bytes)
+        events, num_bytes = self._num_events, self._num_bytes
+        return MovedState(
+            *(events[Happening.PAGED_IN], events[Happening.PAGED_OUT]),
+            *(num_bytes[Happening.WRITTEN], num_bytes[Happening.READ]),
+        )
 
-    def paged_in(self, namespace: str, slot: int, num_tokens: int) -> None:
-        """State of this many tokens was made live in a slot."""
-        self._num_page_ins += 1
+    def record(self, event: CacheEvent) -> None:
+        """Counts something that has happened, and tells the listener, if any."""
+        self._num_events[event.what] += 1
+        self._num_bytes[event.what] += event.num_bytes
         if (tell := self.tell) is not None:
-            tell(CacheEvent(Happening.PAGED_IN, namespace, num_tokens, slot=slot))
-
-    def paged_out(self, namespace: str, slot: int, num_tokens: int) -> None:
-        """State of this many tokens left a slot."""
-        self._num_page_outs += 1
-        if (tell := self.tell) is not None:
-            tell(CacheEvent(Happening.PAGED_OUT, namespace, num_tokens, slot=slot))
-
-    def evicted(
-        self, namespace: str, num_tokens: int, num_bytes: int, reason: EvictionReason, *, is_snapshot: bool
-    ) -> None:
-        """An edge of this many tokens, or the snapshot at its end, was evicted."""
-        if (tell := self.tell) is not None:
-            what = Happening.EVICTED
-            tell(CacheEvent(what, namespace, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
-
-    def written(self, namespace: str, num_tokens: int, num_bytes: int, *, is_snapshot: bool) -> None:
-        """A file was written."""
-        self._written_bytes += num_bytes
-        if (tell := self.tell) is not None:
-            tell(CacheEvent(Happening.WRITTEN, namespace, num_tokens, num_bytes, is_snapshot=is_snapshot))
-
-    def read(self, namespace: str, num_tokens: int, num_bytes: int) -> None:
-        """State of this many tokens was read from files."""
-        self._read_bytes += num_bytes
-        if (tell := self.tell) is not None:
-            tell(CacheEvent(Happening.READ, namespace, num_tokens, num_bytes))
-
-    def deleted(self, namespace: str, num_files: int, num_bytes: int) -> None:
-        """Files were evicted or replaced."""
-        if (tell := self.tell) is not None:
-            tell(CacheEvent(Happening.DELETED, namespace, num_bytes=num_bytes, num_files=num_files))
+            tell(event)
 
 
 @dataclass(frozen=True)

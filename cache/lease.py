@@ -1,12 +1,12 @@
 """A running sequence's hold on its slot and on its path in the trie. Worker thread only.
 
 `Recorder` records what running sequences evaluate: edges for their tokens, snapshots at restore points. A leased
-slot's log may run ahead of the trie; `Recorder.commit` catches up. Slots are chosen elsewhere.
+slot's log may run ahead of the trie; `Recorder.commit` catches up.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import numpy as np
 
@@ -15,78 +15,51 @@ from cache.layers import layout
 from cache.layers.layout import Layout
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
-from cache.reclaim import Pinning, Reclaimer, Reservations
+from cache.pins import Pins
+from cache.reclaim import Reclaimer, Reservations
 from cache.slots import RequestClock, Slot
 from cache.snapshots import RestorePoint, RestorePointKind, chunk_end, is_restorable
 from cache.trie import Node, NodeMatch, PrefixTrie
 from cache.types import LayerCache, TokenArray
 
 
-class LeaseOwner(Protocol):
-    """The trie and budget operations that a lease needs; implemented by `Recorder`."""
-
-    layout: Layout
-
-    def commit(self, slot: Slot, *, may_split: bool = True) -> None:
-        """Records all of a slot's tokens in the trie."""
-
-    def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Stores what is needed to restore a slot's sequence where it ends now."""
-
-    def measure(self, slot: Slot) -> None:
-        """Charges a slot with the bytes that it holds."""
-
-    def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Reserves memory for more tokens and grows the live buffers; False if there is no memory."""
-
-    def close(self, slot: Slot) -> None:
-        """Ends a lease; the sequence stays live, idle."""
-
-    def suspend(self, slot: Slot) -> None:
-        """Ends a lease whose sequence will continue later."""
-
-    def discard(self, slot: Slot) -> None:
-        """Ends a lease whose caches cannot be trusted."""
-
-
 class Tier(StrEnum):
     """Where restored state came from."""
 
     LIVE = "live"
-    """All of the state was already in the slot."""
+    """All was already in the slot."""
     MEMORY = "memory"
-    """The state was paged in, or copied from another slot."""
+    """Some was paged in, or copied from another slot."""
     DISK = "disk"
-    """Some of the state was read from disk."""
+    """Some was read from disk."""
 
 
 class Lease:
-    """A running sequence's hold on a slot and on its path in the trie. Close it exactly once, whatever happens."""
+    """A running sequence's hold on a slot and a path of the trie. Close it exactly once, whatever happens."""
 
     def __init__(
         self,
-        owner: LeaseOwner,
+        recorder: "Recorder",
         slot: Slot,
         tokens: TokenArray,
         match: NodeMatch,
         points: Iterable[RestorePoint],
         tier: Tier | None,
     ) -> None:
-        self._owner = owner
+        self._recorder = recorder
         self._slot = slot
         self.num_prompt_tokens = len(tokens)
         self.match_tokens = match.length
         """Prompt tokens found in the trie."""
         self.hit_tokens = slot.offset
-        """Prompt tokens restored, hence not evaluated; at most `match_tokens`."""
+        """Prompt tokens restored; at most `match_tokens`."""
         self.tier = tier
-        """Where the restored tokens came from; None if there are none."""
+        """Where they came from; None if there are none."""
         self.is_open = True
         self._points = {point.offset: point for point in points}
 
     @property
     def slot_index(self) -> int:
-        """The slot in which the sequence runs."""
         return self._slot.index
 
     @property
@@ -100,19 +73,17 @@ class Lease:
         return self._slot.offset
 
     def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
-        """Returns where the next prefill chunk ends: at the next restore point or at `chunk_end`, whichever is
-        earlier.
-        """
+        """Returns where the next prefill chunk ends: at `chunk_end`, or before that at a restore point."""
         stop = chunk_end(self.offset, limit, chunk_tokens)
         return min((point for point in self._points if self.offset < point < stop), default=stop)
 
     def want(self, point: RestorePoint) -> None:
         """Requests one more restore point ahead, if the model needs any and the sequence has not passed it."""
-        if self._owner.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
+        if self._recorder.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
             self._points.setdefault(point.offset, point)
 
     def advance(self, tokens: TokenArray) -> None:
-        """Records prompt tokens whose state is now in the caches, and captures a restore point if one is here."""
+        """Records prompt tokens whose state is now in the caches; captures a restore point if one is here."""
         self._slot.log.append(tokens)
         self._record_here()
 
@@ -129,17 +100,17 @@ class Lease:
     def try_grow(self, max_tokens: int) -> bool:
         """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits.
 
-        May evict stored state. The caches must be evaluated; after an error they are damaged.
+        The caches must be evaluated; after an error they are damaged.
         """
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._record_all()
-        return self._owner.try_grow(self._slot, max_tokens)
+        return self._recorder.reservations.try_grow(self._slot, max_tokens)
 
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.
 
-        Without `is_evaluated`, the token's state may be unevaluated, or merged with that of other sequences. With it,
-        the caches hold the evaluated state of this sequence alone, and a restore point is captured if one is here.
+        With `is_evaluated` the caches hold the evaluated state of this sequence alone, so that a restore point can be
+        captured here.
         """
         may_capture = is_evaluated and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
@@ -148,32 +119,32 @@ class Lease:
 
     def keep(self, kind: RestorePointKind) -> None:
         """Captures a restore point where the sequence is now, requested or not. Its caches must be evaluated."""
-        self._owner.commit(self._slot)
-        self._owner.capture(self._slot, kind)
+        self._recorder.commit(self._slot)
+        self._recorder.capture(self._slot, kind)
 
     def close(self) -> None:
         """Ends the sequence; all of it stays live in the slot and recorded in the trie."""
         self._end()
-        self._owner.close(self._slot)
+        self._recorder.close(self._slot)
 
     def suspend(self) -> None:
-        """Ends the lease of a sequence that will continue with another lease; until then it may be paged out."""
+        """Ends the lease of a sequence that another lease will continue; until then it may be paged out."""
         self._end()
-        self._owner.suspend(self._slot)
+        self._recorder.suspend(self._slot)
 
     def discard(self) -> None:
         """Ends a sequence whose caches may be damaged: state that is live only there is dropped."""
         self._end()
-        self._owner.discard(self._slot)
+        self._recorder.pager.discard(self._slot)
 
     def _record_all(self) -> None:
-        self._owner.commit(self._slot)
+        self._recorder.commit(self._slot)
 
     def _record_here(self) -> None:
         point = self._points.get(self.offset)
-        self._owner.commit(self._slot, may_split=point is not None)
+        self._recorder.commit(self._slot, may_split=point is not None)
         if point is not None:
-            self._owner.capture(self._slot, point.kind)
+            self._recorder.capture(self._slot, point.kind)
 
     def _end(self) -> None:
         assert self.is_open, "a lease was closed twice"
@@ -203,37 +174,31 @@ class PrivateLease(Lease):
         self.discard()
 
     def _record_all(self) -> None:
-        """Charges the slot only: nothing is recorded in the trie."""
-        self._owner.measure(self._slot)
+        self._recorder.measure(self._slot)
 
 
+@dataclass(frozen=True, eq=False)
 class Recorder:
-    """Implements `LeaseOwner` for the leases of one cache. Worker thread only."""
+    """The trie and budget operations of the leases of one cache."""
 
-    def __init__(
-        self,
-        memory: MemoryTier,
-        pager: Pager,
-        clock: RequestClock,
-        reclaimer: Reclaimer,
-        reservations: Reservations,
-        pinning: Pinning,
-    ) -> None:
-        self.layout = pager.layout
-        self._memory = memory
-        self._pager = pager
-        self._clock = clock
-        self._reclaimer = reclaimer
-        self._reservations = reservations
-        self._pinning = pinning
+    memory: MemoryTier
+    pager: Pager
+    clock: RequestClock
+    reclaimer: Reclaimer
+    reservations: Reservations
+    pins: Pins
+
+    @property
+    def layout(self) -> Layout:
+        return self.pager.layout
 
     def commit(self, slot: Slot, *, may_split: bool = True) -> None:
         """Records all tokens of a slot's log in the trie, and drops their stored spans, since the slot holds them.
 
-        A sequence may end inside an edge. Without `may_split` it is recorded only up to the start of that edge: the
-        next chunk will go beyond its end.
+        Without `may_split`, a sequence that ends inside an edge is recorded up to its start: the next chunk will go
+        beyond its end.
         """
-        trie, recorded = self._pager.trie(slot.namespace), slot.tip.stop
+        trie, recorded = self.pager.trie(slot.namespace), slot.tip.stop
         if recorded < slot.offset:
             tip = trie.extend(slot.tip, slot.log.view(recorded), may_split=may_split)
             for node in tip.path():
@@ -242,7 +207,7 @@ class Recorder:
                 node.is_volatile = slot.turn.is_volatile and (node.is_volatile or is_new)
                 if node.start >= recorded and node.home is None:
                     trie.make_live(node, slot)
-            self._pager.move_tip(slot, tip)
+            self.pager.move_tip(slot, tip)
             self._record_end(slot, trie)
             _join_edges(trie, [tip])
         self.measure(slot)
@@ -252,83 +217,73 @@ class Recorder:
         tip = slot.tip
         tip.session_id, tip.is_on_probation = slot.turn.session_id, slot.turn.is_on_probation
         tip.is_background = slot.turn.leaves_background
-        self._memory.used(trie, tip, self._clock.now)
-        self._memory.ended(trie, tip)
+        self.memory.order.used(trie.namespace, tip, self.clock.now)
+        self.memory.order.ended(trie.namespace, tip)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
         """Stores what is needed to restore a slot's sequence where it ends now."""
-        trie, node = self._pager.trie(slot.namespace), slot.tip
+        trie, node = self.pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
-        self._memory.changed(trie, node)
+        self.memory.order.changed(trie.namespace, node)
         if self.layout.needs_snapshots and not is_restorable(self.layout, node):
             node.kind = kind
-            trie.snap(node, self._pager.snapshot(slot))
+            trie.snap(node, self.pager.snapshot(slot))
             self._mark_superseded(slot)
-            self._reclaimer.free_excess(is_background=slot.turn.is_background)
+            self.reclaimer.free_excess(is_background=slot.turn.is_background)
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot with the bytes of its allocated buffers."""
         self.layout.bound_growth(slot.caches)
-        self._pager.measure(slot)
-
-    def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits."""
-        return self._reservations.try_grow(slot, max_tokens)
+        self.pager.measure(slot)
 
     def close(self, slot: Slot) -> None:
         """Ends a lease; the sequence stays live, idle."""
-        self._clock.end()
+        self.clock.end()
         self._release(slot)
-        _join_edges(self._pager.trie(slot.namespace), reversed(slot.tip.path()))
+        _join_edges(self.pager.trie(slot.namespace), reversed(slot.tip.path()))
         self._mark_superseded(slot)
-        self._pinning.follow(slot)
+        self.pins.follow(slot.namespace, slot.turn.session_id, slot.tip)
         if not slot.turn.is_background:
-            # The conversation that was just answered will probably continue next: it is evicted only if nothing else
-            # is left.
-            self._reclaimer.free_excess(protected=(slot.tip,))
-        self._reclaimer.free_excess(is_background=slot.turn.is_background)
-        self._memory.refresh_if_many_changed()
+            # The conversation that was just answered will probably continue next: it is evicted last.
+            self.reclaimer.free_excess(protected=(slot.tip,))
+        self.reclaimer.free_excess(is_background=slot.turn.is_background)
+        self.memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
         """Ends a lease whose sequence continues once there is memory again. Its slot then is idle, like any other.
 
-        If state can be restored at any token, the last edge is split into pieces, so that eviction takes only as much
-        of it as needed.
+        If state can be restored at any token, the last edge is split, so that eviction takes no more than needed.
         """
         self._release(slot)
-        trie, piece = self._pager.trie(slot.namespace), slot.tip
+        trie, piece = self.pager.trie(slot.namespace), slot.tip
         if piece.parent is None:
             return
         piece.is_on_probation = False  # the sequence itself will want it again
-        self._memory.changed(trie, piece)
+        self.memory.order.changed(trie.namespace, piece)
         if not self.layout.needs_snapshots:
             for offset in range(piece.stop - layout.GROWTH_TOKENS, piece.start, -layout.GROWTH_TOKENS):
                 piece = trie.split(piece, offset)
-
-    def discard(self, slot: Slot) -> None:
-        """Ends a lease whose caches cannot be trusted: nodes that live only there are dropped."""
-        self._pager.discard(slot)
 
     def _release(self, slot: Slot) -> None:
         """Records all of a sequence and ends its reservation; it stays live."""
         try:
             self.commit(slot)
         except Exception:
-            self.discard(slot)
+            self.pager.discard(slot)
             raise
-        slot.is_leased, slot.turn.last_used = False, self._clock.now
-        self._pager.ledger.reserve(slot.index, 0)
+        slot.is_leased, slot.turn.last_used = False, self.clock.now
+        self.pager.ledger.reserve(slot.index, 0)
 
     def _mark_superseded(self, slot: Slot) -> None:
-        """Marks the snapshots of a slot's sequence that its newer ones replace: they are evicted first."""
+        """Marks the snapshots of a slot's sequence that newer ones replace: they are evicted first."""
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [snapshots.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
         for offset in snapshots.superseded(points, slot.turn.landing):
             node = nodes[offset]
             if node.last_used and not node.is_explicit:
-                self._memory.supersede(self._pager.trie(slot.namespace), node)
+                self.memory.supersede(self.pager.trie(slot.namespace), node)
 
 
 def _join_edges(trie: PrefixTrie, nodes: Iterable[Node]) -> None:

@@ -1,19 +1,18 @@
 """The memory tier: the tries of all namespaces, their bytes, and eviction when memory is short.
 
-Invariant: the ledger's stored bytes are the bytes of all nodes. A leaf is evicted whole; of an inner node, only the
-snapshot is. Nodes that live in a slot are never evicted. `cache.eviction` decides the order. The content of a trie is
-counted as its nodes change: a report never walks the nodes.
+The ledger's stored bytes are the bytes of all nodes. A leaf is evicted whole, of an inner node only the snapshot, and
+a node that lives in a slot never. `cache.eviction` decides the order. What a trie holds is counted as its nodes
+change: a report never walks them.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from cache.budget import Ledger
 from cache.eviction.order import EvictionOrder, Shares, over_share
 from cache.eviction.value import Candidate, Chance
-from cache.journal import EvictionReason, Journal
+from cache.journal import CacheEvent, EvictionReason, Happening, Journal
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import Snapshot, has_shared_rows
@@ -30,22 +29,17 @@ class Holding(NamedTuple):
 
 
 class Holdings:
-    """The sum over the nodes of one trie, whose callbacks report changed nodes."""
+    """The sum over the nodes of one trie."""
 
     def __init__(self) -> None:
         self.total = Holding()
         self._nodes: dict[Node, Holding] = {}
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of counted nodes."""
-        return len(self._nodes)
-
     def update(self, node: Node) -> None:
         """Counts a node again; removes a node that has left the trie."""
         before = self._nodes.pop(node, Holding())
         after = Holding()
-        if _is_in_trie(node):
+        if node.parent is not None and node.parent.children.get(node.tokens.item(0)) is node:
             after = self._nodes[node] = _holding_of(node)
         changes = zip(self.total, before, after, strict=True)
         self.total = Holding(*(total - old + new for total, old, new in changes))
@@ -55,10 +49,6 @@ class Holdings:
         assert {node: _holding_of(node) for node in nodes} == self._nodes, "a change of a node was not counted"
         sums = (sum(column) for column in zip(Holding(), *self._nodes.values(), strict=True))
         assert self.total == Holding(*sums), f"{self.total} is not the sum over the nodes"
-
-
-def _is_in_trie(node: Node) -> bool:
-    return node.parent is not None and node.parent.children.get(node.tokens.item(0)) is node
 
 
 def _holding_of(node: Node) -> Holding:
@@ -79,8 +69,6 @@ MAX_EXTRA = 32
 
 
 class _Namespace(NamedTuple):
-    """The data of one namespace."""
-
     trie: PrefixTrie
     holdings: Holdings
 
@@ -93,8 +81,8 @@ class MemoryTier:
         self.journal = journal
         self.num_evictions = 0
         """Leaves and snapshots evicted since the start."""
-        self.evictions: Counter[str] = Counter()
-        """Evictions by namespace, for namespaces that hold something."""
+        self.evictions = Counter[str]()
+        """The same by namespace, for namespaces that hold something."""
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
         """Called with a node before it, or its snapshot, is evicted."""
         self._layout = layout
@@ -103,13 +91,13 @@ class MemoryTier:
         self._shares = Shares(self.ledger)
         self._empty_leaves: dict[Node, PrefixTrie] = {}
         """Leaves without bytes that a request or a pin needed when their children were evicted."""
-        self._order = EvictionOrder(layout, self._shares.over)
+        self.order = EvictionOrder(layout, self._shares.over)
+        """Must be told how nodes are used."""
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
-        """Returns the trie of a namespace; makes it if missing.
+        """Returns the trie of a namespace; makes it if missing, and then forgets empty ones that are not `in_use`.
 
-        Before a trie is made, empty ones that are not `in_use` are forgotten. Beyond `MAX_NAMESPACES`, the least
-        recently used namespaces are dropped with all their state that is not pinned.
+        Beyond `MAX_NAMESPACES`, the least recently used ones are dropped with all their state that is not pinned.
         """
         found = self._namespaces.pop(namespace, None)
         if found is None:
@@ -121,9 +109,20 @@ class MemoryTier:
 
     def _make_namespace(self, name: str) -> _Namespace:
         holdings = Holdings()
-        changed = _both(holdings.update, partial(self._order.changed, name))
-        snapped = _both(holdings.update, partial(self._order.snapped, name))
-        return _Namespace(PrefixTrie(partial(self._store, name), name, changed, snapped), holdings)
+
+        def count_bytes(num_bytes: int) -> None:
+            self.ledger.store(num_bytes)
+            self._shares.add(name, num_bytes)
+
+        def changed(node: Node) -> None:
+            holdings.update(node)
+            self.order.changed(name, node)
+
+        def snapped(node: Node) -> None:
+            holdings.update(node)
+            self.order.snapped(name, node)
+
+        return _Namespace(PrefixTrie(count_bytes, name, changed, snapped), holdings)
 
     def _forget_idle(self, idle: Sequence[str]) -> None:
         """Forgets namespaces that hold nothing, and the least recently used ones above the limit."""
@@ -138,14 +137,13 @@ class MemoryTier:
                 self.evictions.pop(name, None)
 
     def _drop_idle(self, trie: PrefixTrie) -> None:
-        """Drops all state of a namespace that no slot and no pin needs."""
+        """Drops all state that no slot and no pin needs."""
         while leaves := [node for node in trie.nodes() if not node.children and _is_evictable(node)]:
             for leaf in leaves:
                 self._evict_leaf(trie, leaf, (), EvictionReason.NAMESPACES)
 
     @property
     def namespaces(self) -> list[str]:
-        """The namespaces with a trie."""
         return list(self._namespaces)
 
     def find_trie(self, namespace: str) -> PrefixTrie:
@@ -166,7 +164,6 @@ class MemoryTier:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all namespaces."""
         return sum(trie.num_nodes for trie, _ in self._namespaces.values())
 
     def clear(self, namespace: str | None) -> None:
@@ -186,78 +183,59 @@ class MemoryTier:
             trie.remove(node)
         self._drop_empty(trie, above, ())
 
-    def used(self, trie: PrefixTrie, node: Node, now: int) -> None:
-        """Records that a sequence was recorded up to a node."""
-        self._order.used(trie.namespace, node, now)
-
     def restored(self, trie: PrefixTrie, node: Node, now: int) -> None:
         """Records that a sequence was restored at a node."""
         for passed in node.path():
             passed.num_uses += 1
-        self.used(trie, node, now)
-
-    def ended(self, trie: PrefixTrie, node: Node) -> None:
-        """Records that a node's session now ends at the node."""
-        self._order.ended(trie.namespace, node)
-
-    def changed(self, trie: PrefixTrie, node: Node) -> None:
-        """Records that a node's use, kind or slots have changed."""
-        self._order.changed(trie.namespace, node)
+        self.order.used(trie.namespace, node, now)
 
     def supersede(self, trie: PrefixTrie, node: Node) -> None:
         """Records that newer snapshots replace a node's snapshot: it is evicted first."""
         node.last_used = 0
-        self._order.changed(trie.namespace, node)
+        self.order.changed(trie.namespace, node)
 
     def refresh_if_many_changed(self) -> None:
         """Updates the order of eviction, so that eviction itself takes less time."""
-        self._order.refresh_if_many_changed()
-        hollow, self._empty_leaves = self._empty_leaves, {}
-        for node, trie in hollow.items():
+        self.order.refresh_if_many_changed()
+        leaves, self._empty_leaves = self._empty_leaves, {}
+        for node, trie in leaves.items():
             self._drop_empty(trie, node, ())
 
     def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
         """Evicts in order until at most `target_bytes` are charged, or nothing more can be evicted.
 
-        Nodes in `kept` stay. `now` is the reading of the clock of `Node.last_used`. With `guards_sessions`, ends of
-        sessions and explicit restore points are evicted last. Some superseded or unusable state is evicted beyond the
-        target, so that the next round comes later.
+        Nodes in `kept` stay. With `guards_sessions`, ends of sessions and explicit restore points are evicted last.
+        Some superseded or unusable state is evicted beyond the target, so that the next round comes later.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
-        tried, guarded = list[Candidate](), list[Candidate]()
+        popped, guarded = list[Candidate](), list[Candidate]()
         try:
-            self._evict_in_order(target_bytes, kept, now, tried, guarded if guards_sessions else None)
+            for victim in self._in_order(target_bytes, now, popped):
+                if guards_sessions and (victim.is_session_end or victim.is_explicit):
+                    guarded.append(victim)
+                else:
+                    self._evict_one(victim, kept)
             for victim in sorted(guarded, key=lambda victim: victim.rank(now)):
                 if self.ledger.charged_bytes > target_bytes:
                     self._evict_one(victim, kept)
         finally:
-            for victim in (*tried, *guarded):
-                self._order.put_back(victim)
+            for victim in popped:
+                self.order.put_back(victim)
 
-    def _evict_in_order(
-        self,
-        target_bytes: int,
-        kept: Collection[Node],
-        now: int,
-        tried: list[Candidate],
-        guarded: list[Candidate] | None,
-    ) -> None:
-        """Evicts in order until `target_bytes` is reached.
+    def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
+        """Yields what to evict until `target_bytes` is reached, and some more that is superseded or unusable.
 
-        With a list `guarded`, explicit points and ends of sessions are added to it instead of evicted. All other
-        popped candidates are added to `tried`, evicted or not.
+        Adds to `popped` what was taken out of the order.
         """
         num_extra = 0
-        while (victim := self._order.pop(now)) is not None:
-            last = guarded if victim.is_session_end or victim.is_explicit else None
-            (tried if last is None else last).append(victim)
+        while (victim := self.order.pop(now)) is not None:
+            popped.append(victim)
             if self.ledger.charged_bytes <= target_bytes:
                 num_extra += 1
                 if victim.chance > Chance.SUPERSEDED or num_extra > MAX_EXTRA:
                     break
-            if last is None:
-                self._evict_one(victim, kept)
+            yield victim
 
     def _evict_one(self, victim: Candidate, kept: Collection[Node]) -> None:
         """Evicts a leaf, or as much as possible of any other node's snapshot, unless the node is `kept`."""
@@ -279,14 +257,13 @@ class MemoryTier:
         if parent is not None and parent.last_used < leaf.last_used:
             # The conversation now ends at the parent, and its age stays the same.
             parent.session_id, parent.is_background = leaf.session_id, leaf.is_background
-            self._order.used(trie.namespace, parent, leaf.last_used)
-            self._order.ended(trie.namespace, parent)
+            self.order.used(trie.namespace, parent, leaf.last_used)
+            self.order.ended(trie.namespace, parent)
 
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
         """Drops a leaf without bytes, then its parent if it has become one; returns the first node that stays.
 
-        A node that stays because it is `kept` or pinned is tried again when a request has ended: no eviction order
-        has it.
+        One that stays because it is `kept` or pinned is tried again when a request has ended: the order lacks it.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:
@@ -308,23 +285,21 @@ class MemoryTier:
             self.before_eviction(trie, node)
             trie.snap(node, rest)
 
-    def _store(self, namespace: str, num_bytes: int) -> None:
-        self.ledger.store(num_bytes)
-        self._shares.add(namespace, num_bytes)
-
     def _note_eviction(
         self, trie: PrefixTrie, node: Node, num_bytes: int, reason: EvictionReason, *, is_snapshot: bool
     ) -> None:
+        name, num_tokens = trie.namespace, node.stop - node.start
         self.num_evictions += 1
-        self.evictions[trie.namespace] += 1
-        self.journal.evicted(trie.namespace, node.stop - node.start, num_bytes, reason, is_snapshot=is_snapshot)
+        self.evictions[name] += 1
+        what = Happening.EVICTED
+        self.journal.record(CacheEvent(what, name, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
 
     def check(self) -> None:
         """Asserts the invariants."""
         for trie, holdings in self._namespaces.values():
             trie.check()
             holdings.check(list(trie.nodes()))
-        self._order.check((trie.namespace, node) for trie, node in self.nodes())
+        self.order.check((trie.namespace, node) for trie, node in self.nodes())
         stored = sum(node.num_bytes for _, node in self.nodes())
         assert stored == self.ledger.stored_bytes, f"{stored} bytes stored, {self.ledger.stored_bytes} counted"
         held = Counter[str]()
@@ -332,15 +307,6 @@ class MemoryTier:
             held[trie.namespace] += node.num_bytes
         assert +held == Counter(self._shares.held), f"{held} stored by namespace, {self._shares.held} counted"
         assert self._shares.over() == over_share(held, self.ledger.budget_bytes), "a share was not kept up"
-
-
-def _both(first: Callable[[Node], None], second: Callable[[Node], None]) -> Callable[[Node], None]:
-
-    def call(node: Node) -> None:
-        first(node)
-        second(node)
-
-    return call
 
 
 def _reason_of(victim: Candidate) -> EvictionReason:

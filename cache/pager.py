@@ -1,13 +1,11 @@
 """Pages state between the tries and the slots: in, out, and what is dropped when that fails half-way.
 
-Invariants:
+What to move, and what to evict for it, is decided elsewhere. Invariants:
 
 * a node's span is stored on the node, or it is live in the node's home slot, and the node is on that slot's path;
 * state leaves a slot in `page_out` only, which first stores every span that is live only there;
-* a slot's log, its layer caches and the path to its tip hold the same tokens (the log may run ahead of the tip while
-  a request runs).
-
-What to move, and what to evict for it, is decided elsewhere.
+* a slot's log, its layer caches and the path to its tip hold the same tokens; while a request runs, the log may run
+  ahead of the tip.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,13 +13,14 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import numpy as np
 
+from cache.journal import CacheEvent, Happening
 from cache.layers.layout import Layout
 from cache.layers.state import RowSource, Segment
 from cache.memory_tier import MemoryTier
-from cache.slots import Slot, TokenLog
+from cache.slots import Slot
 from cache.snapshots import RestorePointKind, Snapshot, cover, is_restorable, window_rows
 from cache.trie import Node, PrefixTrie
-from cache.types import LayerCache, TokenArray
+from cache.types import LayerCache, TokenArray, TokenLog
 
 CLEAR_BYTES = 64 << 20
 """After paging out a slot of at least this size, MLX's pool is freed: nothing else needs buffers of those sizes."""
@@ -35,7 +34,6 @@ class Pager:
     ) -> None:
         self.layout = layout
         self.ledger = memory.ledger
-        self._journal = memory.journal
         self._memory = memory
         self._make_caches = make_caches
         self.slots: list[Slot] = []
@@ -52,10 +50,7 @@ class Pager:
         self._make_caches = make_caches
 
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
-        """Assigns a slot to a namespace; an empty slot gets layer caches, and the root there becomes its tip.
-
-        If making the caches fails, the slot stays empty.
-        """
+        """Assigns a slot to a namespace; an empty one gets layer caches, and the root there becomes its tip."""
         slot.caches = slot.caches or self._make_caches()
         slot.namespace = trie.namespace
         if slot.tip.parent is None:
@@ -88,7 +83,7 @@ class Pager:
         self.move_tip(slot, landing)
         self.measure(slot)
         if len(tokens) > keep:
-            self._journal.paged_in(slot.namespace, slot.index, len(tokens) - keep)
+            self._record(Happening.PAGED_IN, slot, len(tokens) - keep)
 
     def _source(self, node: Node) -> RowSource:
         if node.span is not None:
@@ -105,7 +100,7 @@ class Pager:
             self.layout.put_points(slot.caches, snapshot.points)
 
     def page_out(self, slot: Slot, keep: int) -> None:
-        """Takes `[keep, …)` out of a slot. Nodes live only there are stored; the other nodes get another home slot.
+        """Takes `[keep, …)` out of a slot. Nodes live only there are stored; the others get another home slot.
 
         Unless `keep` is 0 the slot `is_cut` afterwards: it must be paged in, or given up.
         """
@@ -116,7 +111,7 @@ class Pager:
             except Exception:
                 self.give_up(slot, slot.tip.path())
                 raise
-            self._journal.paged_out(slot.namespace, slot.index, slot.offset - keep)
+            self._record(Happening.PAGED_OUT, slot, slot.offset - keep)
         if keep == 0:
             num_bytes = self.ledger.slot_bytes(slot.index)
             self.empty(slot)
@@ -131,10 +126,13 @@ class Pager:
         slot.is_cut = True
         self.layout.truncate_spans(slot.caches, keep)
 
-    def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
-        """Pages idle slots out until at most `target_bytes` are charged.
+    def _record(self, what: Happening, slot: Slot, num_tokens: int) -> None:
+        self._memory.journal.record(CacheEvent(what, slot.namespace, num_tokens, slot=slot.index))
 
-        This loses nothing; it frees spare capacity of buffers and copies of state in other slots.
+    def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
+        """Pages idle slots out until at most `target_bytes` are charged. This loses nothing.
+
+        It frees spare capacity of buffers, and copies of state in other slots.
         """
         idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
@@ -156,15 +154,13 @@ class Pager:
             trie.store(node, segment)
 
     def _other_homes(self, slot: Slot) -> dict[Node, Slot]:
-        """Returns the other slots in which nodes of a slot's path are live."""
         others = [s for s in self.slots if s is not slot and s.namespace == slot.namespace]
         return {node: other for other in others for node in other.tip.path()}
 
     def empty(self, slot: Slot) -> None:
         """Empties a slot; the caller has stored the state that is live there, or drops it next.
 
-        The slot gets new layer caches only when it is entered: there may be no memory for them now, and only the
-        request that enters the slot may fail for that.
+        The slot gets new layer caches only when it is entered: there may be no memory for them now.
         """
         self.move_tip(slot, self.trie(slot.namespace).root)
         slot.caches = []
@@ -196,11 +192,11 @@ class Pager:
         left.num_slots -= 1
         slot.tip = tip
         tip.num_slots += 1
-        self._memory.changed(trie, left)
-        self._memory.changed(trie, tip)
+        self._memory.order.changed(trie.namespace, left)
+        self._memory.order.changed(trie.namespace, tip)
 
     def keep_tip(self, slot: Slot) -> None:
-        """Takes a snapshot at the end of an idle sequence, before its slot is used for anything else."""
+        """Takes a snapshot at the end of an idle sequence."""
         is_whole = not slot.is_cut and slot.tip.parent is not None and slot.tip.stop == slot.offset
         if is_whole and self.layout.needs_snapshots and not is_restorable(self.layout, slot.tip):
             slot.tip.kind = RestorePointKind.TURN_END
@@ -227,7 +223,7 @@ class Pager:
         return segment
 
     def check(self) -> None:
-        """Asserts the module's invariants, as far as they are observable."""
+        """Asserts the module's invariants."""
         for slot in self.slots:
             self._check_slot(slot)
         for _, node in self._memory.nodes():
@@ -244,5 +240,4 @@ class Pager:
 
 
 def _is_whole(node: Node) -> bool:
-    """Whether a node's stored span, if any, can still be read."""
     return not isinstance(node.span, Segment) or node.span.is_whole

@@ -1,16 +1,18 @@
-"""Pins: named reasons not to evict nodes of the trie.
+"""Pins: named reasons not to evict nodes of the trie, and how much they may protect. Pure.
 
 A pinned node is not evicted, and since only leaves are evicted whole, neither are the spans of the path to it. An
 *explicit* pin holds until it is released. A *soft* pin ends at a given time, or earlier if a request would otherwise
-have to wait or fail. Slots are paged out regardless of pins, since that loses nothing. This module reads no clock;
-callers pass the time.
+have to wait or fail. Slots are paged out regardless of pins, since that loses nothing. Callers pass the time.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cache.budget import Ledger, PinLimit
 from cache.snapshots import KEPT_POINTS
 from cache.trie import Node, PrefixTrie
+from cache.types import TokenArray
 
 
 @dataclass(frozen=True)
@@ -26,45 +28,92 @@ class PinName:
 
 @dataclass(frozen=True, eq=False)
 class _Pin:
-    trie: PrefixTrie
-    nodes: tuple[Node, ...]
+    nodes: list[Node]
     until: float | None
     """When a soft pin ends; None for an explicit one."""
 
 
 class Pins:
-    """All pins by name. `Node.num_pins` counts the pins on a node."""
+    """All pins by name. `Node.num_pins` counts the pins on a node. Worker thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger) -> None:
+        """Explicit pins may protect half of the ledger's budget."""
+        self.bytes_per_token = 0.0
+        """Bytes of one token's span; 0 until measured."""
+        self._ledger = ledger
         self._pins: dict[PinName, _Pin] = {}
 
     def __contains__(self, name: PinName) -> bool:
         return name in self._pins
 
-    def hold(self, name: PinName, trie: PrefixTrie, nodes: Sequence[Node], until: float | None = None) -> list[Node]:
-        """Pins nodes in place of the name's earlier ones; returns the nodes that are no longer pinned."""
+    def pin(self, name: PinName, trie: PrefixTrie, tokens: TokenArray) -> int:
+        """Pins the stored state of `tokens` until released; returns the number of tokens. Raises PinLimit."""
+        match = trie.match(tokens)
+        if match.path:
+            self._pin_path(name, match.path)
+        return match.length
+
+    def pin_until(self, name: PinName, trie: PrefixTrie, tokens: TokenArray, until: float) -> None:
+        """Pins the stored state of `tokens` softly, until the caller's clock reads `until`."""
+        assert name.is_soft
+        path = trie.match(tokens).path
+        if path:
+            self._hold(name, _nodes_to_pin(path), until)
+
+    def follow(self, namespace: str, session_id: str | None, tip: Node) -> None:
+        """Moves the pin of a session, if any, to the node where its sequence ends now."""
+        name = PinName(namespace, session_id or "")
+        if name in self and tip.parent is not None:
+            with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
+                self._pin_path(name, tip.path())
+
+    def _pin_path(self, name: PinName, path: list[Node]) -> None:
+        nodes = _nodes_to_pin(path)
+        num_bytes = self._bytes_of({*nodes, *self.explicit(but=name)})
+        limit = self._ledger.budget_bytes // 2
+        if num_bytes > limit:
+            raise PinLimit(num_bytes, limit)
+        self._hold(name, nodes, None)
+
+    def _bytes_of(self, nodes: set[Node]) -> int:
+        """Returns about how many bytes pins on `nodes` protect: the spans of their paths and their own snapshots."""
+        snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
+        return snapshots + sum(
+            node.span.num_bytes if node.span is not None else int(len(node.tokens) * self.bytes_per_token)
+            for node in path_nodes(nodes)
+        )
+
+    def _hold(self, name: PinName, nodes: list[Node], until: float | None) -> None:
         for node in nodes:
             node.num_pins += 1
-        freed = self.release(name)
-        self._pins[name] = _Pin(trie, tuple(nodes), until)
-        return freed
+        self.release(name)
+        self._pins[name] = _Pin(nodes, until)
 
-    def release(self, name: PinName) -> list[Node]:
-        """Ends a pin, if any; returns the nodes that are no longer pinned."""
+    def release(self, name: PinName) -> None:
+        """Ends a pin, if any."""
         pin = self._pins.pop(name, None)
-        return [node for node in pin.nodes if _unpin(node)] if pin is not None else []
+        for node in pin.nodes if pin is not None else ():
+            node.num_pins -= 1
 
-    def release_expired(self, now: float) -> list[tuple[PrefixTrie, Node]]:
-        """Ends expired soft pins; returns the nodes that are no longer pinned, with their tries."""
-        return self._release(name for name, pin in self._pins.items() if pin.until is not None and pin.until <= now)
+    def release_expired(self, now: float) -> None:
+        """Ends expired soft pins."""
+        self._release(lambda name, pin: pin.until is not None and pin.until <= now)
 
-    def release_soft(self) -> list[tuple[PrefixTrie, Node]]:
-        """Ends all soft pins; returns the nodes that are no longer pinned, with their tries."""
-        return self._release(name for name, pin in self._pins.items() if pin.until is not None)
+    def release_soft(self) -> bool:
+        """Ends all soft pins; returns whether some node is no longer pinned."""
+        nodes = self._release(lambda name, pin: pin.until is not None)
+        return any(node.num_pins == 0 and node.parent is not None for node in nodes)
 
     def release_all(self, namespace: str | None) -> None:
         """Ends the pins of one namespace, or all."""
-        self._release(name for name in self._pins if namespace in (None, name.namespace))
+        self._release(lambda name, pin: namespace in (None, name.namespace))
+
+    def _release(self, is_over: Callable[[PinName, _Pin], bool]) -> list[Node]:
+        """Ends pins; returns the nodes that they held."""
+        ended = [(name, pin) for name, pin in self._pins.items() if is_over(name, pin)]
+        for name, _ in ended:
+            self.release(name)
+        return [node for _, pin in ended for node in pin.nodes]
 
     def labels(self, namespace: str) -> tuple[str, ...]:
         """Returns the labels of a namespace's explicit pins."""
@@ -75,25 +124,16 @@ class Pins:
         held = (pin for name, pin in self._pins.items() if pin.until is None and name != but)
         return {node for pin in held for node in pin.nodes if node.parent is not None}
 
-    def _release(self, names: Iterable[PinName]) -> list[tuple[PrefixTrie, Node]]:
-        tries = [(name, self._pins[name].trie) for name in list(names)]
-        return [(trie, node) for name, trie in tries for node in self.release(name)]
-
-
-def choose_nodes(path: Sequence[Node]) -> list[Node]:
-    """Returns the nodes to pin so that a sequence, and its next turn rendered differently, can be restored.
-
-    These are its end, which protects the spans of the whole path, and the snapshots of its last two turns.
-    """
-    inner = [node for node in path[:-1] if node.snapshot is not None]
-    return [*inner[-KEPT_POINTS:], *path[-1:]]
-
 
 def path_nodes(nodes: Iterable[Node]) -> set[Node]:
     """Returns the nodes on the paths to the given nodes, inclusive."""
     return {above for node in nodes for above in node.path()}
 
 
-def _unpin(node: Node) -> bool:
-    node.num_pins -= 1
-    return node.num_pins == 0 and node.parent is not None
+def _nodes_to_pin(path: list[Node]) -> list[Node]:
+    """Returns the nodes to pin so that a sequence, and its next turn rendered differently, can be restored.
+
+    These are its end, which protects the spans of the whole path, and the snapshots of its last two turns.
+    """
+    inner = [node for node in path[:-1] if node.snapshot is not None]
+    return [*inner[-KEPT_POINTS:], *path[-1:]]

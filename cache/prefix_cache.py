@@ -12,11 +12,10 @@ methods belong to the worker thread. Nothing here knows models, parameters of re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cache.admission import Admission, CacheRequest
-from cache.budget import Ledger
 from cache.disk.connector import DiskConnector
 from cache.disk.io import Prefetch
 from cache.disk.tier import DiskTier
-from cache.disk_moves import Demotion, Promotion
+from cache.disk_moves import DiskMoves
 from cache.journal import CacheStats, Journal
 from cache.layers.layout import CHUNK_TOKENS, Layout, SequenceSizes
 from cache.lease import Lease, Recorder
@@ -24,8 +23,8 @@ from cache.lookup import Lookup
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import PinName, Pins
-from cache.reclaim import Pinning, Reclaimer, Reservations
-from cache.slots import RequestClock, Slot
+from cache.reclaim import Reclaimer, Reservations
+from cache.slots import RequestClock
 from cache.snapshots import RestorePoint
 from cache.types import LayerCache, TokenArray
 from cache.views import CacheReports
@@ -49,46 +48,28 @@ class PrefixCache:
         `layout` says how the caches come apart; by default it is derived from what `make_caches` makes. State that
         does not fit the budget is written to `disk`, if any, and so is idle state.
         """
-        layout = layout or Layout(make_caches())
+        self.layout = layout or Layout(make_caches())
         self.clock = RequestClock()
         self.journal = disk.journal if disk is not None else Journal()
-        self.memory = MemoryTier(layout, budget_bytes, self.journal)
-        self.disk = DiskConnector(disk, layout) if disk is not None else None
-        self.pager = Pager(layout, self.memory, make_caches, num_slots)
-        self.sizes = SequenceSizes(layout, chunk_tokens)
-        self._pinning = Pinning(self.pager, self.sizes)
+        self.memory = MemoryTier(self.layout, budget_bytes, self.journal)
+        self.ledger = self.memory.ledger
+        self.disk = DiskConnector(disk, self.layout) if disk is not None else None
+        self.pager = Pager(self.layout, self.memory, make_caches, num_slots)
+        self.slots = self.pager.slots
+        self.sizes = SequenceSizes(self.layout, chunk_tokens)
+        self.pins = Pins(self.ledger)
         self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes)
-        self._promotion = Promotion(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
-        self._demotion = Demotion(self.disk, self.memory, self.pager)
+        self._disk_moves = DiskMoves(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
         self._admission = self._connect()
 
     def _connect(self) -> Admission:
         """Connects the parts; returns the one that admits requests."""
         memory, pager, clock, reclaimer = self.memory, self.pager, self.clock, self.reclaimer
         reservations = Reservations(pager, self.sizes, reclaimer)
-        recorder = Recorder(memory, pager, clock, reclaimer, reservations, self._pinning)
+        recorder = Recorder(memory, pager, clock, reclaimer, reservations, self.pins)
         return Admission(
-            memory, pager, self.pins, clock, self.sizes, reclaimer, reservations, self._promotion, recorder
+            memory, pager, self.pins, clock, self.sizes, reclaimer, reservations, self._disk_moves, recorder
         )
-
-    @property
-    def layout(self) -> Layout:
-        """How the layer caches come apart."""
-        return self.pager.layout
-
-    @property
-    def ledger(self) -> Ledger:
-        """The account of all bytes."""
-        return self.memory.ledger
-
-    @property
-    def slots(self) -> list[Slot]:
-        return self.pager.slots
-
-    @property
-    def pins(self) -> Pins:
-        """Pinned nodes, by name."""
-        return self._pinning.pins
 
     # ------------------------------------------------------------------------------------------ for requests
 
@@ -126,11 +107,11 @@ class PrefixCache:
 
     def peek(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> int:
         """Returns how many tokens of a prompt could be restored now. Changes nothing."""
-        return self._promotion.find_restorable(lookup or Lookup(tokens, namespace=namespace))
+        return self._disk_moves.find_restorable(lookup or Lookup(tokens, namespace=namespace))
 
     def prefetch(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> Prefetch | None:
         """Begins to read from disk what `begin` would wait for; None if disk has nothing to add."""
-        return self._promotion.prefetch(lookup or Lookup(tokens, namespace=namespace))
+        return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
         """Learns from caches that hold a few tokens how large a sequence is, and which layers the model uses.
@@ -139,12 +120,9 @@ class PrefixCache:
         """
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
+        self.pins.bytes_per_token = self.sizes.bytes_per_token
         if self.disk is not None:
             self.disk.bytes_per_token = self.sizes.bytes_per_token
-
-    def bytes_for(self, num_tokens: int) -> int:
-        """Returns the approximate bytes of a live sequence of `num_tokens`."""
-        return self.sizes.bytes_for(num_tokens)
 
     def clear(self, namespace: str | None = None) -> None:
         """Drops all state and pins of one namespace, or of all, except what a running request holds."""
@@ -155,10 +133,6 @@ class PrefixCache:
         self.memory.clear(namespace)
         if self.disk is not None:
             self.disk.tier.clear(namespace)
-
-    def relieve(self) -> None:
-        """Evicts half of the stored state: the device has less memory than the budget says."""
-        self.reclaimer.relieve()
 
     def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget, paging out and evicting what no running request holds.
@@ -175,26 +149,16 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Protects the stored state of `tokens` from eviction until unpinned; returns the number of tokens.
+        """Protects the stored state of `tokens` from eviction until the pin is released; returns their number.
 
         If the name's label is a session's, the pin moves to the end of each turn that this session closes. Raises
         PinLimit if explicit pins would take more than half of the budget.
         """
-        return self._pinning.pin(name, tokens)
+        return self.pins.pin(name, self.pager.trie(name.namespace), tokens)
 
     def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Protects the stored state of `tokens` until the clock reads `until`, or a request has to wait for
-        memory.
-        """
-        self._pinning.pin_until(name, tokens, until)
-
-    def unpin(self, name: PinName) -> None:
-        """Ends the pin of that name, if any."""
-        self.pins.release(name)
-
-    def release_expired(self, now: float) -> None:
-        """Ends expired soft pins."""
-        self.pins.release_expired(now)
+        """Protects the stored state of `tokens` until the clock reads `until`, or a request waits for memory."""
+        self.pins.pin_until(name, self.pager.trie(name.namespace), tokens, until)
 
     # -------------------------------------------------------------------------------------------------- disk
 
@@ -203,13 +167,13 @@ class PrefixCache:
 
         For idle time: begin anew after any other call.
         """
-        return self._demotion.save()
+        return self._disk_moves.save()
 
     def end(self, timeout_seconds: float) -> None:
         """Ends the cache; with a disk, first writes unsaved state as far as time allows."""
         if self.disk is not None:
             self.disk.close(self.save(), timeout_seconds)
-            self.disk = self._promotion.disk = self._demotion.disk = None
+            self.disk = self._disk_moves.disk = None
 
     def park(self) -> None:
         """Pages all slots out, so that nothing here refers to the model any more. No request may be running.
@@ -247,8 +211,8 @@ class PrefixCache:
             num_evictions=self.memory.num_evictions,
             moved=self.journal.moved,
             keeps_on_disk=tier is not None and tier.is_open,
-            disk_bytes=tier.used_bytes if tier is not None else 0,
-            num_disk_files_gone=tier.num_gone if tier is not None else 0,
+            disk_bytes=tier.space.used_bytes if tier is not None else 0,
+            num_disk_files_gone=tier.space.num_gone if tier is not None else 0,
         )
 
     def check(self) -> None:

@@ -1,36 +1,36 @@
-"""Frees memory of one model's budget, and decides who keeps it: live buffers, memory set aside, pinned prefixes.
+"""Frees memory of one model's budget, and reserves it: for live buffers, and for a sequence without a slot.
 
 Memory is freed in this order: idle slots are paged out, stored state is evicted, soft pins end and more is evicted.
 Live buffers are reserved when a sequence begins, and grow while it generates. Worker thread only.
 """
 
-import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from cache.budget import ASIDE, Ledger, PinLimit
+from cache.budget import ASIDE, Ledger
 from cache.layers import layout
 from cache.layers.layout import SequenceSizes
 from cache.lookup import nodes_to_restore
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
-from cache.pins import PinName, Pins, choose_nodes, path_nodes
+from cache.pins import Pins
 from cache.slots import RequestClock, Slot
-from cache.trie import Node, PrefixTrie
-from cache.types import TokenArray
+from cache.trie import Node
 
 
+@dataclass(frozen=True, eq=False)
 class Reclaimer:
-    """Frees memory within the budget of one model. Worker thread only."""
+    """Frees memory within the budget of one model."""
 
-    def __init__(
-        self, memory: MemoryTier, pager: Pager, pins: Pins, clock: RequestClock, sizes: SequenceSizes
-    ) -> None:
-        self._memory = memory
-        self._ledger = memory.ledger
-        self._pager = pager
-        self._pins = pins
-        self._clock = clock
-        self._sizes = sizes
+    memory: MemoryTier
+    pager: Pager
+    pins: Pins
+    clock: RequestClock
+    sizes: SequenceSizes
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.memory.ledger
 
     def free(
         self,
@@ -47,17 +47,17 @@ class Reclaimer:
         """
         if excess_bytes <= 0:
             return 0
-        target = self._ledger.charged_bytes - excess_bytes
-        self._pager.page_out_idle(target, busy)
-        kept, now = set(protected), self._clock.now
-        self._memory.evict(target, kept, now, guards_sessions=is_background)
-        if self._ledger.charged_bytes > target and self._pins.release_soft():
-            self._memory.evict(target, kept, now, guards_sessions=is_background)
-        return self._ledger.charged_bytes - target
+        target = self.ledger.charged_bytes - excess_bytes
+        self.pager.page_out_idle(target, busy)
+        kept, now = set(protected), self.clock.now
+        self.memory.evict(target, kept, now, guards_sessions=is_background)
+        if self.ledger.charged_bytes > target and self.pins.release_soft():
+            self.memory.evict(target, kept, now, guards_sessions=is_background)
+        return self.ledger.charged_bytes - target
 
     def free_excess(self, *, protected: Sequence[Node] = (), is_background: bool = False) -> None:
         """Frees what is charged beyond the budget."""
-        self.free(self._ledger.excess_bytes(), protected=protected, is_background=is_background)
+        self.free(self.ledger.excess_bytes(), protected=protected, is_background=is_background)
 
     def free_to_restore(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
         """Frees memory for a sequence of `num_tokens` in `slot` whose first `offset` tokens are paged in from `path`.
@@ -66,7 +66,7 @@ class Reclaimer:
         """
         self.free(
             self.excess_for(slot, path, offset, num_tokens),
-            protected=nodes_to_restore(self._pager.layout, path, offset),
+            protected=nodes_to_restore(self.pager.layout, path, offset),
             busy=slot,
             is_background=slot.turn.is_background,
         )
@@ -77,10 +77,10 @@ class Reclaimer:
         If there are any, idle slots are paged out first. State that was live only there can then be moved into
         `slot`, and no longer counts twice.
         """
-        excess = self._ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+        excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
-            self._pager.page_out_idle(self._ledger.charged_bytes - excess, slot)
-            excess = self._ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
+            self.pager.page_out_idle(self.ledger.charged_bytes - excess, slot)
+            excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         return excess
 
     def _growth(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
@@ -90,27 +90,25 @@ class Reclaimer:
             start, stop, span = node.start, node.stop, node.span
             if span is not None and start < offset:
                 moving += span.num_bytes if stop <= offset else span.num_bytes * (offset - start) / (stop - start)
-        return int(self._sizes.bytes_for(num_tokens) - moving) - self._ledger.slot_bytes(slot.index)
+        return int(self.sizes.bytes_for(num_tokens) - moving) - self.ledger.slot_bytes(slot.index)
 
     def relieve(self) -> None:
         """Evicts half of the stored state: the device has less memory than the budget says.
 
         Pages nothing out, since that takes memory before it frees any.
         """
-        self._pins.release_soft()
-        target = self._ledger.charged_bytes - self._ledger.stored_bytes // 2
-        self._memory.evict(target, (), self._clock.now)
+        self.pins.release_soft()
+        target = self.ledger.charged_bytes - self.ledger.stored_bytes // 2
+        self.memory.evict(target, (), self.clock.now)
 
 
+@dataclass(frozen=True, eq=False)
 class Reservations:
-    """Sizes the live buffers of leased slots within the budget. Worker thread only."""
+    """Sizes the live buffers of leased slots within the budget."""
 
-    def __init__(self, pager: Pager, sizes: SequenceSizes, reclaimer: Reclaimer) -> None:
-        self._pager = pager
-        self._layout = pager.layout
-        self._ledger = pager.ledger
-        self._sizes = sizes
-        self._reclaimer = reclaimer
+    pager: Pager
+    sizes: SequenceSizes
+    reclaimer: Reclaimer
 
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
         """Reserves memory for a sequence of `num_tokens`, and resizes the live buffers unless they have room for
@@ -118,16 +116,16 @@ class Reservations:
 
         After an error the slot is empty and no longer leased.
         """
-        self._ledger.reserve(slot.index, self._sizes.bytes_for(num_tokens))
-        slot.reserved_tokens, capacity = num_tokens, self._layout.capacity(slot.caches)
+        self.pager.ledger.reserve(slot.index, self.sizes.bytes_for(num_tokens))
+        slot.reserved_tokens, capacity = num_tokens, self.pager.layout.capacity(slot.caches)
         if capacity is not None and needed <= capacity <= num_tokens + layout.GROWTH_TOKENS:
             slot.capacity = capacity
             return
         slot.capacity = num_tokens
         try:
-            self._layout.resize(slot.caches, num_tokens)
+            self.pager.layout.resize(slot.caches, num_tokens)
         except Exception:
-            self._pager.discard(slot)
+            self.pager.discard(slot)
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
@@ -140,7 +138,7 @@ class Reservations:
         if capacity <= slot.offset:
             return False
         self.reserve(slot, capacity, needed=capacity)
-        self._pager.measure(slot)
+        self.pager.measure(slot)
         return True
 
     def _affordable(self, slot: Slot, num_tokens: int) -> int:
@@ -150,86 +148,33 @@ class Reservations:
         requested, and the next token cuts a window's buffer. Counted by what it holds, a sequence that was estimated
         to fit would not.
         """
-        growth = self._sizes.bytes_for(num_tokens) - self._ledger.slot_bytes(slot.index)
-        excess = self._ledger.excess_bytes(growth)
-        missing = self._reclaimer.free(excess, busy=slot, is_background=slot.turn.is_background)
-        return self._sizes.tokens_without(missing, num_tokens)
+        growth = self.sizes.bytes_for(num_tokens) - self.pager.ledger.slot_bytes(slot.index)
+        excess = self.pager.ledger.excess_bytes(growth)
+        missing = self.reclaimer.free(excess, busy=slot, is_background=slot.turn.is_background)
+        return self.sizes.tokens_without(missing, num_tokens)
 
 
+@dataclass(frozen=True, eq=False)
 class SetAside:
-    """Sets memory aside for one sequence without a slot. Worker thread only."""
+    """Sets memory aside for one sequence without a slot."""
 
-    def __init__(self, ledger: Ledger, sizes: SequenceSizes, reclaimer: Reclaimer) -> None:
-        self._ledger = ledger
-        self._sizes = sizes
-        self._reclaimer = reclaimer
+    ledger: Ledger
+    sizes: SequenceSizes
+    reclaimer: Reclaimer
 
     def try_take(self, num_tokens: int) -> bool:
         """Sets aside memory for a sequence of `num_tokens`; False if running requests hold too much.
 
         May page idle slots out and evict stored state, the ends of sessions last.
         """
-        num_bytes = self._sizes.bytes_for(num_tokens)
-        if num_bytes > self._ledger.budget_bytes:
+        num_bytes = self.sizes.bytes_for(num_tokens)
+        if num_bytes > self.ledger.budget_bytes:
             return False
-        if self._reclaimer.free(self._ledger.excess_bytes(num_bytes), is_background=True) > 0:
+        if self.reclaimer.free(self.ledger.excess_bytes(num_bytes), is_background=True) > 0:
             return False
-        self._ledger.reserve(ASIDE, num_bytes)
+        self.ledger.reserve(ASIDE, num_bytes)
         return True
 
     def give_back(self) -> None:
         """Releases the memory set aside."""
-        self._ledger.reserve(ASIDE, 0)
-
-
-class Pinning:
-    """Pins the state of given tokens, bounds explicit pins, and moves a session's pin along. Worker thread only."""
-
-    def __init__(self, pager: Pager, sizes: SequenceSizes) -> None:
-        self.pins = Pins()
-        self._pager = pager
-        self._sizes = sizes
-
-    def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Pins the stored state of `tokens` until it is unpinned; returns the number of tokens.
-
-        Raises PinLimit if explicit pins would take more than half of the budget.
-        """
-        trie = self._pager.trie(name.namespace)
-        match = trie.match(tokens)
-        if match.path:
-            self._pin_path(name, trie, match.path)
-        return match.length
-
-    def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Pins the stored state of `tokens` softly, until the caller's clock reads `until`."""
-        assert name.is_soft
-        trie = self._pager.trie(name.namespace)
-        path = trie.match(tokens).path
-        if path:
-            self.pins.hold(name, trie, choose_nodes(path), until)
-
-    def follow(self, slot: Slot) -> None:
-        """Moves the pin of a slot's session, if any, to the end of its sequence."""
-        name = PinName(slot.namespace, slot.turn.session_id or "")
-        if name in self.pins and slot.tip.parent is not None:
-            with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
-                self._pin_path(name, self._pager.trie(slot.namespace), slot.tip.path())
-
-    def _pin_path(self, name: PinName, trie: PrefixTrie, path: list[Node]) -> None:
-        nodes = choose_nodes(path)
-        num_bytes = self._bytes_of({*nodes, *self.pins.explicit(but=name)})
-        limit = self._pager.ledger.budget_bytes // 2
-        if num_bytes > limit:
-            raise PinLimit(num_bytes, limit)
-        self.pins.hold(name, trie, nodes)
-
-    def _bytes_of(self, nodes: set[Node]) -> int:
-        """Returns the approximate bytes that pins on `nodes` protect: the spans of their paths and their own
-        snapshots.
-        """
-        snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
-        return snapshots + sum(
-            node.span.num_bytes if node.span is not None else int(len(node.tokens) * self._sizes.bytes_per_token)
-            for node in path_nodes(nodes)
-        )
+        self.ledger.reserve(ASIDE, 0)

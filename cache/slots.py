@@ -1,49 +1,17 @@
-"""Slots: places for live sequences, the choice of one for a request, and the clock by which their state ages.
+"""Slots: places for live sequences, the choice of one for a request, and the clock by which their state ages. Pure.
 
-A slot holds the layer caches of one sequence and the sequence's tokens. It is *leased* while a request runs in it and
-*idle* afterwards, still live: the next turn of the same conversation continues in place. A slot knows no budget, and
-of the trie only the node where its sequence ends. `choose_slot` decides from plain figures. The clock counts requests
-and knows no seconds.
+A slot holds the layer caches of one sequence and its tokens. It is *leased* while a request runs in it and *idle*
+afterwards, still live: the next turn of the same conversation continues in place. A slot knows no budget, and of the
+trie only the node where its sequence ends. The clock counts requests and knows no seconds.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from cache.snapshots import RestorePointKind
 from cache.trie import Node
-from cache.types import LayerCache, TokenArray
-
-
-class TokenLog:
-    """The tokens of a live sequence, growing and cut at the end. No Python object per token."""
-
-    def __init__(self) -> None:
-        self._tokens = np.empty(256, np.int32)
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def view(self, start: int = 0, stop: int | None = None) -> TokenArray:
-        """Returns a view of `[start, stop)`, valid until the log changes."""
-        return self._tokens[start : self._length if stop is None else stop]
-
-    def append(self, tokens: TokenArray) -> None:
-        """Adds tokens at the end."""
-        needed = self._length + len(tokens)
-        if needed > len(self._tokens):
-            grown = np.empty(max(needed, 2 * len(self._tokens)), np.int32)
-            grown[: self._length] = self.view()
-            self._tokens = grown
-        self._tokens[self._length : needed] = tokens
-        self._length = needed
-
-    def truncate(self, length: int) -> None:
-        """Forgets all tokens from `length` on."""
-        self._length = min(length, self._length)
+from cache.types import LayerCache, TokenLog
 
 
 @dataclass(eq=False)
@@ -54,7 +22,6 @@ class SlotTurn:
     is_volatile: bool = False
     """The request's state must not be written to disk."""
     is_background: bool = False
-    """The request is of the background class."""
     leaves_background: bool = False
     """All requests of the conversation so far, this one included, are of the background class."""
     is_on_probation: bool = False
@@ -107,7 +74,7 @@ class Slot:
 
 
 def _ends_a_turn(landing: Node) -> bool:
-    """Whether a sequence that continues from here continues a conversation, rather than sharing only a beginning."""
+    """Whether a sequence that continues from here continues a conversation, not only shares its beginning."""
     turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
     return landing.parent is not None and (not landing.children or landing.kind in turns)
 
@@ -141,8 +108,8 @@ class SlotView(NamedTuple):
 def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
     """Returns the index of the slot for a request; None while all are leased.
 
-    First the idle slot whose sequence the request continues, unless the trie restores deeper; then the slot of the
-    same conversation, to rewind it; then an empty one; then the least recently used.
+    First the one whose sequence the request continues, unless the trie restores deeper; then that of the same
+    conversation, to rewind it; then an empty one; then the least recently used.
     """
     idle = [view for view in views if not view.is_leased]
     if not idle:
@@ -157,16 +124,13 @@ def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
 
 
 NEW_SESSION_COUNT = 200
-"""How far the clock moves when a new session begins; it moves by 1 when any request begins or ends.
-
-A client that begins a conversation has often ended another one. Nobody knows which, so all silent ones age.
-"""
+"""How far a new session moves the clock: its client has often ended another one, so all silent ones age."""
 MAX_SESSIONS = 10_000
 """The most remembered sessions; a forgotten session counts as new."""
 
 
 class RequestClock:
-    """Counts requests as they begin and as they end. Worker thread only."""
+    """Counts requests as they begin and as they end."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -174,7 +138,7 @@ class RequestClock:
         """By namespace and name, in the order of the last request."""
 
     def begin(self, namespace: str, session_id: str | None, *, is_background: bool = False) -> None:
-        """Counts the start of a request. Background requests begin no session."""
+        """Counts the start of a request, which begins no session if it `is_background`."""
         self.now += 1
         if session_id is None or is_background:
             return

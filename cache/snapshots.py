@@ -1,12 +1,9 @@
 """Snapshots of window and point state on nodes, the offsets they can restore, and where to take and keep them. Pure.
 
-A *restore point* is an offset at which every layer of a model can be restored. Models whose state is sliceable per
-token can be restored anywhere; others only where a snapshot was taken, so the choice of offsets decides how much of
-the next prompt must be evaluated again.
-
-Window rows are kept for the last W tokens before each restore point. A snapshot holds the rows that no snapshot above
-it holds, and shares the others. An offset can be restored if its last W rows are held, by however many snapshots.
-Point state is restored exactly where it was captured. Rows and state are carried here and never inspected.
+A *restore point* is an offset at which every layer can be restored: any offset if all state is sliceable per token,
+else only where a snapshot was taken. A snapshot holds the window rows that no snapshot above it holds, and shares the
+others; an offset can be restored if its last W rows are held, by however many snapshots. Point state is restored
+exactly where it was captured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The window and point state for restoring at `offset`. Its window rows may also serve later offsets."""
+    """The window and point state for restoring at `offset`; its window rows may also serve later offsets."""
 
     offset: int
     window: "Segment | None"
@@ -32,7 +29,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that dropping the snapshot frees."""
+        """Bytes that dropping the snapshot frees."""
         return (self.window.num_bytes if self.window else 0) + (self.points.num_bytes if self.points else 0)
 
     def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
@@ -90,11 +87,7 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns the nodes of a path that hold rows of the window before `offset`, the last ones first.
-
-    Restoring a sequence at `offset` needs these rows, so they must not be evicted before, even if nothing else needs
-    them.
-    """
+    """Returns the nodes of a path that hold rows of the window before `offset`, the last ones first."""
     first, found = max(0, offset - layout.window), list[Node]()
     for node in reversed(path):
         if node.stop <= first:
@@ -119,17 +112,13 @@ def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[
 
 
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
-    """Whether a restore point further down needs window rows that are only here.
-
-    Only restore points at the ends of nodes count. A request that is to be restored inside an edge protects its rows
-    itself, see `rows_before`.
-    """
+    """Whether a restore point further down, at the end of a node, needs window rows that are only here."""
     rows = _window(node)
     return rows is not None and any(_shares_rows(layout, child, rows) for child in node.children.values())
 
 
 def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
-    """Whether a node, or one below it, needs window rows that its own snapshot lacks and `rows` above it hold."""
+    """Whether a node, or one below it, needs window rows that `rows` above it hold and its own snapshot lacks."""
     first, window = max(0, node.stop - layout.window), _window(node)
     if window is not None:
         return max(first, rows.start) < window.start <= rows.stop
@@ -175,20 +164,18 @@ KEPT_POINTS = 4
 SAME_TOKENS = 64
 """Of points closer to each other than this, one is kept."""
 THINNING_TOKENS, THINNING_RATIO = 512, 8
-"""Before the newest turn, points are kept at least `THINNING_TOKENS` apart, and ever sparser: seen from the end, each
-is `THINNING_RATIO` times further away than the next newer one.
+"""Before the newest turn, points are kept at least that many tokens apart, and ever sparser: seen from the end, each
+is that many times further away than the next newer one.
 """
 INTERVAL_TOKENS = 8192
 """Distance of points along a new prompt."""
 
 
 def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
-    """Returns where a prefill chunk that starts at `offset` of a prompt of `limit` tokens ends, ignoring restore
-    points.
+    """Returns where a prefill chunk that starts at `offset` of a prompt of `limit` tokens ends, restore points aside.
 
     Chunks end at multiples of their size, wherever they start, so that a hit and a miss evaluate the same shapes as
-    far as possible. The rest of a prompt is one chunk if it fits, since every chunk reads all weights, however short
-    it is. A miss whose chunk ends at the restore point of a hit evaluates the same last chunk as that hit.
+    far as possible. The rest of a prompt is one chunk if it fits: each chunk reads all weights, however short it is.
     """
     if limit - offset <= chunk_tokens:
         return limit
@@ -205,14 +192,12 @@ class KeptPoint(NamedTuple):
 
 
 def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
-    """Returns the points of a conversation that later turns will hardly need; `points` and the result ascend by
-    offset.
+    """Returns the points of a conversation that later turns will hardly need; `points` and the result ascend.
 
-    `landing` is the offset at which its newest turn was restored. A conversation nearly always continues at its end.
-    Of 2 817 recorded requests of coding agents, 130 continued at the end of the last prompt or within what was new in
-    it, for which the restore point at `landing` serves, and 8 further back. So the end, the last prompt's end and the
-    point at `landing` are kept, and ever fewer points before: one is superseded if the points around it are, seen
-    from the end, less than `THINNING_RATIO` apart.
+    `landing` is the offset at which its newest turn was restored. Of 2 817 recorded requests of coding agents, 130
+    continued at the end of the last prompt or within what was new in it, for which `landing` serves, and 8 further
+    back; nearly all others at the end. So these three points are kept, and ever fewer before: one is superseded if
+    the points around it are, seen from the end, less than `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:
@@ -231,12 +216,11 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 
 
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
-    """Returns the points of a conversation that should be written to disk; `points` and the result ascend by offset.
+    """Returns the points of a conversation that should be written to disk; `points` and the result ascend.
 
-    Points that several conversations share, and explicit ones, are all written. Of the points that each turn leaves,
-    two are candidates: the end of the newest prompt, which the next turn will contain in any case, and the end of the
-    sequence. Each is written only if it is at least `min_gain` tokens after the last point on disk before it: whole
-    state is large, and writing all of it would wear the disk out.
+    All shared and explicit points are. The newest prompt's end, which the next turn will contain in any case, and the
+    sequence's end are if they lie at least `min_gain` tokens after the last point on disk: whole state is large, and
+    writing all of it would wear the disk out.
     """
     written = set(on_disk)
     chosen = {point.offset for point in points if outlasts_turns(point)}
@@ -254,7 +238,7 @@ def outlasts_turns(point: KeptPoint) -> bool:
 
 
 def intervals(start: int, stop: int) -> list[RestorePoint]:
-    """Returns points along `[start, stop)`, which must be evaluated; none if it is as short as one more turn."""
+    """Returns points along `[start, stop)`, which must be evaluated; none if that is as short as one more turn."""
     if stop - start < 2 * INTERVAL_TOKENS:
         return []
     first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS
@@ -264,14 +248,10 @@ def intervals(start: int, stop: int) -> list[RestorePoint]:
 def plan(wanted: Iterable[RestorePoint], *, start: int, stop: int) -> tuple[RestorePoint, ...]:
     """Returns the points to capture while `[start, stop)` is evaluated, ascending, one per offset.
 
-    Points at or before `start` are already evaluated, and points beyond `stop` are never reached. Of two kinds at one
-    offset an explicit one wins, since it is never merged away.
+    Of two kinds at one offset an explicit one wins, since it is never merged away.
     """
     chosen: dict[int, RestorePoint] = {}
     for point in wanted:
-        if not start < point.offset <= stop:
-            continue
-        held = chosen.get(point.offset)
-        if held is None or point.kind is RestorePointKind.EXPLICIT:
+        if start < point.offset <= stop and (point.offset not in chosen or point.kind is RestorePointKind.EXPLICIT):
             chosen[point.offset] = point
     return tuple(sorted(chosen.values()))

@@ -1,26 +1,18 @@
-"""A path-compressed prefix trie over token ids, and the trie of the memory tier with state on its nodes.
+"""A path-compressed prefix trie over token ids, and the trie of the memory tier with state on its nodes. Pure.
 
-Each tier attaches its state to nodes of a class derived from `TokenNode`: here in memory, stored or live in a slot,
-and in `cache.disk.tree` on disk. `TokenTrie` knows edges only, and asks a node to divide, join and drop its state.
-The tries decide where state belongs, not what it is: a span and a snapshot are anything that can be split and joined.
-Tokens are compared by whole edges, byte by byte: a match costs microseconds per thousand tokens and no Python object
-per token. Knows no arrays of state, no clock and no budget.
-
-Invariants, checked by `TokenTrie.check`:
+Each tier derives its nodes from `TokenNode`: here for memory, in `cache.disk.tree` for the disk. The tries decide
+where state belongs, not what it is: spans and snapshots are anything that can be split and joined. Tokens are
+compared by whole edges, byte by byte: microseconds per thousand tokens, no Python object per token. Invariants:
 
 * a child starts where its parent stops, and an edge is as long as the range it covers;
-* no two siblings begin with the same token.
-
-Invariants, checked by `PrefixTrie.check` besides:
-
-* a node below the root holds the span state of exactly its edge: in a stored `span`, or live in its `home`;
-* a snapshot's rows end at its node's `stop`;
+* no two siblings begin with the same token;
+* a `Node` below the root holds the span of exactly its edge, stored or live in its `home`; a snapshot ends at `stop`;
 * below a volatile node all nodes are volatile: a request that had the later tokens had the earlier ones too.
 """
 
 import itertools
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,25 +20,27 @@ import numpy as np
 from cache.types import TOKEN_BYTES, TokenArray, common_prefix_length
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TokenNode:
     """One edge `[start, stop)` of a trie, and the node where it ends."""
 
-    __slots__ = ("children", "data", "number", "parent", "start", "stop", "tokens")
+    parent: Self | None
+    tokens: TokenArray
+    start: int
+    stop: int = field(init=False)
+    data: bytes = field(init=False)
+    """The same as `tokens`: bytes are compared in one call, arrays in several."""
+    children: dict[int, Self] = field(init=False, default_factory=dict)
+    number: int = field(init=False, default=0)
+    """Distinguishes the node from all others that its trie ever had, except the root."""
 
-    def __init__(self, parent: Self | None, tokens: TokenArray, start: int) -> None:
-        self.parent = parent
-        self.hold(np.asarray(tokens, np.int32).tobytes())
-        self.start = start
-        self.stop = start + len(tokens)
-        self.children: dict[int, Self] = {}
-        self.number = 0
-        """Distinguishes the node from all others that its trie ever had, except the root."""
+    def __post_init__(self) -> None:
+        self.stop = self.start + len(self.tokens)
+        self.set_tokens(np.asarray(self.tokens, np.int32).tobytes())
 
-    def hold(self, data: bytes) -> None:
+    def set_tokens(self, data: bytes) -> None:
         """Sets the edge's tokens from their bytes in memory; the caller sets `start` and `stop`."""
-        self.data = data
-        """The same as `tokens`: bytes are compared in one call, arrays in several."""
-        self.tokens: TokenArray = np.frombuffer(data, np.int32)
+        self.data, self.tokens = data, np.frombuffer(data, np.int32)
 
     def path(self) -> list[Self]:
         """Returns the nodes from below the root down to this one."""
@@ -59,24 +53,21 @@ class TokenNode:
         return nodes
 
     def meeting(self, others: Collection[Self]) -> Self:
-        """Returns the nearest of `others` on the way up from here, this node included; the root if there is none."""
+        """Returns the nearest of `others` on the way up, this node included; the root if there is none."""
         node = self
         while node.parent is not None and node not in others:
             node = node.parent
         return node
 
     def divide_state(self, upper: Self, offset: int) -> None:
-        """Moves the state of the tokens up to `offset` to `upper`, a new node, and keeps the rest.
-
-        Changes nothing if it raises.
-        """
+        """Moves the state of the tokens up to `offset` to `upper`, a new node; changes nothing if it raises."""
 
     def may_join(self, parent: Self) -> bool:
         """Whether only the structure needs the border between `parent` and this node."""
         return True
 
     def join_state(self, parent: Self) -> None:
-        """Takes over the state of `parent`, whose edge becomes the first part of this one. Needs `may_join`."""
+        """Takes over the state of `parent`, whose edge becomes the first part of this one."""
 
     def drop_state(self) -> None:
         """Releases all state: the node has left the trie."""
@@ -104,7 +95,7 @@ class Match(Generic[TrieNodeCo]):
 class Place(Generic[TrieNodeCo]):
     """Where the longest stored prefix of some tokens ends: after `length` tokens, on the edge of `node`.
 
-    Remains valid when edges are split and added, until it `is_gone`.
+    Valid until it `is_gone`, however edges are split and added.
     """
 
     node: TrieNodeCo
@@ -112,7 +103,7 @@ class Place(Generic[TrieNodeCo]):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the node has left the trie: the tokens must then be matched from the root again."""
+        """Whether the node has left the trie: the tokens must be matched from the root again."""
         return self.length > 0 and self.node.parent is None
 
     def edges(self, start: int, stop: int) -> Iterator[TrieNodeCo]:
@@ -127,8 +118,7 @@ class Place(Generic[TrieNodeCo]):
 class TokenTrie(Generic[TrieNode]):
     """Edges and nodes for one namespace. Single-threaded.
 
-    `changed` gets every node whose edge, state or children have changed, and every node that was removed or joined
-    away, which then has no parent.
+    `changed` gets every node whose edge, state or children have changed; one that has left the trie has no parent.
     """
 
     def __init__(
@@ -151,7 +141,7 @@ class TokenTrie(Generic[TrieNode]):
         return Match(place.node.path(), place.length)
 
     def follow(self, place: Place[TrieNode], tokens: TokenArray) -> Place[TrieNode]:
-        """Returns the place where matching continues with `tokens`, which follow `place`; every token is compared."""
+        """Returns the place where the match of `tokens`, which follow `place`, ends; every token is compared."""
         node, length, done = place.node, place.length, 0
         while node.parent is not None and length <= node.start:
             node = node.parent  # the edge was cut since
@@ -177,8 +167,8 @@ class TokenTrie(Generic[TrieNode]):
     def extend(self, node: TrieNode, tokens: TokenArray, *, may_split: bool = True) -> TrieNode:
         """Returns the node at which `tokens` end below `node`, splitting and adding edges as needed.
 
-        Without `may_split`, returns the start of the edge if the tokens end inside one. An added edge holds no state
-        yet: the caller gives it a span or a home at once. Existing nodes are changed by splitting only.
+        Without `may_split`, returns the start of the edge if the tokens end inside one. The caller gives an added
+        edge a span or a home at once.
         """
         done = 0
         while done < len(tokens):
@@ -193,17 +183,14 @@ class TokenTrie(Generic[TrieNode]):
         return node
 
     def split(self, node: TrieNode, offset: int) -> TrieNode:
-        """Cuts `node` at `offset` and returns the new upper half; `node` stays the lower one.
-
-        Each half gets its part of the state. References to `node` keep their `stop`.
-        """
+        """Cuts `node` and its state at `offset`; returns the new upper half, `node` stays the lower one."""
         if not node.start < offset < node.stop or node.parent is None:
             raise ValueError(f"cannot split {node} at {offset}")
         cut, parent = offset - node.start, node.parent
         upper = self._make_node(parent, node.tokens[:cut], node.start)
         node.divide_state(upper, offset)
         parent.children[int(upper.tokens[0])] = upper
-        node.hold(node.data[TOKEN_BYTES * cut :])
+        node.set_tokens(node.data[TOKEN_BYTES * cut :])
         node.parent, node.start = upper, offset
         upper.children[int(node.tokens[0])] = node
         self.num_nodes += 1
@@ -219,14 +206,13 @@ class TokenTrie(Generic[TrieNode]):
         )
 
     def absorb_parent(self, node: TrieNode) -> None:
-        """Joins `node` with its parent, which disappears. Requires `can_absorb_parent(node)`."""
+        """Joins `node` with its parent, which leaves the trie. Requires `can_absorb_parent(node)`."""
         parent = node.parent
         if parent is None or parent.parent is None or not self.can_absorb_parent(node):
             raise ValueError(f"{node} cannot absorb its parent")
         node.join_state(parent)
-        node.hold(parent.data + node.data)
-        node.start = parent.start
-        node.parent = parent.parent
+        node.set_tokens(parent.data + node.data)
+        node.start, node.parent = parent.start, parent.parent
         node.parent.children[int(node.tokens[0])] = node
         parent.parent = None
         self.num_nodes -= 1
@@ -241,7 +227,7 @@ class TokenTrie(Generic[TrieNode]):
         del parent.children[int(leaf.tokens[0])]
         leaf.parent = None
         leaf.drop_state()
-        leaf.hold(b"")  # references to a removed node keep no tokens alive
+        leaf.set_tokens(b"")  # references to a removed node keep no tokens alive
         self.num_nodes -= 1
         self._changed(parent)
         self._changed(leaf)
@@ -255,7 +241,7 @@ class TokenTrie(Generic[TrieNode]):
             stack.extend(node.children.values())
 
     def check(self) -> None:
-        """Asserts the invariants of the trie and of the nodes' state; cheap enough after every step of a test."""
+        """Asserts the module's invariants."""
         num_nodes = 0
         for node in self.nodes():
             num_nodes += 1
@@ -294,13 +280,13 @@ class Span(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that dropping this span frees."""
+        """Bytes that dropping the span frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
-        """Returns the spans `[start, offset)` and `[offset, stop)`, each owning its bytes."""
+        """Returns `[start, offset)` and `[offset, stop)`, each owning its bytes."""
 
     def join(self, later: Any) -> Any:
-        """Returns one span of this one and `later`, which starts where this one stops."""
+        """Returns one span of this one and `later`, which starts at `stop`."""
 
 
 class NodeSnapshot(Protocol):
@@ -308,63 +294,44 @@ class NodeSnapshot(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that dropping this snapshot frees."""
+        """Bytes that dropping the snapshot frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
         """Returns what remains valid at `offset` (None if nothing) and what remains at the old `stop`."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node(TokenNode):
     """One edge of the trie, its state, and its use."""
 
-    __slots__ = (
-        "home",
-        "is_background",
-        "is_explicit",
-        "is_on_probation",
-        "is_volatile",
-        "kind",
-        "last_used",
-        "last_used_behind",
-        "num_pins",
-        "num_slots",
-        "num_uses",
-        "place",
-        "session_id",
-        "snapshot",
-        "span",
-    )
-
-    def __init__(self, parent: "Node | None", tokens: TokenArray, start: int) -> None:
-        super().__init__(parent, tokens, start)
-        self.span: Span | None = None
-        self.snapshot: NodeSnapshot | None = None
-        self.home: Any = None
-        """The slot in which this edge's span is live; None if the span is stored."""
-        self.last_used = 0
-        """The reading of a logical clock when a sequence was last restored at this node or recorded up to it."""
-        self.last_used_behind = 0
-        """The latest `last_used` of this node and all nodes below it."""
-        self.session_id: str | None = None
-        """The session of the last sequence that ended here."""
-        self.is_on_probation = False
-        """A sequence without a session ends here, and none has continued from it."""
-        self.is_background = False
-        """A conversation of background requests ends here."""
-        self.num_slots = 0
-        """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
-        self.num_pins = 0
-        """Pins on this node; the trie never merges a pinned node away."""
-        self.num_uses = 0
-        """Sequences restored with the edge's tokens; for people, evictions ignore it."""
-        self.kind: Any = None
-        """Why the snapshot was taken; not used by the trie."""
-        self.is_explicit = False
-        """A restore point that a client requested: never merged away."""
-        self.is_volatile = False
-        """All requests with the edge's tokens were volatile: none of its state may be written to disk."""
-        self.place: Place[TokenNode] | None = None
-        """The last known place of the tokens in the trie of the disk tier; not used by this trie."""
+    span: Span | None = None
+    snapshot: NodeSnapshot | None = None
+    home: Any = None
+    """The slot in which this edge's span is live; None if the span is stored."""
+    last_used: int = 0
+    """When a sequence was last restored here or recorded up to here, by a clock that counts requests."""
+    last_used_behind: int = 0
+    """The latest `last_used` of this node and all nodes below it."""
+    session_id: str | None = None
+    """The session of the last sequence that ended here."""
+    is_on_probation: bool = False
+    """A sequence without a session ends here, and none has continued from it."""
+    is_background: bool = False
+    """A conversation of background requests ends here."""
+    num_slots: int = 0
+    """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
+    num_pins: int = 0
+    """Pins on this node; the trie never merges a pinned node away."""
+    num_uses: int = 0
+    """Sequences restored with the edge's tokens; for people, evictions ignore it."""
+    kind: Any = None
+    """Why the snapshot was taken; not used by the trie."""
+    is_explicit: bool = False
+    """A restore point that a client requested: never merged away."""
+    is_volatile: bool = False
+    """All requests with the edge's tokens were volatile: none of its state may be written to disk."""
+    place: Place[TokenNode] | None = None
+    """The last known place of the tokens in the trie of the disk tier; not used by this trie."""
 
     @property
     def num_bytes(self) -> int:
@@ -372,7 +339,7 @@ class Node(TokenNode):
         return (self.span.num_bytes if self.span else 0) + (self.snapshot.num_bytes if self.snapshot else 0)
 
     def divide_state(self, upper: "Node", offset: int) -> None:
-        """Splits span and snapshot; see `TokenNode`."""
+        """Splits span and snapshot."""
         # Whatever may fail comes before the first change.
         spans = self.span.split(offset) if self.span is not None else (None, None)
         snapshots = self.snapshot.split(offset) if self.snapshot is not None else (None, None)
@@ -381,11 +348,7 @@ class Node(TokenNode):
         (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
     def may_join(self, parent: "Node") -> bool:
-        """Whether nothing needs the border.
-
-        A snapshot of the parent needs it, as do a slot, a pin and an explicit restore point. The spans must be of one
-        kind: both stored, or both live in the same slot.
-        """
+        """Whether nothing of the parent needs the border, and both spans are stored or live in the same slot."""
         needs_border = parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None
         return (
             not needs_border
@@ -395,7 +358,7 @@ class Node(TokenNode):
         )
 
     def join_state(self, parent: "Node") -> None:
-        """Joins the spans, if they are stored; see `TokenNode`."""
+        """Joins the spans, if they are stored."""
         if self.span is not None and parent.span is not None:
             self.span = parent.span.join(self.span)
 
@@ -421,9 +384,8 @@ NodeMatch: TypeAlias = Match[Node]
 class PrefixTrie(TokenTrie[Node]):
     """Edges and state for one namespace. Single-threaded.
 
-    `count_bytes` gets the bytes of stored state that a change adds, negative when it frees some. `changed` gets every
-    node whose edge, span or children have changed, and every node that was removed or joined away, which then has no
-    parent. `snapped` gets every node whose snapshot was replaced.
+    `count_bytes` gets the bytes of stored state that a change adds, negative when it frees some; `snapped` gets every
+    node whose snapshot was replaced, `changed` every node with another change.
     """
 
     def __init__(
@@ -438,14 +400,14 @@ class PrefixTrie(TokenTrie[Node]):
         self._snapped = snapped
 
     def split(self, node: Node, offset: int) -> Node:
-        """Cuts `node` at `offset`, see `TokenTrie.split`; a half of shared rows may weigh more than its share."""
+        """Cuts `node` at `offset`; its halves may take more bytes than it did."""
         before = node.num_bytes
         upper = super().split(node, offset)
         self._count_bytes(upper.num_bytes + node.num_bytes - before)
         return upper
 
     def absorb_parent(self, node: Node) -> None:
-        """Joins `node` with its parent, see `TokenTrie.absorb_parent`."""
+        """Joins `node` with its parent, which leaves the trie."""
         before = node.num_bytes + (node.parent.num_bytes if node.parent is not None else 0)
         super().absorb_parent(node)
         self._count_bytes(node.num_bytes - before)
@@ -466,7 +428,7 @@ class PrefixTrie(TokenTrie[Node]):
         self._changed(node)
 
     def make_live(self, node: Node, home: Any) -> None:
-        """Records that the node's span is live in the slot `home`; drops a stored copy."""
+        """Records that a node's span is live in the slot `home`; drops a stored copy."""
         if node.span is not None:
             self._count_bytes(-node.span.num_bytes)
             node.span = None

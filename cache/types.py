@@ -1,4 +1,4 @@
-"""Types and token arrays that parts of the cache share without knowing their implementation. Knows no MLX. Pure."""
+"""Token arrays, and types that parts of the cache share without knowing their implementation. Pure."""
 
 from typing import Any, Protocol, TypeAlias
 
@@ -35,3 +35,32 @@ def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
     differs = left[:num] != right[:num]
     first = int(differs.argmax()) if num else 0
     return first if num and differs[first] else num
+
+
+class TokenLog:
+    """The tokens of a live sequence, growing and cut at the end. No Python object per token."""
+
+    def __init__(self) -> None:
+        self._tokens = np.empty(256, np.int32)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def view(self, start: int = 0, stop: int | None = None) -> TokenArray:
+        """Returns a view of `[start, stop)`, valid until the log changes."""
+        return self._tokens[start : self._length if stop is None else stop]
+
+    def append(self, tokens: TokenArray) -> None:
+        """Adds tokens at the end."""
+        needed = self._length + len(tokens)
+        if needed > len(self._tokens):
+            grown = np.empty(max(needed, 2 * len(self._tokens)), np.int32)
+            grown[: self._length] = self.view()
+            self._tokens = grown
+        self._tokens[self._length : needed] = tokens
+        self._length = needed
+
+    def truncate(self, length: int) -> None:
+        """Forgets all tokens from `length` on."""
+        self._length = min(length, self._length)

@@ -4,8 +4,7 @@ The values are copied, and bounded in number. Worker thread only; changes nothin
 """
 
 import heapq
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cache.disk.connector import DiskConnector
@@ -131,34 +130,6 @@ class NamespaceView:
     state: StateBytes
 
 
-def views(trie: PrefixTrie, max_nodes: int, shared: "SharedTokens") -> list[NodeView]:
-    """Returns up to `max_nodes` edges, parents before children, the last used first among siblings."""
-    nodes = itertools.islice(_in_order(trie, max_nodes), max_nodes)
-    return [_view(node, shared.on_disk.get(node, 0)) for node in nodes]
-
-
-def edge_detail(trie: PrefixTrie, number: int, max_tokens: int) -> EdgeDetail | None:
-    """Returns one edge with its first tokens; None if no edge has that number."""
-    node = next((one for one in trie.nodes() if one.number == number), None)
-    if node is None:
-        return None
-    return EdgeDetail(node.start, node.stop, node.tokens[:max_tokens].copy(), node.num_uses, _sessions_below(node))
-
-
-def _sessions_below(top: Node) -> list[str]:
-    below = [top]
-    for node in below:
-        below.extend(node.children.values())
-    ends = [node for node in below if node.session_id is not None]
-    newest = heapq.nlargest(MAX_SESSIONS, ends, key=lambda node: node.last_used)
-    return list(dict.fromkeys(node.session_id for node in newest if node.session_id is not None))
-
-
-def disk_views(entries: Iterable[DiskEntry], shared: "SharedTokens") -> list[DiskNodeView]:
-    """Returns edges on disk, parents before children."""
-    return [_disk_view(entry, shared.in_memory[entry]) for entry in entries]
-
-
 class SharedTokens:
     """Which tokens of some edges on disk are in memory too, and vice versa."""
 
@@ -177,12 +148,13 @@ class SharedTokens:
                 self.on_disk[node] = max(self.on_disk.get(node, 0), num_tokens)
 
 
-def _in_order(trie: PrefixTrie, max_nodes: int) -> Iterator[Node]:
-    stack = _newest_children(trie.root, max_nodes)
-    while stack:
-        node = stack.pop()
-        yield node
-        stack += _newest_children(node, max_nodes)
+def _in_order(trie: PrefixTrie, max_nodes: int) -> list[Node]:
+    """Returns up to `max_nodes` edges, parents before children, the last used first among siblings."""
+    found, stack = list[Node](), _newest_children(trie.root, max_nodes)
+    while stack and len(found) < max_nodes:
+        found.append(stack.pop())
+        stack += _newest_children(found[-1], max_nodes)
+    return found
 
 
 def _newest_children(node: Node, max_nodes: int) -> list[Node]:
@@ -220,9 +192,18 @@ def _disk_view(entry: DiskEntry, in_memory: Place[Node]) -> DiskNodeView:
         memory_tokens=max(0, min(in_memory.length, entry.stop) - entry.start),
         memory_number=_number_of(in_memory.node),
         last_used=entry.last_used,
-        num_bytes=entry.span.file_bytes + (snapshot.file_bytes if snapshot is not None else 0),
+        num_bytes=entry.span.num_bytes + (snapshot.num_bytes if snapshot is not None else 0),
         first_tokens=entry.tokens[:PREVIEW_TOKENS].copy(),
     )
+
+
+def _sessions_below(top: Node) -> list[str]:
+    below = [top]
+    for node in below:
+        below.extend(node.children.values())
+    ends = [node for node in below if node.session_id is not None]
+    newest = heapq.nlargest(MAX_SESSIONS, ends, key=lambda node: node.last_used)
+    return list(dict.fromkeys(node.session_id for node in newest if node.session_id is not None))
 
 
 def _number_of(node: Node | None) -> int | None:
@@ -243,11 +224,11 @@ class CacheReports:
         """Returns the state of one namespace, with at most `max_nodes` edges."""
         memory, tier = self._memory, self._tier
         trie = memory.find_trie(namespace)
-        on_disk = tier.contents.listing(namespace, max_nodes) if tier is not None else NO_LISTING
+        on_disk = tier.listing(namespace, max_nodes) if tier is not None else NO_LISTING
         shared = SharedTokens(trie, on_disk.entries)
         return CacheView(
-            nodes=views(trie, max_nodes, shared),
-            disk_nodes=disk_views(on_disk.entries, shared),
+            nodes=[_view(node, shared.on_disk.get(node, 0)) for node in _in_order(trie, max_nodes)],
+            disk_nodes=[_disk_view(entry, shared.in_memory[entry]) for entry in on_disk.entries],
             num_nodes=trie.num_nodes,
             num_tokens=memory.holdings(namespace).total.num_tokens,
             num_disk_nodes=on_disk.num_edges,
@@ -261,11 +242,18 @@ class CacheReports:
 
     def edge(self, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
         """Returns one edge in memory with at most `max_tokens` of its tokens; None if it no longer exists."""
-        return edge_detail(self._memory.find_trie(namespace), number, max_tokens)
+        node = next((one for one in self._memory.find_trie(namespace).nodes() if one.number == number), None)
+        if node is None:
+            return None
+        first_tokens = node.tokens[:max_tokens].copy()
+        return EdgeDetail(node.start, node.stop, first_tokens, node.num_uses, _sessions_below(node))
 
     def namespaces(self) -> list[NamespaceView]:
         """Returns the sums of each namespace that holds anything, the most bytes first."""
-        on_disk = self._tier.contents.namespaces() if self._tier is not None else []
+        on_disk = list[str]()
+        if self._tier is not None:
+            self._tier.notice_written()
+            on_disk = self._tier.tree.namespaces()
         held = [self._namespace_view(name) for name in {*self._memory.namespaces, *on_disk}]
         held = [view for view in held if view.num_nodes or view.num_disk_nodes]
         return sorted(held, key=lambda view: (-view.state.in_memory - view.state.disk, view.namespace))
@@ -274,7 +262,7 @@ class CacheReports:
         """Returns the bytes of one namespace."""
         layout = self._pager.layout
         live = sum(layout.live_bytes(slot.caches) for slot in self._pager.slots if slot.namespace == namespace)
-        disk = self._tier.contents.bytes_of(namespace) if self._tier is not None else 0
+        disk = self._tier.space.bytes_of(namespace) if self._tier is not None else 0
         held = self._memory.holdings(namespace).total
         return StateBytes(held.span_bytes, held.window_bytes, held.point_bytes, live, disk)
 
@@ -283,6 +271,6 @@ class CacheReports:
             namespace,
             self._memory.find_trie(namespace).num_nodes,
             self._memory.holdings(namespace).total.num_tokens,
-            self._tier.contents.num_edges(namespace) if self._tier is not None else 0,
+            self._tier.tree.num_edges(namespace) if self._tier is not None else 0,
             self.bytes_of(namespace),
         )

@@ -1,8 +1,8 @@
 """Converts segments and point state to tensors of a file, and back.
 
 Rows of a pack, [num_components, num_heads, num_tokens, width] in memory, are [num_tokens, num_components, num_heads,
-width] in a file, so any token range is contiguous. Point state is a tree of plain values and arrays. Only mlx-lm
-classes that consist of such values can be stored; any other class raises Unstorable.
+width] in a file, so any token range is contiguous. Point state is a tree of plain values and arrays; only mlx-lm
+classes that consist of these can be stored.
 """
 
 import json
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from cache.budget import DiskFault
-from cache.disk.files import NumpyArray, Tensor, TensorFile
+from cache.disk.files import NUMPY_TYPES, NumpyArray, Tensor, TensorFile
 from cache.layers import mlx_lm_guard as _guard  # noqa: F401
 from cache.layers.state import PointState, Segment
 
@@ -22,23 +22,12 @@ from cache.layers.state import PointState, Segment
 from mlx_lm.models import cache as mlx_lm_cache
 
 BLOCK_TOKENS = 256
-"""Tokens of one pack that share a checksum. A read takes whole blocks: up to this many extra tokens at each end."""
+"""Tokens of one pack that share a checksum, and so are read together."""
 
 _MLX_TYPES: dict[str, mx.Dtype] = {
+    **{name: getattr(mx, np.dtype(bits).name) for name, bits in NUMPY_TYPES.items() if name != "BOOL"},
     "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "I8": mx.int8,
-    "U16": mx.uint16,
-    "I16": mx.int16,
-    "U32": mx.uint32,
-    "I32": mx.int32,
-    "U64": mx.uint64,
-    "I64": mx.int64,
-    "F16": mx.float16,
     "BF16": mx.bfloat16,
-    "F32": mx.float32,
-    "F64": mx.float64,
-    "C64": mx.complex64,
 }
 _TYPE_NAMES = {dtype: name for name, dtype in _MLX_TYPES.items()}
 
@@ -50,15 +39,14 @@ class Unstorable(Exception):
 
 
 class StateImage:
-    """The tensors of one segment or snapshot, made on the worker thread and written by another thread.
+    """The tensors of one segment or snapshot, made on the worker thread and written by another one.
 
-    Borrows the arrays: no array is copied before it is written, and the other thread evaluates none.
+    Borrows the arrays: none is copied before it is written, and the other thread evaluates none.
     """
 
     def __init__(self, rows: Segment | None, points: PointState | None = None) -> None:
         """Raises Unstorable for point state of unknown classes."""
         self.start = rows.start if rows is not None else 0
-        """The offset of the first row."""
         packs = rows.packs if rows is not None else []
         self._indices = [list(indices) for indices, _ in packs]
         self._points: NamedArrays = []
@@ -76,7 +64,7 @@ class StateImage:
         return rows + sum(array.nbytes for _, array in self._points)
 
     def metadata(self) -> dict[str, str]:
-        """Returns the metadata that `read_rows` and `read_points` need to interpret the tensors."""
+        """Returns what `read_rows` and `read_points` need to interpret the tensors."""
         return {"state": json.dumps({"rows": self._indices if self._has_rows else None, "points": self._tree})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
@@ -94,10 +82,7 @@ class StateImage:
 
 
 def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
-    """Returns a copy of rows `[start, stop)` of a file whose first row is at offset `first`.
-
-    The arrays are evaluated, so any thread may use them. Raises DiskFault.
-    """
+    """Returns rows `[start, stop)` of a file whose first row is at offset `first`, evaluated. Raises DiskFault."""
     indices = json.loads(file.metadata["state"])["rows"]
     if indices is None:
         raise DiskFault("the file holds no rows")
@@ -120,7 +105,7 @@ def read_points(file: TensorFile) -> PointState:
 
 
 def _reading() -> AbstractContextManager[Any]:
-    """Makes arrays on the CPU, so a reading thread needs no GPU stream and takes no GPU time."""
+    """Makes arrays on the CPU: a reading thread needs no GPU stream and takes no GPU time."""
     return mx.stream(mx.cpu)
 
 
@@ -143,7 +128,7 @@ def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None)
 
 
 def _tree_of(value: Any, arrays: NamedArrays) -> Any:
-    """Returns `value` as JSON; moves its arrays to `arrays` and puts their names in their place."""
+    """Returns `value` as JSON, with names in place of its arrays, which it adds to `arrays`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):
@@ -168,7 +153,7 @@ def _leaf_of(array: mx.array, arrays: NamedArrays) -> Any:
 
 
 def _value_of(tree: Any, file: TensorFile) -> Any:
-    """Returns the value that `_tree_of` encoded, with arrays read from `file`."""
+    """Returns the value that `_tree_of` encoded."""
     if not isinstance(tree, dict):
         return tree
     ((kind, held),) = tree.items()

@@ -1,8 +1,7 @@
-"""Connects the prefix cache to the disk tier: finds what disk adds to memory for a prompt, and chooses what to write.
+"""Connects the trie in memory to the disk tier: finds what disk adds for a prompt, and chooses what to write.
 
-Disk supplies rows for the tokens that the trie in memory lacks, and a snapshot at the offset where these rows end. In
-memory a snapshot may share window rows with the snapshots above it; on disk each snapshot is complete. Worker thread
-only.
+Disk supplies rows for the tokens that the trie lacks, and a snapshot at the offset where these rows end. In memory a
+snapshot may share window rows with the snapshots above it; on disk each snapshot is complete. Worker thread only.
 """
 
 import logging
@@ -15,14 +14,13 @@ from typing import cast
 import numpy as np
 
 from cache import snapshots
-from cache.disk.io import Prefetch
-from cache.disk.spans import FileSnapshot, FileSpan
+from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START, DiskPlace
 from cache.layers.layout import Layout
 from cache.layers.state import Segment
 from cache.snapshots import KeptPoint, Snapshot, window_rows
-from cache.trie import Node, NodeMatch, Place, TokenNode
+from cache.trie import Node, NodeMatch
 from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -41,7 +39,7 @@ class DiskMatch:
     offset: int
     span: FileSpan | None
     """Rows of the tokens up to `offset` that the trie in memory lacks; None if it lacks none."""
-    snapshot: FileSnapshot | None
+    snapshot: StoredFile | None
     """The snapshot at `offset`; None for a model that needs none."""
     place: DiskPlace
     """The place of the prompt's tokens in the tier."""
@@ -49,7 +47,16 @@ class DiskMatch:
     @property
     def num_bytes(self) -> int:
         """Approximate bytes of memory that the state takes once loaded."""
-        return sum(part.file_bytes for part in (self.span, self.snapshot) if part is not None)
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def parts(self) -> "list[FileSpan | StoredFile]":
+        return [part for part in (self.span, self.snapshot) if part is not None]
+
+    def load(self) -> tuple[Segment | None, Snapshot | None]:
+        """Reads the state into memory. Raises DiskFault; the unreadable state is then no longer found."""
+        segment = self.span.load() if self.span is not None else None
+        return segment, Snapshot(self.offset, *self.snapshot.load()) if self.snapshot is not None else None
 
 
 class DiskConnector:
@@ -68,15 +75,17 @@ class DiskConnector:
 
         Memory matches `match` of the prompt and can restore `restorable` tokens.
         """
+        self.tier.notice_written()
+        tree = self.tier.tree
         place = self._place(namespace, [node for node in match.path if node.stop <= match.length])
-        place = self.tier.follow(namespace, place, tokens[place.length :])
+        place = tree.follow(namespace, place, tokens[place.length :])
         if place.length - restorable < MIN_RESTORE_TOKENS:
             return None
-        span = self.tier.covered(place, match.length, len(tokens))
+        span = tree.covered(place, match.length, len(tokens))
         stop, snapshot = span.written_stop, None
         if self._layout.needs_snapshots:
             snapshot = self._deepest(place, stop)
-            stop = snapshot.offset if snapshot is not None else 0
+            stop = snapshot.stop if snapshot is not None else 0
         if stop - restorable < MIN_RESTORE_TOKENS:
             return None
         return DiskMatch(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
@@ -87,38 +96,23 @@ class DiskConnector:
         Nodes of the path remember their places, so only tokens after the last remembered place are compared.
         """
         kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
-        place = _on_disk(next(kept, START))
+        place = cast(DiskPlace, next(kept, START))  # the trie in memory does not know the types of the disk tier
         for node in path:
             if node.stop > place.length:
-                place = node.place = self.tier.follow(namespace, place, node.tokens[place.length - node.start :])
+                place = node.place = self.tier.tree.follow(namespace, place, node.tokens[place.length - node.start :])
                 if place.length < node.stop:
                     break
         return place
 
-    def _deepest(self, place: DiskPlace, stop: int) -> FileSnapshot | None:
+    def _deepest(self, place: DiskPlace, stop: int) -> StoredFile | None:
         """Returns the deepest written snapshot up to `stop`, on the way to a place, that restores every layer."""
         layout = self._layout
-        for snapshot in self.tier.snapshots(place):
-            has_rows = not layout.window or snapshot.window_start <= max(0, snapshot.offset - layout.window)
-            is_whole = has_rows and snapshot.has_points >= layout.has_points
-            if snapshot.is_written and snapshot.offset <= stop and is_whole:
-                return snapshot
+        for file in self.tier.tree.snapshots(place):
+            has_rows = not layout.window or file.start <= max(0, file.stop - layout.window)
+            is_whole = has_rows and (file.has_points or not layout.has_points)
+            if file.is_written and file.stop <= stop and is_whole:
+                return file
         return None
-
-    def touch(self, disk_match: DiskMatch) -> None:
-        """Records that the state is used now."""
-        self.tier.touch(disk_match.place, disk_match.offset)
-
-    def prefetch(self, disk_match: DiskMatch) -> Prefetch:
-        """Begins to read the state; `load` then waits only for the remaining reads."""
-        return self.tier.prefetch(part for part in (disk_match.span, disk_match.snapshot) if part is not None)
-
-    def load(self, disk_match: DiskMatch) -> tuple[Segment | None, Snapshot | None]:
-        """Reads the state into memory. Raises DiskFault; `find` then no longer returns the unreadable state."""
-        segment = disk_match.span.load() if disk_match.span is not None else None
-        if disk_match.snapshot is None:
-            return segment, None
-        return segment, Snapshot(disk_match.offset, *disk_match.snapshot.load())
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -139,9 +133,13 @@ class DiskConnector:
 
         For a model that needs snapshots, rows after the last snapshot on disk are useless and not written.
         """
-        disk_path = self._disk_path(namespace, node.path())
+        self.tier.notice_written()
+        path = node.path()
+        disk_path = _DiskPath(namespace, path, self._place(namespace, path))
         is_wanted = self._has_whole_snapshot(node) and node in self._wanted_snapshots(disk_path)
-        is_needed = is_wanted or not self._layout.needs_snapshots or self.tier.goes_on(disk_path.place, node.stop)
+        is_needed = (
+            is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(disk_path.place, node.stop)
+        )
         if node.span is not None and not node.children and is_needed:
             self._save_span(disk_path, node)
         if is_wanted:
@@ -154,13 +152,14 @@ class DiskConnector:
 
         `live_rows` copies the rows of a node that are live in a slot; `used_at` is one of the tier's `times_of_use`.
         """
-        disk_path = self._disk_path(namespace, path)
-        self.tier.touch(disk_path.place, disk_path.stop, used_at)
+        self.tier.notice_written()
+        disk_path = _DiskPath(namespace, path, self._place(namespace, path))
+        self.tier.space.touch(disk_path.place, disk_path.stop, used_at)
         wanted = self._wanted_snapshots(disk_path)
         stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else disk_path.stop
         if self._layout.needs_snapshots and not wanted:
             return
-        gaps = list(self.tier.covered(disk_path.place, 0, stop).missing())
+        gaps = list(self.tier.tree.covered(disk_path.place, 0, stop).missing())
         for node in path:
             if node.stop <= stop and any(first < node.stop and node.start < last for first, last in gaps):
                 self._save_span(disk_path, node, live_rows, used_at)
@@ -168,9 +167,6 @@ class DiskConnector:
         for node in wanted:
             self._save_snapshot(disk_path, node, used_at)
             yield
-
-    def _disk_path(self, namespace: str, path: list[Node]) -> "_DiskPath":
-        return _DiskPath(namespace, path, self._place(namespace, path))
 
     def _wanted_snapshots(self, disk_path: "_DiskPath") -> list[Node]:
         """Returns the nodes of a path, in ascending order, whose snapshots should be written and are not on disk."""
@@ -183,15 +179,15 @@ class DiskConnector:
             points = [point for point in points if snapshots.outlasts_turns(point)]
         if not points:
             return []
-        on_disk = [snapshot.offset for snapshot in self.tier.snapshots(disk_path.place)]
+        on_disk = [file.stop for file in self.tier.tree.snapshots(disk_path.place)]
         size = max(snapshot.num_bytes for node in nodes.values() if (snapshot := node.snapshot) is not None)
         min_gain = int(GAIN_SHARE * size / self.bytes_per_token) if self.bytes_per_token else 0
         return [nodes[offset] for offset in snapshots.choose_for_disk(points, on_disk, min_gain=min_gain)]
 
     def _has_whole_snapshot(self, node: Node) -> bool:
-        """Returns whether a node's snapshot is complete, not only window rows for other snapshots."""
+        """Whether a node's snapshot is complete, not only window rows for other snapshots."""
         snapshot = node.snapshot
-        return isinstance(snapshot, Snapshot) and (snapshot.points is not None) >= self._layout.has_points
+        return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
 
     def _save_span(
         self,
@@ -202,8 +198,8 @@ class DiskConnector:
     ) -> None:
         if node.is_volatile:
             return
-        if not any(self.tier.covered(disk_path.place, node.start, node.stop).missing()):
-            self.tier.touch(disk_path.place, node.stop, used_at)
+        if not any(self.tier.tree.covered(disk_path.place, node.start, node.stop).missing()):
+            self.tier.space.touch(disk_path.place, node.stop, used_at)
             return
         segment = cast(Segment, node.span) if node.span is not None else live_rows(node) if live_rows else None
         if segment is not None:
@@ -229,13 +225,8 @@ class DiskConnector:
         place = node.place
         if place is not None and not place.is_gone:
             tokens = np.concatenate([step.tokens for step in node.path()])[: place.length]
-            found = self.tier.follow(namespace, START, tokens)
+            found = self.tier.tree.follow(namespace, START, tokens)
             assert found.length == place.length, f"{node} keeps a place at {place.length}, found {found.length}"
-
-
-def _on_disk(place: Place[TokenNode]) -> DiskPlace:
-    """Narrows the type of a place on a node: the tries in memory do not know the types of the disk tier."""
-    return cast(DiskPlace, place)
 
 
 @dataclass

@@ -1,14 +1,14 @@
 """Files of the disk tier: safetensors with checksums, written once, read in parts.
 
 A tensor is stored row by row, one token's state per row, so any range of rows is one read. Every `block_rows` rows
-have a checksum; the checksums form the last tensor, `checksums`. The digest in a file's `Receipt` covers the header
-and the checksums, and the checksums cover the data, so a receipt proves that the file is unchanged. All access to the
-file system goes through `FileSystem`, so tests can make any operation fail. Nothing here knows what the tensors mean.
+have a checksum, in the last tensor, `checksums`. The digest in a `Receipt` covers header and checksums, so a receipt
+proves that a file is unchanged. Nothing here knows what the tensors mean.
 """
 
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -48,11 +48,11 @@ NUMPY_TYPES: Mapping[str, str] = {
     "F64": "<f8",
     "C64": "<c8",
 }
-"""numpy types that hold the bits of each safetensors type; numpy has no bfloat16."""
+"""The numpy types that hold the bits of safetensors types; numpy has no bfloat16."""
 
 
 class FileSystem:
-    """The operating system operations that the tier uses. Any may raise OSError; any thread may call them."""
+    """The operations that the tier asks of the system; tests make them fail. Any may raise OSError. Any thread."""
 
     def make_folder(self, path: Path) -> None:
         """Creates a folder that only its owner can enter, unless it exists."""
@@ -64,7 +64,7 @@ class FileSystem:
         return status.st_uid, stat.S_IMODE(status.st_mode)
 
     def lock(self, path: Path) -> int:
-        """Opens a file and locks it for this process; raises BlockingIOError while another process holds the lock."""
+        """Opens a file and locks it for this process; raises BlockingIOError while another process has it."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,7 +74,7 @@ class FileSystem:
         return descriptor
 
     def create(self, path: Path) -> int:
-        """Opens a new file for writing, readable by its owner only; replaces an old file."""
+        """Opens a new file for writing, readable by its owner only; replaces an old one."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def open(self, path: Path) -> int:
@@ -86,7 +86,7 @@ class FileSystem:
         return os.write(descriptor, data)
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Reads into a buffer from `offset`; returns the number of bytes read, 0 at the end of the file."""
+        """Reads into a buffer from `offset`; returns how many bytes, 0 at the end of the file."""
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
@@ -95,7 +95,7 @@ class FileSystem:
         return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
     def sync(self, descriptor: int) -> None:
-        """Waits until an open file's data are on disk, as far as the operating system reports."""
+        """Waits until an open file's data are on disk."""
         os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -111,7 +111,7 @@ class FileSystem:
         path.unlink(missing_ok=True)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Returns the size of each regular file in a folder by name; -1 for anything else."""
+        """Returns the size of each regular file in a folder, by name; -1 for anything else."""
         found = {}
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -120,10 +120,7 @@ class FileSystem:
         return found
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Opens a SQLite database for any thread, one at a time.
-
-        Commits are synced, and deleted content is overwritten with zeros.
-        """
+        """Opens a SQLite database for one thread at a time; syncs commits, overwrites what is deleted with zeros."""
         database = sqlite3.connect(path, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL").fetchone()
         database.execute("PRAGMA synchronous = FULL")
@@ -161,8 +158,7 @@ def read_exactly(files: FileSystem, descriptor: int, num_bytes: int, offset: int
 
 
 def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
-    """Returns the SHA-256 of contiguous buffers; processors have instructions for it."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256()  # processors have instructions for it
     for part in parts:
         digest.update(part)
     return digest.digest()[:CHECKSUM_BYTES]
@@ -173,9 +169,7 @@ def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write. `rows` holds its bits, with any strides; the first axis is cut into blocks of
-    `block_rows`.
-    """
+    """One tensor to write: `rows` holds its bits, with any strides, in blocks of `block_rows`."""
 
     name: str
     dtype: str
@@ -187,10 +181,6 @@ class Tensor:
         """Yields contiguous blocks of rows, in order."""
         for start in range(0, len(self.rows), self.block_rows):
             yield np.ascontiguousarray(self.rows[start : start + self.block_rows])
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-len(self.rows) // self.block_rows)
 
 
 @dataclass(frozen=True)
@@ -222,52 +212,31 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
 
 def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     """Returns the first bytes of a file: the length of a JSON text, then the text, padded to eight bytes."""
-    fields: dict[str, Any] = {"__metadata__": {**metadata, "block_rows": json.dumps(_block_rows(tensors))}}
-    offset = 0
-    for tensor in tensors:
-        fields[tensor.name] = _entry(tensor.dtype, tensor.rows.shape, offset, tensor.rows.nbytes)
-        offset += tensor.rows.nbytes
-    num_blocks = sum(tensor.num_blocks for tensor in tensors)
-    fields[_CHECKSUMS] = _entry("U8", (num_blocks, CHECKSUM_BYTES), offset, num_blocks * CHECKSUM_BYTES)
+    block_rows = json.dumps({tensor.name: tensor.block_rows for tensor in tensors})
+    num_blocks = sum(_num_blocks(len(tensor.rows), tensor.block_rows) for tensor in tensors)
+    entries = [(tensor.name, tensor.dtype, tensor.rows.shape, tensor.rows.nbytes) for tensor in tensors]
+    entries.append((_CHECKSUMS, "U8", (num_blocks, CHECKSUM_BYTES), num_blocks * CHECKSUM_BYTES))
+    fields, offset = dict[str, Any](__metadata__={**metadata, "block_rows": block_rows}), 0
+    for name, dtype, shape, num_bytes in entries:
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _entry(dtype: str, shape: Sequence[int], offset: int, num_bytes: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
-
-
-def _block_rows(tensors: Sequence[Tensor]) -> dict[str, int]:
-    return {tensor.name: tensor.block_rows for tensor in tensors}
+def _num_blocks(num_rows: int, block_rows: int) -> int:
+    return -(-num_rows // block_rows)
 
 
 class TensorFile:
-    """A file open for reading, with header and checksums verified. Made by `TensorFile.verified`."""
+    """A file open for reading, with header and checksums verified."""
 
-    def __init__(self, files: FileSystem, descriptor: int, header: Any, data_start: int, checksums: bytes) -> None:
+    def __init__(self, files: FileSystem, descriptor: int, receipt: Receipt) -> None:
+        """Raises DiskFault if the file no longer matches `receipt`, and OSError."""
         self._files = files
         self._descriptor = descriptor
-        self._data_start = data_start
-        self._checksums = checksums
-        del header[_CHECKSUMS]
-        self.metadata: dict[str, str] = header.pop("__metadata__")
-        self._block_rows: dict[str, int] = json.loads(self.metadata["block_rows"])
-        self._tensors: dict[str, Any] = header
-        self._first_block = self._number_blocks()
-
-    @classmethod
-    @contextlib.contextmanager
-    def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
-        """Opens a file; raises DiskFault if it no longer matches `receipt`."""
-        try:
-            with opened(files, files.open(path)) as descriptor:
-                yield cls._verified(files, descriptor, receipt)
-        except OSError as error:
-            raise DiskFault(str(error)) from error
-
-    @classmethod
-    def _verified(cls, files: FileSystem, descriptor: int, receipt: Receipt) -> "TensorFile":
+        self._data_start = receipt.header_bytes
         num_bytes = files.size(descriptor)
         if num_bytes != receipt.num_bytes:
             raise DiskFault(f"the file has {num_bytes} bytes, {receipt.num_bytes} were written")
@@ -275,32 +244,46 @@ class TensorFile:
         if not 8 < receipt.header_bytes <= checksums_start <= num_bytes:
             raise DiskFault("the index and the file disagree")
         header = read_exactly(files, descriptor, receipt.header_bytes, 0)
-        checksums = read_exactly(files, descriptor, receipt.checksums_bytes, checksums_start)
-        if _checksum(header, checksums) != receipt.digest:
+        self._checksums = bytes(read_exactly(files, descriptor, receipt.checksums_bytes, checksums_start))
+        if _checksum(header, self._checksums) != receipt.digest:
             raise DiskFault("the header is damaged")
-        return cls(files, descriptor, json.loads(header[8:]), receipt.header_bytes, bytes(checksums))
+        self._tensors: dict[str, Any] = json.loads(header[8:])
+        del self._tensors[_CHECKSUMS]
+        self.metadata: dict[str, str] = self._tensors.pop("__metadata__")
+        self._block_rows: dict[str, int] = json.loads(self.metadata["block_rows"])
+        nums = [_num_blocks(fields["shape"][0], self._block_rows[name]) for name, fields in self._tensors.items()]
+        self._first_block = dict(zip(self._tensors, itertools.accumulate(nums, initial=0), strict=False))
+        """The index of each tensor's first checksum."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
+        """Opens a file; raises DiskFault if it cannot be read or no longer matches `receipt`."""
+        try:
+            with opened(files, files.open(path)) as descriptor:
+                yield cls(files, descriptor, receipt)
+        except OSError as error:
+            raise DiskFault(str(error)) from error
 
     def dtype(self, name: str) -> str:
         """Returns the safetensors name of a tensor's type."""
         return str(self._tensors[name]["dtype"])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NumpyArray:
-        """Returns rows `[start, stop)` of a tensor, by default all, and verifies their checksums. Raises
-        DiskFault.
-        """
+        """Returns rows `[start, stop)` of a tensor, by default all; verifies their checksums. Raises DiskFault."""
         shape, block_rows = self._tensors[name]["shape"], self._block_rows[name]
         stop = shape[0] if stop is None else stop
         if not 0 <= start <= stop <= shape[0]:
             raise DiskFault(f"rows [{start}, {stop}) are asked of a file of {shape[0]}")
-        first = start // block_rows
-        last = min(-(-stop // block_rows) * block_rows, shape[0])
+        block = start // block_rows
+        first, last = block * block_rows, min(_num_blocks(stop, block_rows) * block_rows, shape[0])
         carrier = np.dtype(NUMPY_TYPES[self.dtype(name)])
         row_bytes = carrier.itemsize * prod(shape[1:])
-        offset = self._data_start + self._tensors[name]["data_offsets"][0] + first * block_rows * row_bytes
-        data = read_exactly(self._files, self._descriptor, (last - first * block_rows) * row_bytes, offset)
-        self._verify(self._first_block[name] + first, memoryview(data), block_rows * row_bytes)
-        rows = np.frombuffer(data, carrier).reshape(last - first * block_rows, *shape[1:])
-        return rows[start - first * block_rows : stop - first * block_rows]
+        offset = self._data_start + self._tensors[name]["data_offsets"][0] + first * row_bytes
+        data = read_exactly(self._files, self._descriptor, (last - first) * row_bytes, offset)
+        self._verify(self._first_block[name] + block, memoryview(data), block_rows * row_bytes)
+        rows = np.frombuffer(data, carrier).reshape(last - first, *shape[1:])
+        return rows[start - first : stop - first]
 
     def _verify(self, block: int, data: memoryview, block_bytes: int) -> None:
         for number, start in enumerate(range(0, len(data), block_bytes), block):
@@ -308,17 +291,9 @@ class TensorFile:
             if _checksum(data[start : start + block_bytes]) != expected:
                 raise DiskFault("the data are damaged")
 
-    def _number_blocks(self) -> dict[str, int]:
-        """Returns the index of each tensor's first checksum."""
-        numbers, number = {}, 0
-        for name, fields in self._tensors.items():
-            numbers[name] = number
-            number += -(-fields["shape"][0] // self._block_rows[name])
-        return numbers
-
 
 class ProblemLog:
-    """Logs the first problem of a tier as a warning and later problems for debugging, so the log stays small."""
+    """Logs the first problem of a tier as a warning, and later ones for debugging."""
 
     def __init__(self) -> None:
         self._has_warned = False

@@ -3,9 +3,8 @@
 A file is written under a temporary name, synced, renamed, and then added to the index; it is removed from the index
 before it is deleted. If the process ends in between, the next opening deletes the leftovers.
 
-A prefix has a key: the keyed hash of its namespace and tokens, however the tokens are cut into edges. A file's name
-is a hash of its key. The secret of these hashes never leaves the folder, so a name reveals no tokens to anyone who
-cannot read the files, and the same tokens have different names in different namespaces.
+A prefix has a key: the keyed hash of its namespace and tokens, however they are cut into edges. A file's name is a
+hash of its key. The secret of these hashes never leaves the folder, so a name reveals no tokens.
 """
 
 import contextlib
@@ -19,13 +18,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from cache.budget import DiskFault, DiskInUse, FolderUnsafe
 from cache.disk.codec import StateImage, read_points, read_rows
 from cache.disk.files import FileSystem, Receipt, TensorFile, opened, read_exactly, write_all, write_tensors
 from cache.disk.index import DiskIndex, FileRow, WriteDay
-from cache.disk.spans import FileState, StoredFile
+from cache.disk.spans import StoredFile
+from cache.disk.tree import PrefixHasher
 from cache.layers.state import PointState, Segment
 from cache.types import TokenArray
 
@@ -46,13 +44,13 @@ _MACHINE_ERRORS = {
 
 
 def is_damage(error: Exception) -> bool:
-    """Returns whether an error means a damaged index; otherwise the machine is the cause."""
+    """Whether an error means a damaged index; otherwise the machine is the cause."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
     return isinstance(error, sqlite3.DatabaseError | UnicodeDecodeError) and code & 0xFF not in _MACHINE_ERRORS
 
 
 def _check_owner(files: FileSystem, folder: Path) -> None:
-    """Raises FolderUnsafe if another user could replace a folder or put files into it."""
+    """Raises FolderUnsafe if another user could replace the folder or put files into it."""
     owner, mode = files.owner_and_mode(folder)
     if owner != os.geteuid():
         raise FolderUnsafe(folder, f"belongs to another user (id {owner}); name another one, or change its owner")
@@ -65,23 +63,6 @@ def _check_owner(files: FileSystem, folder: Path) -> None:
         raise FolderUnsafe(
             folder, f"is in a folder that anyone can write to (mode {mode:04o}); run chmod o-w on that"
         )
-
-
-class PrefixHasher:
-    """Computes the keys of a growing prefix of one namespace. Immutable."""
-
-    def __init__(self, hasher: hashlib.blake2b) -> None:
-        self._hasher = hasher
-
-    def extended(self, tokens: TokenArray) -> "PrefixHasher":
-        """Returns the hasher of the prefix extended by `tokens`."""
-        hasher = self._hasher.copy()
-        hasher.update(np.ascontiguousarray(tokens, np.int32).data)
-        return PrefixHasher(hasher)
-
-    def key(self) -> bytes:
-        """Returns the key of the prefix."""
-        return self._hasher.digest()
 
 
 @dataclass(frozen=True)
@@ -107,7 +88,7 @@ class DiskStore:
         self._secret = self._load_secret()
         self._index: DiskIndex | None = None
         self.is_failing = False
-        """Whether a write failed, so no more are tried until the write queue resets the flag."""
+        """Whether a write failed: no more are tried until the write queue resets the flag."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskStore":
@@ -150,9 +131,9 @@ class DiskStore:
             hasher.update(len(text).to_bytes(8, "little") + text)
         return PrefixHasher(hasher)
 
-    def name_of(self, key: bytes, start: int, *, is_snapshot: bool, has_points: bool) -> str:
-        """Returns the name of the file with state from `start` to the end of the prefix with this `key`."""
-        what = key + start.to_bytes(8, "little") + bytes([is_snapshot, has_points])
+    def name_of(self, file: StoredFile, key: bytes) -> str:
+        """Returns the name of a file with state of the prefix with this `key`."""
+        what = key + file.start.to_bytes(8, "little") + bytes([file.is_snapshot, file.has_points])
         return hashlib.blake2b(what, key=self._secret, digest_size=KEY_BYTES).hexdigest() + _SUFFIX
 
     # ----------------------------------------------------------------------------------------------- opening
@@ -160,8 +141,8 @@ class DiskStore:
     def rows(self) -> list[FileRow]:
         """Opens the index and returns the rows whose files exist, by name and size.
 
-        Every use of the index may raise sqlite3.Error, or UnicodeDecodeError when SQLite's own message quotes a
-        damaged page; `is_damage` tells damage from other causes.
+        Any use of the index may raise sqlite3.Error, or UnicodeDecodeError when SQLite's message quotes a damaged
+        page; `is_damage` tells damage from other causes.
         """
         self._index = DiskIndex.open(self._files, self._folder, self._fingerprint)
         self.scrub()
@@ -171,20 +152,21 @@ class DiskStore:
                 self._index.num_foreign,
             )
         sizes = self._files.sizes(self._folder)
-        rows = self._index.rows()
-        return [row for row in rows if sizes.get(row.name) == row.receipt.num_bytes and row.name == self._name(row)]
+        files = [(row, row.file) for row in self._index.rows()]
+        return [
+            row
+            for row, file in files
+            if sizes.get(file.name) == file.num_bytes and file.name == self.name_of(file, row.key)
+        ]
 
     def start_afresh(self) -> None:
         """Deletes the index, so no file can be found."""
         self._close_index()
         DiskIndex.remove(self._files, self._folder)
 
-    def _name(self, row: FileRow) -> str:
-        return self.name_of(row.key, row.start, is_snapshot=row.is_snapshot, has_points=row.has_points)
-
     def keep_only(self, names: set[str]) -> None:
         """Deletes the tier's files and rows whose names are not in `names`; foreign files stay."""
-        rows = [row.name for row in self.index.rows() if row.name not in names]
+        rows = [row.file.name for row in self.index.rows() if row.file.name not in names]
         if rows:
             self.index.drop(rows)
         for name in self._files.sizes(self._folder):
@@ -194,17 +176,13 @@ class DiskStore:
 
     # ----------------------------------------------------------------------------------------------- writing
 
-    def write_day(self) -> WriteDay | None:
-        """Returns what was written on the day of the last write; None before the first write."""
-        return self.index.write_day()
-
     def write(self, order: WriteOrder) -> Receipt | None:
         """Writes a file and adds it to the index; returns None, and writes nothing, if the file has become GONE.
 
         Raises OSError or sqlite3.Error after deleting what was written.
         """
         file = order.file
-        if file.state is FileState.GONE:
+        if file.is_gone:
             return None
         if self.is_failing:
             raise OSError("an earlier write failed")
@@ -223,18 +201,14 @@ class DiskStore:
             edge = edge[:0]
         parent = self.hasher(file.namespace).extended(order.tokens[: len(order.tokens) - len(edge)])
         key = parent.extended(edge).key()
-        file.name = self.name_of(key, file.start, is_snapshot=file.is_snapshot, has_points=file.has_points)
+        file.name = self.name_of(file, key)
         path, temporary = self._folder / file.name, self._folder / (file.name + _TEMPORARY)
         metadata = {**order.image.metadata(), "name": file.name}
         receipt = write_tensors(self._files, temporary, order.image.tensors(file.start, file.stop), metadata)
         self._files.rename(temporary, path)
         with opened(self._files, self._files.open(self._folder)) as descriptor:
             self._files.sync(descriptor)
-        row = FileRow(
-            *(file.name, file.is_snapshot, file.has_points, file.namespace, file.start, file.stop),
-            *(parent.key(), key, edge, receipt, file.last_used),
-        )
-        self.index.add(row, order.day)
+        self.index.add(FileRow(file, parent.key(), key, edge), receipt, order.day)
         return receipt
 
     def delete(self, files: Iterable[StoredFile]) -> None:
@@ -279,12 +253,12 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- reading
 
     def read_rows(self, file: StoredFile, start: int, stop: int) -> Segment:
-        """Returns rows of a written file in evaluated arrays. Any thread. Raises DiskFault."""
+        """Returns rows of a file in evaluated arrays. Any thread. Raises DiskFault."""
         with self._opened(file) as found:
             return read_rows(found, file.start, start, stop)
 
     def read_points(self, file: StoredFile) -> PointState:
-        """Returns the point state of a written file in evaluated arrays. Any thread. Raises DiskFault."""
+        """Returns a file's point state in evaluated arrays. Any thread. Raises DiskFault."""
         with self._opened(file) as found:
             return read_points(found)
 

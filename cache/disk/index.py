@@ -1,21 +1,22 @@
 """The index of the disk tier: which files exist, what they hold and their last use, and how much was written today.
 
-The index is one SQLite database in write-ahead mode. A row is added after its file is complete, and removed before
-the file is deleted, so a row without a file or a file without a row means that the process ended in between. Nothing
-here reads a clock: callers pass clocks in. One thread at a time.
+One SQLite database in write-ahead mode. A row is added after its file is complete, and removed before the file is
+deleted: a row without a file, or a file without a row, means that the process ended in between. Callers pass clocks
+in. One thread at a time.
 """
 
 import contextlib
 import math
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cache.disk.files import FileSystem, Receipt
+from cache.disk.spans import FileState, StoredFile
 from cache.types import TokenArray
 
 DAY_SECONDS = 86_400.0
@@ -23,19 +24,19 @@ DAY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class WriteDay:
-    """The state of the current day in the index, from which a restart continues."""
+    """The current day as the index keeps it, from which a restart continues."""
 
     saved_at: float
     """Wall clock at saving, in seconds since 1970."""
     age_seconds: float
-    """How long the day had lasted at `saved_at`."""
+    """How long the day had lasted then."""
     num_bytes: int
-    """Bytes written on the day until `saved_at`."""
+    """Bytes written on the day until then."""
 
 
 @dataclass(frozen=True)
 class DiskWrites:
-    """Bytes that all namespaces have written in the current day, for people to read."""
+    """Bytes that all namespaces have written in the current day, for people."""
 
     today_bytes: int
     budget_bytes: int | None
@@ -45,19 +46,17 @@ class DiskWrites:
 class WriteBudget:
     """Counts the bytes written in the current day against a limit. Worker thread only.
 
-    A day is 24 hours from its first write, measured by a clock that never goes back, so setting the machine's wall
-    clock changes nothing while the process runs. Only a restart uses the wall clock, to tell how long no process was
-    running. If the wall clock went back in that time, the time counts as zero and the day ends later; if it went
-    forward, the day ends early, once.
+    A day is 24 hours from its first write, by a clock that never goes back. Only a restart uses the wall clock, to
+    tell how long no process was running: if it was set back meanwhile, that time counts as zero.
     """
 
     def __init__(self, bytes_per_day: int | None, now: Callable[[], float], elapsed: Callable[[], float]) -> None:
-        """`bytes_per_day` None sets no limit. `now` is the wall clock; `elapsed` is a clock that never goes back."""
+        """`bytes_per_day` None sets no limit; `now` is the wall clock, `elapsed` one that never goes back."""
         self._bytes_per_day = bytes_per_day
         self._now = now
         self._elapsed = elapsed
         self._started: float | None = None
-        """The reading of `elapsed` at the start of the day; None before the day's first write."""
+        """When the day began, by `elapsed`; None before its first write."""
         self._num_bytes = 0
 
     def resume(self, saved: WriteDay | None) -> None:
@@ -69,13 +68,13 @@ class WriteBudget:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written in the current day, including bytes handed to the writer."""
+        """Bytes of the current day, handed to the writer or written."""
         if self._started is not None and self._elapsed() - self._started >= DAY_SECONDS:
             self._started, self._num_bytes = None, 0
         return self._num_bytes
 
     def allows(self, num_bytes: int) -> bool:
-        """Returns whether `num_bytes` more may be written today."""
+        """Whether `num_bytes` more may be written today."""
         return self._bytes_per_day is None or self.written_bytes + num_bytes <= self._bytes_per_day
 
     def count(self, num_bytes: int) -> WriteDay:
@@ -87,7 +86,7 @@ class WriteBudget:
         return WriteDay(self._now(), self._elapsed() - self._started, total)
 
     def writes(self) -> DiskWrites:
-        """Returns the bytes written in the current day and their limit."""
+        """Returns the bytes of the current day and their limit."""
         return DiskWrites(self.written_bytes, self._bytes_per_day)
 
     def correct(self, difference_bytes: int) -> None:
@@ -96,10 +95,10 @@ class WriteBudget:
 
 
 FORMAT = 1
-"""The version of files and rows. Change it when their meaning changes; state of other versions is deleted."""
+"""The version of files and rows, to be changed with their meaning; state of other versions is deleted."""
 
 _ENCODING = ("utf-8", "surrogatepass")
-"""A namespace may come from a client's JSON, which may contain half a surrogate pair."""
+"""A namespace may come from a client's JSON, with half a surrogate pair in it."""
 
 _DATABASE = "index.sqlite3"
 _TABLES = """
@@ -124,23 +123,15 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class FileRow:
-    """The index's description of one file."""
+    """A written file, and its tokens."""
 
-    name: str
-    is_snapshot: bool
-    has_points: bool
-    namespace: str
-    start: int
-    """Token offset of the first row; for a snapshot, of its first window row."""
-    stop: int
+    file: StoredFile
     parent_key: bytes
     """The key of the prefix before `start`; for a snapshot, its own `key`."""
     key: bytes
     """The key of the prefix before `stop`."""
     tokens: TokenArray
     """The tokens `[start, stop)`; empty for a snapshot."""
-    receipt: Receipt
-    last_used: int
 
 
 class DiskIndex:
@@ -149,7 +140,7 @@ class DiskIndex:
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         self.num_foreign = 0
-        """Number of rows of another fingerprint that opening the index removed."""
+        """Rows of another fingerprint that opening removed."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskIndex":
@@ -207,18 +198,17 @@ class DiskIndex:
         found = self._database.execute("SELECT saved_at, age_seconds, num_bytes FROM write_day").fetchone()
         return _write_day(found) if found is not None else None
 
-    def add(self, row: FileRow, day: WriteDay) -> None:
+    def add(self, row: FileRow, receipt: Receipt, day: WriteDay) -> None:
         """Adds a row for a complete file, and saves the day's bytes written."""
-        receipt = row.receipt
+        file = row.file
         values = (
-            *(row.name, row.is_snapshot, row.has_points, row.namespace.encode(*_ENCODING), row.start, row.stop),
-            *(row.parent_key, row.key, row.tokens.tobytes()),
-            *(receipt.num_bytes, receipt.header_bytes, receipt.checksums_bytes, receipt.digest, row.last_used),
+            *(file.name, file.is_snapshot, file.has_points, file.namespace.encode(*_ENCODING), file.start, file.stop),
+            *(row.parent_key, row.key, row.tokens.tobytes(), *astuple(receipt), file.last_used),
         )
         with self._database as database:
             database.execute(f"INSERT OR REPLACE INTO files VALUES ({', '.join('?' * len(values))})", values)
             database.execute("DELETE FROM write_day")
-            database.execute("INSERT INTO write_day VALUES (?, ?, ?)", (day.saved_at, day.age_seconds, day.num_bytes))
+            database.execute("INSERT INTO write_day VALUES (?, ?, ?)", astuple(day))
 
     def drop(self, names: Iterable[str]) -> None:
         """Removes the rows of some files."""
@@ -226,13 +216,13 @@ class DiskIndex:
             database.executemany("DELETE FROM files WHERE name = ?", [(name,) for name in names])
 
     def touch(self, last_used: Mapping[str, int]) -> None:
-        """Records when files were last used."""
+        """Records when files were last used, by name."""
         with self._database as database:
             changes = [(used_at, name) for name, used_at in last_used.items()]
             database.executemany("UPDATE files SET last_used = ? WHERE name = ?", changes)
 
     def scrub(self) -> None:
-        """Empties the write-ahead log, where removed rows can still be read; the database file overwrites its own."""
+        """Empties the write-ahead log, where removed rows can still be read."""
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def close(self) -> None:
@@ -255,11 +245,11 @@ def _row(values: tuple[Any, ...]) -> FileRow:
     edge = np.frombuffer(tokens, np.int32)
     if not 0 <= start <= stop or len(edge) != (0 if is_snapshot else stop - start):
         raise ValueError("tokens and offsets disagree")
-    receipt = Receipt(sizes[0], sizes[1], sizes[2], digest)
-    return FileRow(
-        *(name, bool(is_snapshot), bool(has_points), namespace.decode(*_ENCODING), start, stop),
-        *(parent_key, key, edge, receipt, last_used),
+    file = StoredFile(
+        *(namespace.decode(*_ENCODING), start, stop, sizes[0], bool(is_snapshot), bool(has_points)),
+        *(name, Receipt(sizes[0], sizes[1], sizes[2], digest), FileState.WRITTEN, last_used),
     )
+    return FileRow(file, parent_key, key, edge)
 
 
 def _write_day(values: tuple[Any, ...]) -> WriteDay | None:

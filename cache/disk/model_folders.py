@@ -1,7 +1,7 @@
 """The folders of a cache directory, one per model: finding, naming, listing and removing them.
 
-A folder is called `NAME-FINGERPRINT`. The name is for people; the fingerprint identifies the state, so a model finds
-its folder under any name. Only files that the disk tier wrote are ever removed.
+A folder is called `NAME-FINGERPRINT`. The name is for people; by the fingerprint a model finds its folder under any
+name. Only files that the disk tier wrote are ever removed.
 """
 
 import contextlib
@@ -28,9 +28,7 @@ class ModelFolder:
 
     path: Path
     model: str
-    """The name under which the model was first served, with `-` for characters unfit for a file name; may be
-    empty.
-    """
+    """The name under which the model was first served, made fit for a file name; may be empty."""
     num_bytes: int
     last_used: float
     """Seconds since 1970; 0 if nothing was ever written."""
@@ -39,10 +37,7 @@ class ModelFolder:
 
 
 def place(parent: Path, model: str, fingerprint: str) -> Path:
-    """Returns the folder of a model in `parent`, whether it exists or not.
-
-    A folder that an older version named by the fingerprint alone is renamed.
-    """
+    """Returns the folder of a model, which need not exist; renames one that is called by its fingerprint alone."""
     digits = fingerprint[:FINGERPRINT_DIGITS]
     wanted = parent / f"{_file_name(model)}-{digits}"
     with contextlib.suppress(OSError):
@@ -95,7 +90,7 @@ def _describe(path: Path) -> ModelFolder:
 
 
 def is_in_use(path: Path) -> bool:
-    """Returns whether a server has a folder open; the folder need not exist."""
+    """Whether a server has a folder open, which need not exist."""
     if not (path / LOCK).exists():
         return False
     try:
@@ -107,7 +102,7 @@ def is_in_use(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder; raises DiskInUse while a server holds it."""
+    """Holds the lock of a folder; raises DiskInUse while a server has it."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

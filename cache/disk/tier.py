@@ -1,7 +1,7 @@
 """The disk tier: state of past tokens that outlives memory and the process.
 
 A thread of the tier writes what `write_span` and `write_snapshot` receive, each token's state at most once: the tier
-finds by tokens what files already hold, however the edges were cut at writing. A `FileSpan` or `FileSnapshot` stands
+finds by tokens what files already hold, however the edges were cut at writing. A `FileSpan` or `StoredFile` stands
 for state on disk: loadable once it `is_written`, and `is_gone` after it was evicted, damaged or cleared.
 
 A failure here costs the reuse of some state and nothing else. A failed write pauses writing, with one warning in the
@@ -17,18 +17,18 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 
 from cache.budget import FolderUnusable
 from cache.disk.codec import StateImage, Unstorable
 from cache.disk.files import FileSystem, ProblemLog, Receipt
 from cache.disk.folder import DiskStore, WriteOrder, is_damage
-from cache.disk.index import FileRow, WriteBudget
-from cache.disk.io import FileReader, Prefetch, WriteQueue
-from cache.disk.spans import FileLoader, FileSnapshot, FileSpan, FileState, StoredFile
+from cache.disk.index import WriteBudget
+from cache.disk.io import FileReader, WriteQueue
+from cache.disk.spans import FileSpan, FileState, StoredFile
 from cache.disk.tree import START, DiskNode, DiskPlace, DiskTree
-from cache.journal import Journal
+from cache.journal import CacheEvent, Happening, Journal
 from cache.layers.state import PointState, Segment
 from cache.types import TokenArray
 
@@ -42,10 +42,9 @@ With small files eviction stops earlier, after `tree.MAX_SPARE_FILES`.
 
 
 class DiskSpace:
-    """Accounts for the tier's files by namespace and last use, and evicts within a budget. Worker thread only.
+    """Accounts for the tier's files by namespace and last use, and evicts the least recently used beyond a budget.
 
-    When the budget is full, the least recently used files are evicted first; the tree knows which files others depend
-    on. Reads and writes nothing: deletions go through the write queue.
+    The tree knows which files others depend on. Reads and writes nothing: deletions go through the write queue.
     """
 
     def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
@@ -53,9 +52,7 @@ class DiskSpace:
         self.used_bytes = 0
         """Bytes of all files, including unwritten ones."""
         self.num_gone = 0
-        """Number of files deleted since the tier was opened: evicted, damaged, cleared, or replaced by a larger
-        one.
-        """
+        """Files deleted since the tier was opened: evicted, damaged, cleared, or replaced by a larger one."""
         self._tree = tree
         self._queue = queue
         self._journal = journal
@@ -91,7 +88,7 @@ class DiskSpace:
 
     def drop(self, files: Iterable[StoredFile]) -> None:
         """Deletes files, after all earlier writes in the queue."""
-        gone = [file for file in files if file.state is not FileState.GONE]
+        gone = [file for file in files if not file.is_gone]
         for file in gone:
             file.state = FileState.GONE
             self._count(file, -file.num_bytes)
@@ -99,7 +96,7 @@ class DiskSpace:
         self.num_gone += len(gone)
         if gone:
             self._tree.prune(gone)
-            self._queue.delete(gone)
+            self._queue.change(lambda store: store.delete(gone))
 
     def evict_for(self, num_bytes: int, newest: int) -> bool:
         """Deletes files so that `num_bytes` more fit; files last used at `newest` or later stay.
@@ -113,17 +110,14 @@ class DiskSpace:
         victims = self._tree.victims(excess, spare, newest)
         if sum(file.num_bytes for file in victims) < excess:
             return False
-        self._note_deleted(victims)
-        self.drop(victims)
-        return True
-
-    def _note_deleted(self, victims: Collection[StoredFile]) -> None:
-        num_files, num_bytes = Counter[str](), Counter[str]()
+        num_files, freed_bytes = Counter[str](), Counter[str]()
         for file in victims:
             num_files[file.namespace] += 1
-            num_bytes[file.namespace] += file.num_bytes
-        for namespace, count in num_files.items():
-            self._journal.deleted(namespace, count, num_bytes[namespace])
+            freed_bytes[file.namespace] += file.num_bytes
+        for name, count in num_files.items():
+            self._journal.record(CacheEvent(Happening.DELETED, name, num_bytes=freed_bytes[name], num_files=count))
+        self.drop(victims)
+        return True
 
     def _count(self, file: StoredFile, num_bytes: int) -> None:
         self.used_bytes += num_bytes
@@ -139,9 +133,9 @@ class DiskSpace:
         return list(range(self._now, self._now - count, -1))
 
     def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use of the files needed to restore at `stop`, on the way to a place; returns the time of use.
+        """Records a use, at `used_at` or now, of the files needed to restore at `stop` on the way to a place.
 
-        The use counts at `used_at`, or now. A later use of a file stays recorded.
+        Returns the time of use. A later use of a file stays recorded.
         """
         used_at = used_at if used_at is not None else self.times_of_use(1)[0]
         for file in self._tree.on_path(place, stop):
@@ -152,9 +146,9 @@ class DiskSpace:
 
     def save_recency(self) -> None:
         """Queues an index update with all uses since the last call."""
-        if self._touched:
-            self._queue.save_recency(self._touched)
-            self._touched = set()
+        touched, self._touched = self._touched, set()
+        if touched:
+            self._queue.change(lambda store: store.touch(touched))
 
     def check(self) -> None:
         """Asserts that the counts are right."""
@@ -166,7 +160,7 @@ class DiskSpace:
 
 
 MAX_VISITED = 4096
-"""The most edges that one listing visits, listed or not."""
+"""The most edges that one listing visits, listed or not: the worker waits for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +176,7 @@ class DiskEntry:
     stop: int
     tokens: TokenArray
     span: FileSpan
-    snapshot: FileSnapshot | None
+    snapshot: StoredFile | None
     last_used: int
 
 
@@ -200,34 +194,6 @@ class DiskListing:
 
 NO_LISTING = DiskListing([], 0, False)
 """The listing of a cache without a disk tier."""
-
-
-class DiskContents:
-    """Reports what is on disk, by namespace; bounded, because the worker waits for the report."""
-
-    def __init__(self, tree: DiskTree, space: DiskSpace) -> None:
-        self._tree = tree
-        self._space = space
-
-    def namespaces(self) -> list[str]:
-        """Returns the namespaces with state on disk."""
-        return self._tree.namespaces()
-
-    def num_edges(self, namespace: str) -> int:
-        """Returns how many edges of a namespace there are."""
-        return self._tree.num_edges(namespace)
-
-    def bytes_of(self, namespace: str) -> int:
-        """Returns the bytes of a namespace's files, including unwritten ones."""
-        return self._space.bytes_of(namespace)
-
-    def listing(self, namespace: str, max_edges: int) -> DiskListing:
-        """Returns up to `max_edges` edges of a namespace whose rows are on disk from the root on."""
-        num_edges = self.num_edges(namespace)
-        visited = itertools.islice(_walk(self._tree, namespace), MAX_VISITED)
-        found = list(itertools.islice((entry for entry in visited if entry is not None), max_edges + 1))
-        is_truncated = len(found) > max_edges or num_edges > MAX_VISITED
-        return DiskListing(found[:max_edges], num_edges, is_truncated)
 
 
 def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskEntry | None]:
@@ -249,7 +215,7 @@ def _entry(tree: DiskTree, namespace: str, parent: DiskEntry | None, node: DiskN
     span, snapshot = tree.state_on(node)
     if not span.is_written:
         return None
-    files = [*span.files, *([snapshot.file] if snapshot is not None else [])]
+    files = [*span.files, *([snapshot] if snapshot is not None else [])]
     return DiskEntry(
         *(namespace, node.number, parent, node.start, node.stop, node.tokens, span, snapshot),
         last_used=max(file.last_used for file in files),
@@ -269,9 +235,7 @@ def elapsed_seconds() -> float:
 
 
 class DiskTier:
-    """Decides which state is written to disk, and finds it again. Worker thread only; has threads for input and
-    output.
-    """
+    """Decides which state is written to disk, and finds it again. Has threads for input and output."""
 
     def __init__(
         self,
@@ -288,12 +252,12 @@ class DiskTier:
         log = ProblemLog()
         self.journal = Journal()
         self.write_budget = WriteBudget(write_budget_bytes_per_day, now, elapsed)
+        self.tree = DiskTree()
         self._store = store
         self._make_image = make_image
-        self._tree = DiskTree()
-        self._queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, log=log)
-        self._space = DiskSpace(self._tree, self._queue, budget_bytes, self.journal)
-        self._reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self._space.drop, log=log)
+        self.queue = WriteQueue(store, max_waiting_bytes=max_in_flight_bytes, elapsed=elapsed, log=log)
+        self.space = DiskSpace(self.tree, self.queue, budget_bytes, self.journal)
+        self.reader = FileReader(store, max_ahead_bytes=max_in_flight_bytes, drop=self.space.drop, log=log)
 
     @classmethod
     def open(
@@ -311,36 +275,51 @@ class DiskTier:
         """Opens or creates a folder for the state of one model; reads names, sizes and tokens, no state.
 
         `fingerprint` covers what the state depends on: weights, tokenizer, types, library versions. State with
-        another fingerprint is deleted. At most `write_budget_bytes_per_day` are written in a day, see `WriteBudget`.
-        At most `max_in_flight_bytes`, or one piece of state, wait in memory to be written, and as many are read
-        ahead. `now` is the wall clock, `elapsed` a clock that never goes back.
+        another fingerprint is deleted, and so is everything if the index is damaged. At most
+        `write_budget_bytes_per_day` are written in a day, see `WriteBudget`. At most `max_in_flight_bytes`, or one
+        file, wait in memory to be written, and as many are read ahead. `now` is the wall clock, `elapsed` a clock
+        that never goes back.
 
         Raises DiskInUse while another process has the folder, FolderUnsafe if another user owns it or can write into
         it, and FolderUnusable if it cannot be used for another reason.
         """
-        make = partial(
-            cls,
-            budget_bytes=budget_bytes,
-            write_budget_bytes_per_day=write_budget_bytes_per_day,
-            max_in_flight_bytes=max_in_flight_bytes,
-            now=now,
-            elapsed=elapsed,
-        )
+
+        def attached(store: DiskStore) -> DiskTier:
+            tier = cls(
+                store,
+                budget_bytes=budget_bytes,
+                write_budget_bytes_per_day=write_budget_bytes_per_day,
+                max_in_flight_bytes=max_in_flight_bytes,
+                now=now,
+                elapsed=elapsed,
+            )
+            tier._attach(store)
+            return tier
+
         store = None
         try:
             store = DiskStore.open(files or FileSystem(), folder, fingerprint)
-            return _attached(make, store)
+            try:
+                return attached(store)
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                if not is_damage(error):
+                    raise
+                logger.warning("disk cache: starting afresh, the index is damaged: %s", error)
+                store.start_afresh()
+                return attached(store)
         except (OSError, sqlite3.Error, UnicodeDecodeError) as error:
             if store is not None:
                 store.close()
             raise FolderUnusable(folder, error) from error
 
     def _attach(self, store: DiskStore) -> None:
-        self._tree.attach(store.rows(), store.hasher, lambda row: _file_of(row, self._reader))
-        files = self._tree.files()
+        self.tree.attach(store.rows(), store.hasher)
+        files = self.tree.files()
+        for file in files:
+            file.reader = self.reader
         store.keep_only({file.name for file in files})
-        self._space.adopt(files)
-        self.write_budget.resume(store.write_day())
+        self.space.adopt(files)
+        self.write_budget.resume(store.index.write_day())
 
     @property
     def is_open(self) -> bool:
@@ -348,53 +327,35 @@ class DiskTier:
         return self._store is not None
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of all files, including unwritten ones."""
-        return self._space.used_bytes
-
-    @property
-    def num_gone(self) -> int:
-        """Number of files deleted since the tier was opened: evicted, damaged, cleared, or replaced by a larger
-        one.
-        """
-        return self._space.num_gone
-
-    @property
     def is_busy(self) -> bool:
         """Whether so much waits to be written that only urgent writes should be added."""
-        self._notice_written()
-        return self._queue.is_busy
+        self.notice_written()
+        return self.queue.is_busy
 
-    # ---------------------------------------------------------------------------------------------- what is there
+    def listing(self, namespace: str, max_edges: int) -> DiskListing:
+        """Returns up to `max_edges` edges of a namespace whose rows are on disk from the root on."""
+        self.notice_written()
+        num_edges = self.tree.num_edges(namespace)
+        visited = itertools.islice(_walk(self.tree, namespace), MAX_VISITED)
+        found = list(itertools.islice((entry for entry in visited if entry is not None), max_edges + 1))
+        is_truncated = len(found) > max_edges or num_edges > MAX_VISITED
+        return DiskListing(found[:max_edges], num_edges, is_truncated)
 
-    @property
-    def contents(self) -> DiskContents:
-        """Returns what is on disk now, by namespace."""
-        self._notice_written()
-        return DiskContents(self._tree, self._space)
-
-    def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
-        """Returns the place where the match of `tokens` ends; they follow `place`, which is `START` or not gone.
-
-        The place is valid until it is gone. Files written later may extend beyond it.
-        """
-        return self._tree.follow(namespace, place, tokens)
-
-    def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Returns the state of the tokens `[start, stop)` that is on disk or waits to be written; it may have
-        gaps.
-        """
-        self._notice_written()
-        return self._tree.covered(place, start, stop)
-
-    def snapshots(self, place: DiskPlace) -> Iterator[FileSnapshot]:
-        """Yields the snapshots on the way to a place, written or waiting, the deepest first."""
-        self._notice_written()
-        return map(FileSnapshot, self._tree.snapshots(place))
-
-    def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
-        """Returns whether a place covers all `num_tokens` tokens and there is state of later tokens."""
-        return self._tree.goes_on(place, num_tokens)
+    def notice_written(self) -> None:
+        """Updates the files whose writes have ended since the last call."""
+        for file, receipt in self.queue.ended():
+            written_bytes = receipt.num_bytes if receipt is not None else 0
+            self.write_budget.correct(written_bytes - file.num_bytes)
+            if receipt is None:
+                self.space.drop([file])
+            else:
+                self.space.complete(file, receipt)
+                num_tokens = file.stop - file.start
+                self.journal.record(
+                    CacheEvent(
+                        Happening.WRITTEN, file.namespace, num_tokens, written_bytes, is_snapshot=file.is_snapshot
+                    )
+                )
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -414,15 +375,15 @@ class DiskTier:
         written again. Borrows the segment's arrays. `near` is a place on the way to the tokens' end, which saves
         comparing. `used_at` is one of `times_of_use`, by default now; nothing used later is evicted for the segment.
         """
-        self._notice_written()
-        place = self._tree.locate(namespace, tokens, near)
-        used_at = self.touch(place, len(tokens), used_at)
-        held = self._tree.covered(place, segment.start, len(tokens))
+        self.notice_written()
+        place = self.tree.locate(namespace, tokens, near)
+        used_at = self.space.touch(place, len(tokens), used_at)
+        held = self.tree.covered(place, segment.start, len(tokens))
         gaps = list(held.missing())
         if not gaps:
             return held
         image = self._make_image(segment, None)
-        new = [StoredFile(self._reader, namespace, *gap, _file_bytes(image, *gap), last_used=used_at) for gap in gaps]
+        new = [self._new_file(namespace, *gap, image, used_at) for gap in gaps]
         return reduce(FileSpan.filled, new, held) if self._write(tokens, image, new, place) else None
 
     def write_snapshot(
@@ -434,146 +395,83 @@ class DiskTier:
         *,
         near: DiskPlace = START,
         used_at: int | None = None,
-    ) -> FileSnapshot | None:
+    ) -> StoredFile | None:
         """Writes a snapshot that is valid right after `tokens`, where the window's rows end.
 
         Returns like `write_span`; None also for point state of a class that cannot be stored. Replaces a snapshot on
         disk that holds less.
         """
-        self._notice_written()
-        place = self._tree.locate(namespace, tokens, near)
-        used_at = self.touch(place, len(tokens), used_at)
+        self.notice_written()
+        place = self.tree.locate(namespace, tokens, near)
+        used_at = self.space.touch(place, len(tokens), used_at)
         start, stop = window.start if window is not None else len(tokens), len(tokens)
-        held = self._tree.snapshot(place, stop)
+        held = self.tree.snapshot(place, stop)
         if held is not None and held.start <= start and (points is None or held.has_points):
-            return FileSnapshot(held)
+            return held
         try:
             image = self._make_image(window, points)
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
             return None
-        new = StoredFile(self._reader, namespace, start, stop, _file_bytes(image, start, stop), last_used=used_at)
+        new = self._new_file(namespace, start, stop, image, used_at)
         new.is_snapshot, new.has_points = True, points is not None
         if not self._write(tokens, image, [new], place):
             return None
-        self._space.drop([held] if held is not None else [])
-        return FileSnapshot(new)
+        self.space.drop([held] if held is not None else [])
+        return new
+
+    def _new_file(self, namespace: str, start: int, stop: int, image: StateImage, used_at: int) -> StoredFile:
+        num_bytes = image.bytes_of(stop - start) + _HEADER_BYTES
+        return StoredFile(namespace, start, stop, num_bytes, last_used=used_at, reader=self.reader)
 
     def _write(self, tokens: TokenArray, image: StateImage, new: list[StoredFile], place: DiskPlace) -> bool:
         """Hands files to the writer if memory, the day's budget and the disk budget allow it."""
         num_bytes = sum(file.num_bytes for file in new)
-        if not self._queue.accepts(image.num_bytes) or not self.write_budget.allows(num_bytes):
+        if not self.queue.accepts(image.num_bytes) or not self.write_budget.allows(num_bytes):
             return False
-        if not self._space.evict_for(num_bytes, new[0].last_used):
+        if not self.space.evict_for(num_bytes, new[0].last_used):
             return False
         day = self.write_budget.count(num_bytes)
         tokens = tokens.copy()
         for file in new:
-            self._tree.add(tokens[: file.stop], file, place)
-            self._space.add(file)
+            self.tree.add(tokens[: file.stop], file, place)
+            self.space.add(file)
             # All files borrow the same arrays, so the memory is charged to the last one.
             waiting_bytes = image.num_bytes if file is new[-1] else 0
-            self._queue.add(WriteOrder(file, image, tokens[: file.stop], day), waiting_bytes)
-        self._space.save_recency()
+            self.queue.add(WriteOrder(file, image, tokens[: file.stop], day), waiting_bytes)
+        self.space.save_recency()
         return True
-
-    def _notice_written(self) -> None:
-        """Updates the files whose writes have ended since the last call."""
-        for file, receipt in self._queue.ended():
-            written_bytes = receipt.num_bytes if receipt is not None else 0
-            self.write_budget.correct(written_bytes - file.num_bytes)
-            if receipt is None:
-                self._space.drop([file])
-            else:
-                self._space.complete(file, receipt)
-                num_tokens = file.stop - file.start
-                self.journal.written(file.namespace, num_tokens, written_bytes, is_snapshot=file.is_snapshot)
-
-    # ----------------------------------------------------------------------------------------- recency, deletion
-
-    def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use, at `used_at` or now, of the files needed to restore at `stop` on the way to a place.
-
-        Returns the time of use.
-        """
-        return self._space.touch(place, stop, used_at)
-
-    def times_of_use(self, count: int) -> list[int]:
-        """Returns `count` new readings of the clock of use, the latest first."""
-        return self._space.times_of_use(count)
 
     def clear(self, namespace: str | None = None) -> None:
         """Deletes everything, or one namespace, and overwrites its tokens in the index's files."""
-        self._notice_written()
-        self._space.drop(self._tree.files(namespace))
-        self._queue.scrub()
-
-    # -------------------------------------------------------------------------------------------------- reading
-
-    def prefetch(self, wanted: Iterable[FileSpan | FileSnapshot]) -> Prefetch:
-        """Begins to read state from disk, so that `load` waits only for the remaining reads.
-
-        State beyond `max_in_flight_bytes` is not read ahead.
-        """
-        return self._reader.prefetch(wanted)
+        self.notice_written()
+        self.space.drop(self.tree.files(namespace))
+        self.queue.change(lambda store: store.scrub())
 
     # ---------------------------------------------------------------------------------------------------- ending
 
     def flush(self, timeout_seconds: float) -> bool:
         """Waits until everything handed over is on disk; returns False on timeout."""
-        self._space.save_recency()
-        is_all_written = self.wait(timeout_seconds)
-        self._notice_written()
+        self.space.save_recency()
+        is_all_written = self.queue.wait(timeout_seconds)
+        self.notice_written()
         return is_all_written
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Waits like `flush`, but leaves updating the files to the next call."""
-        return self._queue.wait(timeout_seconds)
 
     def close(self) -> None:
         """Ends the tier: finishes the file being written, drops the waiting files, and unlocks the folder.
 
         Call `flush` first to keep the waiting files. A closed tier stores and loads nothing.
         """
-        self._space.save_recency()
-        self._queue.close()
-        self._notice_written()
-        self._reader.close()
+        self.space.save_recency()
+        self.queue.close()
+        self.notice_written()
+        self.reader.close()
         if self._store is not None:
             self._store.close()
         self._store = None
 
     def check(self) -> None:
         """Asserts the invariants. For tests."""
-        self._tree.check()
-        self._space.check()
-        self._queue.check()
-
-
-def _attached(make: Callable[[DiskStore], DiskTier], store: DiskStore) -> DiskTier:
-    """Returns a tier with the content of a folder; an empty one, after a warning, if the folder's index is
-    damaged.
-    """
-    try:
-        tier = make(store)
-        tier._attach(store)
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        if not is_damage(error):
-            raise
-        logger.warning("disk cache: starting afresh, the index is damaged: %s", error)
-        store.start_afresh()
-        tier = make(store)
-        tier._attach(store)
-    return tier
-
-
-def _file_of(row: FileRow, loader: FileLoader) -> StoredFile:
-    return StoredFile(
-        *(loader, row.namespace, row.start, row.stop, row.receipt.num_bytes, row.is_snapshot, row.has_points),
-        *(row.name, row.receipt, FileState.WRITTEN, row.last_used),
-    )
-
-
-def _file_bytes(image: StateImage, start: int, stop: int) -> int:
-    """Returns the approximate size of a file with the rows `[start, stop)`."""
-    return image.bytes_of(stop - start) + _HEADER_BYTES
+        self.tree.check()
+        self.space.check()
+        self.queue.check()

@@ -1,33 +1,35 @@
-"""The tokens with state on disk: one prefix trie per namespace, with files on its nodes.
+"""The tokens with state on disk: one prefix trie per namespace, with files on its nodes. Worker thread only.
 
 No two files cover the same tokens of the same prefix. An edge may have gaps, since a longer prefix can be written
-before a shorter one. A snapshot's file is on the node that ends at its offset. A file depends on the file that holds
-the tokens right before its own. This module reads and writes nothing and knows no budget; worker thread only.
+before a shorter one. A snapshot is on the node that ends at its offset. A file depends on the file that holds the
+tokens right before its own. Reads and writes nothing, and knows no budget.
 """
 
+import hashlib
 import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from cache.disk.index import FileRow
-from cache.disk.spans import FilePart, FileSnapshot, FileSpan, FileState, StoredFile, merged
+from cache.disk.spans import FilePart, FileSpan, StoredFile, merged
 from cache.trie import Place, TokenNode, TokenTrie
 from cache.types import TokenArray
 
 MIN_GARBAGE = 1024
-"""Up to this many entries of GONE files stay in the heap until `compact` removes them."""
+"""Up to this many entries of GONE files stay in the heap."""
 
 
 class LruOrder:
     """Files in a heap, least recently used first; of files used together, the one with the largest `stop` first.
 
-    A heap entry may be outdated: its file was used again, or is GONE. `pop` checks each entry, which is early enough
-    because a use only moves a file back in the order. Worker thread only.
+    An entry may be outdated: its file was used again, or is GONE. `pop` notices, which is early enough because a use
+    only moves a file back.
     """
 
     def __init__(self) -> None:
@@ -36,13 +38,13 @@ class LruOrder:
 
     def push(self, file: StoredFile) -> None:
         """Adds a file that is not in the order."""
-        heapq.heappush(self._heap, self._entry(file))
+        heapq.heappush(self._heap, (file.last_used, -file.stop, next(self._count), file))
 
     def pop(self) -> StoredFile | None:
         """Removes and returns the first file that is not GONE; None if there is none."""
         while self._heap:
             last_used, _, _, file = heapq.heappop(self._heap)
-            if file.state is FileState.GONE:
+            if file.is_gone:
                 continue
             if file.last_used == last_used:
                 return file
@@ -50,44 +52,45 @@ class LruOrder:
         return None
 
     def compact(self, num_files: int) -> None:
-        """Removes the entries of GONE files, once they outnumber the `num_files` others."""
+        """Removes the entries of GONE files once they outnumber the `num_files` others."""
         if len(self._heap) > 2 * num_files + MIN_GARBAGE:
-            self._heap = [entry for entry in self._heap if entry[-1].state is not FileState.GONE]
+            self._heap = [entry for entry in self._heap if not entry[-1].is_gone]
             heapq.heapify(self._heap)
 
     def files(self) -> set[StoredFile]:
-        """Returns the files that are not GONE, for `DiskTree.check`."""
-        return {entry[-1] for entry in self._heap if entry[-1].state is not FileState.GONE}
-
-    def _entry(self, file: StoredFile) -> tuple[int, int, int, StoredFile]:
-        return file.last_used, -file.stop, next(self._count), file
+        """Returns the files that are not GONE."""
+        return {entry[-1] for entry in self._heap if not entry[-1].is_gone}
 
 
 MAX_SPARE_FILES = 16
 """The most files evicted at once, unless more are needed: the worker waits for the eviction."""
 
 
-class Hasher(Protocol):
-    """Computes the keys of a growing prefix; implemented by `cache.disk.folder.PrefixHasher`."""
+class PrefixHasher:
+    """Computes the keys of a growing prefix of one namespace. Immutable."""
 
-    def extended(self, tokens: TokenArray) -> "Hasher":
+    def __init__(self, hasher: hashlib.blake2b) -> None:
+        self._hasher = hasher
+
+    def extended(self, tokens: TokenArray) -> "PrefixHasher":
         """Returns the hasher of the prefix extended by `tokens`."""
+        hasher = self._hasher.copy()
+        hasher.update(np.ascontiguousarray(tokens, np.int32).data)
+        return PrefixHasher(hasher)
 
     def key(self) -> bytes:
         """Returns the key of the prefix."""
+        return self._hasher.digest()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DiskNode(TokenNode):
     """One edge, and the files that hold state of its tokens."""
 
-    __slots__ = ("parts", "snapshot_file")
-
-    def __init__(self, parent: "DiskNode | None", tokens: TokenArray, start: int) -> None:
-        super().__init__(parent, tokens, start)
-        self.parts: tuple[FilePart, ...] = ()
-        """Rows of the edge's tokens, ascending, without overlap."""
-        self.snapshot_file: StoredFile | None = None
-        """The snapshot at the edge's end; GONE files may stay here until they are pruned."""
+    parts: tuple[FilePart, ...] = ()
+    """Rows of the edge's tokens, ascending, without overlap."""
+    snapshot_file: StoredFile | None = None
+    """The snapshot at the edge's end; GONE files may stay here until they are pruned."""
 
     @property
     def span(self) -> FileSpan:
@@ -140,37 +143,43 @@ class DiskTree:
     # ---------------------------------------------------------------------------------------------- questions
 
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
-        """Returns the place where the match of `tokens` ends; they follow `place`, which is not gone."""
+        """Returns the place where the match of `tokens` ends; they follow `place`, which is `START` or not gone.
+
+        The place is valid until it is gone. Files written later may extend beyond it.
+        """
         trie = self._tries.get(namespace)
         # A look-up must not create a namespace: a client may name a new one with each request.
         return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
 
     def locate(self, namespace: str, tokens: TokenArray, near: DiskPlace) -> DiskPlace:
-        """Returns the place where the match of `tokens` ends; `near`, a place on the way to it, saves comparing."""
+        """Returns the place where the match of `tokens` ends; `near`, on the way to it, saves comparing."""
         start = near if not near.is_gone else START
         return self.follow(namespace, start, tokens[start.length :])
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Returns the rows in files of the tokens `[start, stop)`, on the way to a place; the span may have gaps."""
+        """Returns the rows of the tokens `[start, stop)` in files, written or waiting; the span may have gaps.
+
+        The tokens are on the way to `place`.
+        """
         last = min(stop, place.length)
         edges = reversed(list(place.edges(start, stop)))
         parts = [part.clipped(start, last) for node in edges for part in _live_parts(node)]
         return FileSpan(start, stop, merged(part for part in parts if part is not None))
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
-        """Yields the snapshot files on the way to a place, the deepest first."""
+        """Yields the snapshots on the way to a place, written or waiting, the deepest first."""
         for node in place.edges(0, place.length):
             file = _snapshot_file(node) if node.stop <= place.length else None
             if file is not None:
                 yield file
 
     def snapshot(self, place: DiskPlace, offset: int) -> StoredFile | None:
-        """Returns the file of the snapshot at `offset`; None if there is none."""
+        """Returns the snapshot at `offset`; None if there is none."""
         ends = (node for node in place.edges(offset - 1, offset) if node.stop == offset <= place.length)
         return next((file for node in ends if (file := _snapshot_file(node)) is not None), None)
 
     def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
-        """Returns whether a place covers all `num_tokens` tokens and there are files of later tokens."""
+        """Whether a place covers all `num_tokens` tokens and there are files of later tokens."""
         last = next(place.edges(num_tokens - 1, num_tokens), None)
         return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
 
@@ -191,11 +200,9 @@ class DiskTree:
         trie = self._tries.get(namespace)
         return iter(trie.root.children.values()) if trie is not None else iter(())
 
-    def state_on(self, node: DiskNode) -> tuple[FileSpan, FileSnapshot | None]:
+    def state_on(self, node: DiskNode) -> tuple[FileSpan, StoredFile | None]:
         """Returns the rows of a node's edge in files, and the snapshot at its end; either may still be pending."""
-        file = _snapshot_file(node)
-        snapshot = FileSnapshot(file) if file is not None else None
-        return FileSpan(node.start, node.stop, tuple(_live_parts(node))), snapshot
+        return FileSpan(node.start, node.stop, tuple(_live_parts(node))), _snapshot_file(node)
 
     def namespaces(self) -> list[str]:
         """Returns the namespaces with files."""
@@ -216,16 +223,14 @@ class DiskTree:
         for trie in self._tries.values():
             trie.check()
         files = set(self.files())
-        assert files == set(self._ends) == self._order.files(), (
-            "a file is missing from the tree, its ends or the LRU order"
-        )
+        assert files == set(self._ends) == self._order.files(), "a file is missing from tree, ends or LRU order"
         for file in files:
             assert any(file in _files(node) for node in self._nodes_of(file)), f"{file} is not on its nodes"
 
     # ------------------------------------------------------------------------------------------------ changes
 
     def add(self, tokens: TokenArray, file: StoredFile, near: DiskPlace) -> None:
-        """Adds a file of rows that no other file holds, or of a snapshot; the file stops at `len(tokens)`.
+        """Adds a file of rows that no other file holds, or of a snapshot; it stops at `len(tokens)`.
 
         `tokens` begin at the sequence's start; `near` is a place on the way to their end.
         """
@@ -238,7 +243,7 @@ class DiskTree:
         return self._tries.setdefault(namespace, TokenTrie(DiskNode, namespace))
 
     def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
-        """Adds a file to the nodes of its tokens; the file stops where `tokens` end below `node`."""
+        """Adds a file that stops where `tokens` end below `node`."""
         last = trie.extend(node, tokens)
         self._ends[file] = _End(trie, Place(last, file.stop))
         self._order.push(file)
@@ -266,10 +271,10 @@ class DiskTree:
     # ----------------------------------------------------------------------------------------------- eviction
 
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
-        """Returns files to evict, least recently used first, each only together with all files that depend on it.
+        """Returns files to evict, least recently used first, each only together with all that depend on it.
 
-        They free `excess_bytes`, and up to `spare_bytes` more if few files suffice for that. Files last used at
-        `newest` or later are excluded.
+        They free `excess_bytes`, and up to `spare_bytes` more if few files suffice for that; none was used at
+        `newest` or later.
         """
         chosen: dict[StoredFile, None] = {}
         waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)
@@ -290,7 +295,7 @@ class DiskTree:
         return list(chosen)
 
     def _dependent_on(self, file: StoredFile, chosen: Collection[StoredFile]) -> StoredFile | None:
-        """Returns a file that depends on `file` and is not among the `chosen`; None if there is none."""
+        """Returns a file that depends on `file` and is not `chosen`; None if there is none."""
         if file.is_snapshot:
             return None
         after = (other for node in self._nodes_of(file) for other in _right_after(file, node))
@@ -303,61 +308,50 @@ class DiskTree:
 
     # ------------------------------------------------------------------------------------------------ opening
 
-    def attach(
-        self,
-        rows: Iterable[FileRow],
-        hasher_of: Callable[[str], Hasher],
-        adopt: Callable[[FileRow], StoredFile],
-    ) -> None:
-        """Adds the files of an index, from the root down; `adopt` makes the file of a row.
+    def attach(self, rows: Sequence[FileRow], hasher_of: Callable[[str], PrefixHasher]) -> None:
+        """Adds the files of an index, from the root down.
 
-        Each key is computed again from the tokens, which reveals changed tokens. A row with changed tokens is left
-        out, with all rows that depend on it.
+        Each key is computed again. A row whose tokens were changed is left out, with all that depend on it.
         """
         waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
         for row in rows:
             waiting[row.parent_key].append(row)
-        namespaces = {row.namespace for found in waiting.values() for row in found}
-        cuts = sorted({_parent_offset(row) for found in waiting.values() for row in found})
+        namespaces = {row.file.namespace for row in rows}
+        cuts = sorted({row.file.stop if row.file.is_snapshot else row.file.start for row in rows})
         todo = [(trie, trie.root, hasher_of(trie.namespace)) for trie in map(self._trie, namespaces)]
         while todo:
             trie, node, hasher = todo.pop()
             for row in waiting.pop(hasher.key(), ()):
                 points = _child_offsets(row, hasher, cuts, waiting)
                 if points:
-                    self._add(trie, node, row.tokens, adopt(row))
-                    below = [(trie.extend(node, row.tokens[: stop - row.start]), at) for stop, at in points]
+                    self._add(trie, node, row.tokens, row.file)
+                    below = [(trie.extend(node, row.tokens[: stop - row.file.start]), at) for stop, at in points]
                     todo.extend((trie, place, at) for place, at in below if place is not node)
 
 
 def _child_offsets(
-    row: FileRow, hasher: Hasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
-) -> list[tuple[int, Hasher]]:
-    """Returns the offsets on a row's tokens at which other rows start, and its end; nothing if the row's key is
-    wrong.
-    """
-    if row.is_snapshot:
-        return [(row.start, hasher)] if hasher.key() == row.key else []
-    found, done = list[tuple[int, Hasher]](), row.start
-    for cut in [*cuts[bisect_right(cuts, row.start) : bisect_left(cuts, row.stop)], row.stop]:
-        hasher = hasher.extended(row.tokens[done - row.start : cut - row.start])
+    row: FileRow, hasher: PrefixHasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
+) -> list[tuple[int, PrefixHasher]]:
+    """Returns where other rows start on a row's tokens, and the row's end; nothing if the row's key is wrong."""
+    start, stop = row.file.start, row.file.stop
+    if row.file.is_snapshot:
+        return [(start, hasher)] if hasher.key() == row.key else []
+    found, done = list[tuple[int, PrefixHasher]](), start
+    for cut in [*cuts[bisect_right(cuts, start) : bisect_left(cuts, stop)], stop]:
+        hasher = hasher.extended(row.tokens[done - start : cut - start])
         done = cut
-        if cut == row.stop or hasher.key() in waiting:
+        if cut == stop or hasher.key() in waiting:
             found.append((cut, hasher))
     return found if hasher.key() == row.key else []
 
 
-def _parent_offset(row: FileRow) -> int:
-    return row.stop if row.is_snapshot else row.start
-
-
 def _live_parts(node: DiskNode) -> list[FilePart]:
-    return [part for part in node.parts if part.file.state is not FileState.GONE]
+    return [part for part in node.parts if not part.file.is_gone]
 
 
 def _snapshot_file(node: DiskNode) -> StoredFile | None:
     file = node.snapshot_file
-    return file if file is not None and file.state is not FileState.GONE else None
+    return file if file is not None and not file.is_gone else None
 
 
 def _files(node: DiskNode) -> list[StoredFile]:
@@ -365,7 +359,7 @@ def _files(node: DiskNode) -> list[StoredFile]:
 
 
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
-    """Returns whether the chosen files free the excess, and are `MAX_SPARE_FILES` or free the spare bytes too."""
+    """Whether the chosen files free the excess, and are `MAX_SPARE_FILES` or free the spare bytes too."""
     return excess_bytes <= 0 and (excess_bytes <= -spare_bytes or num_chosen >= MAX_SPARE_FILES)
 
 
@@ -394,7 +388,7 @@ def _snapshots_at(node: DiskNode) -> list[StoredFile]:
 
 
 def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
-    """Removes a node without files on or below it, then each ancestor of which that has become true."""
+    """Removes a node without files on or below it, then each ancestor that has become one."""
     while node.parent is not None and not node.children and not _files(node):
         above = node.parent
         trie.remove(node)

@@ -1,13 +1,11 @@
 """The order in which stored state is evicted, fair among namespaces and updated as nodes change. Pure.
 
-There are too many nodes to value all of them for each request. So a node is valued again only when a change, of the
-node or of another one, may have lowered its value. A value may also rise, because state before the node was evicted
-or another request used the node; this is noticed when the node is about to be evicted, and the node is put back with
-the new value. Invariant: no value in the order is too high. `cache.eviction.value.Queue` knows how values fall with
-age.
+A node is valued again only when a change, of the node or of another one, may have lowered its value: there are too
+many to value all. A value that has risen is noticed when the node is about to be evicted, and the node is put back.
+Invariant: no value in the order is too high.
 
-A namespace's fair share is the budget divided by the number of namespaces that hold anything. A namespace may hold
-more while memory is free; when memory is short, namespaces over their share are evicted from first.
+A namespace's fair share is the budget divided by the number of namespaces that hold anything. When memory is short,
+namespaces over their share are evicted from first.
 """
 
 import heapq
@@ -20,7 +18,7 @@ from cache.types import LayerKinds
 
 
 def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
-    """Returns the namespaces that hold more than their share; none as long as only one holds anything."""
+    """Returns the namespaces that hold more than their share; none while only one holds anything."""
     active = {name: num_bytes for name, num_bytes in held_bytes.items() if num_bytes > 0}
     if len(active) < 2:
         return set()
@@ -31,7 +29,6 @@ class Shares:
     """The bytes that each namespace holds, and which namespaces hold more than their share."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """The budget is the ledger's."""
         self.held: dict[str, int] = {}
         """Bytes, for each namespace that holds any."""
         self._ledger = ledger
@@ -60,7 +57,7 @@ class Shares:
 
 
 class FairQueue:
-    """Candidates of all namespaces, first of those over their share; otherwise in the order of `Queue`."""
+    """Candidates of all namespaces, first of those over their share, and in the order of `Queue`."""
 
     def __init__(self, find_over_share: Callable[[], set[str]]) -> None:
         """`find_over_share` is called before each candidate, since every eviction may change the answer."""
@@ -91,7 +88,7 @@ class FairQueue:
             self._all.pushed(namespace)
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns the next candidate when the clock reads `now`; None if nothing is left."""
+        """Removes and returns the next candidate; None if nothing is left."""
         if len(self._queues) == 1:
             (only,) = self._queues.values()
             candidate = only.pop(now)
@@ -101,10 +98,7 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Removes outdated candidates among the next `num_candidates`; goes through all candidates in turn.
-
-        May check a few more, since it takes whole heaps of a `Queue`.
-        """
+        """Removes outdated candidates among the next `num_candidates` or a few more, going through all in turn."""
         has_restarted = False
         while num_candidates > 0:
             step = next(self._sweeping, None)
@@ -123,31 +117,31 @@ class FairQueue:
 
 
 class _Ranking:
-    """Namespaces by the rank of their next candidate, at one reading of the clock.
+    """Namespaces by the rank of their next candidate.
 
-    All namespaces are ranked again when the clock has moved or a namespace was added; otherwise only changed ones.
+    All are ranked again when the clock has moved or a namespace was added; otherwise only changed ones.
     """
 
     def __init__(self, queues: dict[str, Queue]) -> None:
-        """`queues` belongs to the caller; an emptied queue is removed from it."""
+        """Removes emptied queues from `queues`, which belong to the caller."""
         self._queues = queues
         self._now = -1
         self._names: set[str] = set()
         """The ranked namespaces, including those without candidates."""
         self._firsts: list[tuple[tuple[bool, float], str]] = []
-        """A heap. A namespace's rank in it is never too high."""
+        """A heap; no rank in it is too high."""
 
     def pushed(self, name: str) -> None:
-        """Records that a namespace has one more candidate, which may be its first."""
+        """Records that a namespace has one more candidate."""
         if name in self._names:
             heapq.heappush(self._firsts, (self._queues[name].rank(self._now), name))
 
     def forget(self) -> None:
-        """Forces all namespaces to be ranked again at the next use."""
+        """Has all namespaces ranked again at the next use."""
         self._now, self._names, self._firsts = -1, set(), []
 
     def pop(self, names: Set[str], now: int) -> Candidate | None:
-        """Removes and returns the next candidate of some namespaces; None if they have none."""
+        """Removes and returns the next candidate of some namespaces; None if there is none."""
         if now != self._now or not names <= self._names:
             self._rank(names, now)
         while self._firsts:
@@ -173,26 +167,23 @@ class _Ranking:
 
 
 MANY_CHANGED = 64
-"""Above this many changed nodes all are valued, although memory is not short, so that a later eviction takes less
-time.
-"""
+"""Above this many changed nodes all are valued although memory is not short: a later eviction takes less time."""
 MIN_GARBAGE = 1024
 """Up to this many outdated entries may stay in the queue."""
 SWEPT_PER_CHANGE = 4
-"""Entries checked for each changed node, to remove outdated ones. Only while half of all entries are outdated."""
+"""Entries checked for each changed node while half of all are outdated."""
 
 
 class EvictionOrder:
     """Candidates for eviction from all namespaces, in order. Worker thread only.
 
-    Callers must report every change of a node's state, children or use. Nodes that are pinned or live in a slot are
-    in the order too; a caller that pops one puts it back.
+    Must be told of every change of a node's state, children or use. Nodes that are pinned or live in a slot are in
+    the order too; a caller that pops one puts it back.
     """
 
     def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
         """For `find_over_share` see `FairQueue`."""
         self._valuation = Valuation(layout)
-        self._find_over_share = find_over_share
         self._queue = FairQueue(find_over_share)
         self._latest: dict[Node, Candidate] = {}
         """The current entries of the queue."""
@@ -202,8 +193,7 @@ class EvictionOrder:
     def changed(self, namespace: str, node: Node) -> None:
         """Records that a node or one of its children has changed, or that the node has left the trie.
 
-        A node that has left the trie leaves the order at once: a long prompt joins hundreds of edges while it is
-        evaluated, and none of them should be visited again.
+        One that has left is forgotten at once: a long prompt joins hundreds of edges while it is evaluated.
         """
         if node.parent is not None:
             self._changed[node] = namespace
@@ -212,13 +202,13 @@ class EvictionOrder:
             self._latest.pop(node, None)
 
     def snapped(self, namespace: str, node: Node) -> None:
-        """Records that a node has another snapshot, from which nodes below it may now be evaluated."""
+        """Records that a node has another snapshot, from which nodes below may be evaluated."""
         self.changed(namespace, node)
         for below in self._valuation.evaluated_from(node):
             self.changed(namespace, below)
 
     def used(self, namespace: str, node: Node, now: int) -> None:
-        """Records that a sequence was restored at a node, or recorded up to it, when the clock read `now`."""
+        """Records that a sequence was restored at a node, or recorded up to it."""
         node.last_used = now
         above: Node | None = node
         while above is not None and above.last_used_behind < now:
@@ -227,7 +217,7 @@ class EvictionOrder:
         self.changed(namespace, node)
 
     def ended(self, namespace: str, node: Node) -> None:
-        """Records that a node's session now ends at the node."""
+        """Records that a node's session now ends there."""
         for left in self._valuation.record_session_end(namespace, node):
             self.changed(namespace, left)
 
@@ -237,10 +227,7 @@ class EvictionOrder:
             self._refresh()
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns the next candidate, with its current value; None if nothing is left.
-
-        `now` is the reading of the clock of `Node.last_used`.
-        """
+        """Removes and returns the next candidate, with its current value; None if nothing is left."""
         if self._changed:
             self._refresh()
         while (candidate := self._queue.pop(now)) is not None:
@@ -268,10 +255,7 @@ class EvictionOrder:
             self._queue.push(namespace, candidate)
 
     def check(self, nodes: Iterable[tuple[str, Node]]) -> None:
-        """Asserts that every evictable node is in the order, and that no value there is too high.
-
-        Computes every value, except of nodes that will be valued before the next eviction.
-        """
+        """Asserts that every evictable node is in the order, and that no value there is too high."""
         pending = self._find_stale()
         for namespace, node in nodes:
             if _is_evictable(node) and node not in pending:
@@ -281,9 +265,7 @@ class EvictionOrder:
                 assert is_lower and (held is None or held.last_used <= fresh.last_used), f"{held}, by now {fresh}"
 
     def _find_stale(self) -> dict[Node, str]:
-        """Returns the nodes whose value a change may have lowered, with namespaces: changed nodes and those they
-        affect.
-        """
+        """Returns the changed nodes and those whose value they may have lowered, with namespaces."""
         found, seen = dict(self._changed), set[Node]()
         for node, namespace in self._changed.items():
             end = self._valuation.leaf_counting(node)
@@ -295,22 +277,18 @@ class EvictionOrder:
     def _refresh(self) -> None:
         changed, self._changed = self._find_stale(), {}
         for node, namespace in changed.items():
-            self._revalue(namespace, node)
+            self._latest.pop(node, None)
+            if _is_evictable(node):
+                self.push(self._valuation.candidate(namespace, node))
         limit = 2 * len(self._latest) + MIN_GARBAGE
         self._valuation.forget_sessions(limit)
         if len(self._queue) > limit:
             self._queue.sweep(self._is_current, SWEPT_PER_CHANGE * len(changed))
 
-    def _revalue(self, namespace: str, node: Node) -> None:
-        self._latest.pop(node, None)
-        if _is_evictable(node):
-            self.push(self._valuation.candidate(namespace, node))
-
     def _is_current(self, candidate: Candidate) -> bool:
-        """Whether an entry of the queue is the newest of its node."""
         return self._latest.get(candidate.key[1]) is candidate
 
 
 def _is_evictable(node: Node) -> bool:
-    """Whether a node is a leaf or has a snapshot, and so can be evicted unless it is pinned or lives in a slot."""
+    """Whether there is something to evict, unless the node is pinned or lives in a slot."""
     return node.parent is not None and (not node.children or node.snapshot is not None)

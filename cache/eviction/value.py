@@ -1,11 +1,10 @@
 """Values stored state, and orders it for eviction when memory is short. Pure.
 
 A candidate is a whole leaf, or the snapshot of a node with children. Its value is the chance that it is wanted again,
-times the tokens to evaluate then, divided by its bytes and its age; the lowest value is evicted first. Value falls
-with age because gaps between turns are long-tailed: a user who has been away for an hour will hardly be back within
-the next minute. The number of uses says nothing: a conversation that has just ended was used more often than one that
-has just begun. Apart from age, a value depends on the node and its neighbours only; computing it takes walks as long
-as a conversation at most, so it is repeated whenever something changes there.
+times the tokens to evaluate then, divided by its bytes and its age; the lowest is evicted first. Value falls with age
+because gaps between turns are long-tailed: a user who has been away for an hour will hardly be back within the next
+minute. The number of uses says nothing: a conversation that has just ended was used more often than one that has just
+begun. Apart from age, a value depends on the node and its neighbours only.
 """
 
 import bisect
@@ -30,20 +29,19 @@ class Chance(float, Enum):
 
     Of 2 817 recorded requests of coding agents 2 624 continued from their conversation's end, 44 from the end of its
     last prompt, 86 from where that prompt had continued, 8 from further back, and 55 kept no more than tools and
-    system messages. The weights below are such shares, tried out and rounded; the hit rate of recorded conversations
-    depends little on any of them.
+    system messages. The weights are such shares, tried out and rounded; the hit rate depends little on any of them.
     """
 
     REST = 30.0
-    """All that is left of a conversation whose end was evicted: without it, the next turn evaluates everything."""
+    """All that is left of a conversation whose end was evicted."""
     FIRST = 2.0
-    """The first restore point of a conversation: what remains once all later ones are evicted."""
+    """The first restore point of a conversation."""
     CURRENT = 1.0
     """The end of a conversation."""
     SHARED = 1 / 10
     """Where conversations part, and the end of tools and system messages."""
     EARLIER = 1 / 12
-    """A restore point well before a conversation's end: seldom returned to, but useful once the end is evicted."""
+    """A restore point well before a conversation's end: useful once the end is evicted."""
     PROBATION = 1 / 16
     """The end of a prompt without a session that nothing has continued."""
     LANDING = 1 / 20
@@ -62,36 +60,36 @@ def chance_to_go_on(num_tokens: int) -> float:
     """Returns the chance that a conversation of this length is wanted at its end.
 
     Contexts are bounded, and agents begin anew before the bound. Of recorded conversations that had been silent for
-    64 to 256 requests, one shorter than 40 000 tokens came back about six times as often, with each request of
-    others, as one longer than 140 000.
+    64 to 256 requests, those under 40 000 tokens came back about six times as often as those over 140 000.
     """
     return Chance.CURRENT * min(1.0, (LONG_TOKENS / max(1, num_tokens)) ** 2)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """State that can be evicted. `key` is the caller's handle and is never inspected."""
+    """State that can be evicted."""
 
     key: Any
+    """The caller's handle, never inspected."""
     num_bytes: int
-    """Bytes that evicting the candidate may free."""
+    """Bytes that eviction may free."""
     num_tokens: int
     """Tokens to evaluate again, from the nearest restore point that remains."""
     last_used: int
-    """When the state, or any state below it, was used, by a clock that counts requests."""
+    """When the state, or any below it, was used, by a clock that counts requests."""
     chance: float = Chance.CURRENT
     is_explicit: bool = False
-    """A client requested the state, so it is evicted last."""
+    """A client requested the state: it is evicted last."""
     is_session_end: bool = False
     """The end of a session that is not background work."""
 
     @cached_property
     def weight(self) -> tuple[bool, float]:
-        """The value without age: of two candidates used at the same time, the lighter is evicted first."""
+        """The value without age: of candidates used at the same time, the lightest is evicted first."""
         return self.is_explicit, self.chance * self.num_tokens / self.num_bytes
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The value at a reading of the clock; the lowest rank is evicted first."""
+        """The value now; the lowest rank is evicted first."""
         is_explicit, value = self.weight
         return is_explicit, value / max(1, now - self.last_used)
 
@@ -101,15 +99,15 @@ AGE_SHARE = 4
 MAX_HEAPS = 256
 """At this many heaps neighbours are joined, even if nothing is evicted."""
 MAX_JOINED = 4096
-"""Two heaps larger than this together are not joined while there are few heaps, so that each is swept quickly."""
+"""Two heaps larger than this together are not joined while there are few, so that each is swept quickly."""
 
 
 class Queue:
-    """Candidates in the order of eviction. Holds only candidates that free bytes.
+    """Candidates in the order of eviction.
 
-    Time changes the order only between candidates of different ages. So candidates of about the same age share a
-    heap, ordered by weight, and only the first of each heap is compared. As candidates grow older, differences in age
-    matter less, and neighbouring heaps are joined: there are never more than some dozens.
+    Time changes the order only between candidates of different ages. So those of about the same age share a heap,
+    ordered by weight, and only the first of each heap is compared. As they grow older, differences in age matter
+    less, and neighbouring heaps are joined: there are never more than some dozens.
     """
 
     def __init__(self) -> None:
@@ -134,7 +132,7 @@ class Queue:
                 self._rank(heap)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The rank of the next candidate. The queue must not be empty."""
+        """The rank of the next candidate; the queue must not be empty."""
         heap = self._first(now)
         assert heap is not None, "an empty queue has no next candidate"
         return heap.rank(now)
@@ -148,7 +146,7 @@ class Queue:
         return heapq.heappop(heap.entries)[-1]
 
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
-        """Removes outdated candidates, one heap with each step; yields how many candidates the heap held and lost.
+        """Removes outdated candidates, a heap with each step; yields how many candidates the heap held and lost.
 
         The queue may be used between two steps.
         """
@@ -178,7 +176,6 @@ class Queue:
         heapq.heappush(self._firsts, (heap.rank(self._now), next(self._count), heap))
 
     def _heap(self, last_used: int) -> "_Heap":
-        """Returns the heap of the candidates last used then; makes it if missing."""
         index = bisect.bisect_right(self._heaps, last_used, key=lambda heap: heap.start)
         if index and last_used < self._heaps[index - 1].stop:
             return self._heaps[index - 1]
@@ -190,7 +187,7 @@ class Queue:
         return heap
 
     def _join(self, now: int) -> None:
-        """Joins neighbouring heaps of about the same age at `now`, and ranks all again."""
+        """Joins neighbouring heaps of about the same age, and ranks all again."""
         heaps = list[_Heap]()
         max_entries = MAX_JOINED if len(self._heaps) < MAX_HEAPS else self._num_candidates
         for heap in self._heaps:
@@ -213,12 +210,11 @@ class _Heap:
     entries: list[tuple[tuple[bool, float], int, int, Candidate]] = field(default_factory=list)
 
     def rank(self, now: int) -> tuple[bool, float]:
-        """The rank of the first candidate; see `Candidate.rank`."""
+        """The rank of the first candidate."""
         (is_explicit, value), last_used, _, _ = self.entries[0]
         return is_explicit, value / max(1, now - last_used)
 
     def take(self, later: "_Heap") -> None:
-        """Adds all candidates of a heap that was used later."""
         self.stop = later.stop
         if len(later.entries) > len(self.entries):
             self.entries, later.entries = later.entries, self.entries
@@ -242,7 +238,7 @@ class Valuation:
         """The nodes valued as the end of each session; several if the last end was evicted."""
 
     def record_session_end(self, namespace: str, node: Node) -> list[Node]:
-        """Records that the session of `node` ends there; returns the other nodes that were valued as its end."""
+        """Records that the session of `node` ends there; returns other nodes that were valued as its end."""
         if node.session_id is None:
             return []
         session = namespace, node.session_id
@@ -253,7 +249,7 @@ class Valuation:
         return [end for end in self._current.pop(session, {}) if end is not node]
 
     def forget_sessions(self, max_sessions: int) -> None:
-        """Forgets the sessions whose ends were evicted, if more than `max_sessions` are remembered."""
+        """Forgets sessions whose ends were evicted, if more than `max_sessions` are remembered."""
         if len(self._ends) > max_sessions:
             self._ends = {session: node for session, node in self._ends.items() if node.parent is not None}
         if len(self._current) > max_sessions:
@@ -261,10 +257,7 @@ class Valuation:
             self._current = {session: dict.fromkeys(ends) for session, ends in held if ends}
 
     def evaluated_from(self, node: Node) -> Iterator[Node]:
-        """Yields the leaves and snapshots whose tokens would be evaluated again from a restore point.
-
-        They lie below the restore point, up to and including the next restore points. Other nodes have none.
-        """
+        """Yields the leaves and snapshots below a restore point, up to and including the next restore points."""
         below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
         while below:
             next_node = below.pop()
@@ -274,7 +267,7 @@ class Valuation:
                 below += next_node.children.values()
 
     def leaf_counting(self, node: Node) -> Node | None:
-        """Returns the only leaf below a node, whose bytes may include the node's; None for a leaf or a fork."""
+        """Returns the only leaf below a node, whose value may count the node's bytes; None for a leaf or a fork."""
         if not self._needs_snapshots or not node.children:
             return None
         while len(node.children) == 1 and not self._is_point(node):
@@ -282,11 +275,10 @@ class Valuation:
         return None if node.children else node
 
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
-        """Yields the nodes above `node` whose chance a change there may have lowered.
+        """Yields the nodes above `node` whose chance a change there may have lowered; `held` has the values so far.
 
-        `held` has the values so far. The walk goes upwards because the chance of a restore point depends on the next
-        two below it, and on the sessions that end below it. Visited nodes further above are added to `seen`, so that
-        several changes on one path visit them once.
+        The chance of a restore point depends on the next two below it, and on the sessions that end below it. Visited
+        nodes further above are added to `seen`, so that several changes on one path visit them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):
@@ -349,7 +341,7 @@ class Valuation:
         return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
 
     def _base(self, node: Node) -> int:
-        """Returns the offset of the nearest restore point above a node, where evaluation would begin."""
+        """Returns where evaluation would begin: the offset of the nearest restore point above a node."""
         if not self._needs_snapshots:
             return node.start
         above = node.parent
@@ -360,7 +352,7 @@ class Valuation:
         return 0
 
     def _tail_bytes(self, leaf: Node) -> int:
-        """Returns the bytes of a leaf and of the nodes above it that would be useless without it."""
+        """Returns the bytes of a leaf and of the nodes that would be useless without it."""
         num_bytes, node = leaf.num_bytes, leaf.parent
         while node is not None and self._needs_snapshots and not self._is_point(node):
             if len(node.children) > 1 or node.num_slots:
@@ -400,7 +392,7 @@ def _is_shared(node: Node) -> bool:
 
 
 def _leaves(node: Node) -> Iterator[Node]:
-    """Yields the leaves below a node one by one, since a caller may need only the first few of many."""
+    """Yields the leaves below a node one by one: a caller may need only the first of many."""
     stack = [iter((node,))]
     while stack:
         step = next(stack[-1], None)

@@ -61,9 +61,9 @@ def bench(num_files: int) -> Report:
     file_bytes = TURN_TOKENS * BYTES_PER_TOKEN
     tier = sized_tier(SizedStore(BYTES_PER_TOKEN, 0), num_files * file_bytes)
     conversations = Conversations(tier)
-    while tier.num_gone == 0:
+    while tier.space.num_gone == 0:
         conversations.write_turn()
-        tier.wait(10)
+        tier.queue.wait(10)
     times, computing = list[float](), list[float]()
     gc.collect()
     gc.disable()
@@ -72,7 +72,7 @@ def bench(num_files: int) -> Report:
         conversations.write_turn()
         computing.append(1000 * (time.thread_time() - started_computing))
         times.append(1000 * (time.perf_counter() - started))
-        tier.wait(10)
+        tier.queue.wait(10)
     gc.enable()
     tier.close()
     report = Report(f"A full disk of about {num_files} files", ["one more write", "ms"])

@@ -207,7 +207,7 @@ class CacheDriver:
         sample.record_seconds = evaluated - begun
         sample.disk_bytes = self._store.read_bytes_total - num_read
         if self._tier is not None:
-            self._tier.wait(WRITE_SECONDS)
+            self._tier.queue.wait(WRITE_SECONDS)
         if self._is_checked:
             self.prefix_cache.check()
         return sample

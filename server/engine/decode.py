@@ -198,7 +198,7 @@ class DecodePipeline:
                 self._table.replay(sequence)
         if is_out_of_memory(error):
             self._table.hold_youngest(alive)
-            self._prefix_cache.relieve()
+            self._prefix_cache.reclaimer.relieve()
 
 
 def _error_of(act: Callable[[], None]) -> Exception | None:

@@ -124,7 +124,7 @@ class Prefill:
     def _admit(self, sequence: Sequence) -> bool:
         """Gets a lease for a waiting sequence; False if the sequence must wait, or failed."""
         begun = self._clock()
-        self._prefix_cache.release_expired(begun)
+        self._prefix_cache.pins.release_expired(begun)
         try:
             lease = self._begin(sequence)
         except (BudgetExceeded, PinnedFull) as error:

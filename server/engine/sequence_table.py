@@ -67,14 +67,14 @@ class EngineSessions:
         """Ends a session's pin; returns whether there was one."""
         name = PinName(namespace, session_id)
         was_pinned = name in self._prefix_cache.pins
-        self._prefix_cache.unpin(name)
+        self._prefix_cache.pins.release(name)
         return was_pinned
 
     def forget(self, namespace: str, session_id: str) -> None:
         """Drops last turn, pins and slot claim; the state of the tokens stays for others."""
         self._history.forget(namespace, session_id)
         for is_soft in (False, True):
-            self._prefix_cache.unpin(PinName(namespace, session_id, is_soft))
+            self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
         for slot in self._prefix_cache.slots:
             if (slot.namespace, slot.turn.session_id) == (namespace, session_id):
                 slot.turn.session_id = None
@@ -213,7 +213,7 @@ class SequenceTable:
             return False
         sequence.was_out_of_memory = True
         self.replay(sequence)
-        self._prefix_cache.relieve()
+        self._prefix_cache.reclaimer.relieve()
         if not is_first:
             self._hold(sequence.ticket)
         return True

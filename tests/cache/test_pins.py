@@ -60,7 +60,7 @@ def test_what_is_pinned_outlives_everything_else_and_goes_once_unpinned() -> Non
     prefix_cache.check()
     assert known(prefix_cache, story(1)) == 100
     assert known(prefix_cache, story(50)) == 0
-    prefix_cache.unpin(SESSION)
+    prefix_cache.pins.release(SESSION)
     fill(prefix_cache, 100)
     assert known(prefix_cache, story(1)) == 0
 
@@ -107,10 +107,10 @@ def test_a_soft_pin_ends_with_its_time() -> None:
     prefix_cache = calibrated(500)
     cache_driver.run(prefix_cache, story(1))
     prefix_cache.pin_until(TURN, array(story(1)), 120.0)
-    prefix_cache.release_expired(119.0)
+    prefix_cache.pins.release_expired(119.0)
     fill(prefix_cache)
     assert known(prefix_cache, story(1)) == 100
-    prefix_cache.release_expired(120.0)
+    prefix_cache.pins.release_expired(120.0)
     fill(prefix_cache, 100)
     assert known(prefix_cache, story(1)) == 0
 
@@ -179,7 +179,7 @@ def test_clearing_leaves_a_running_request_alone() -> None:
 def test_what_is_not_known_cannot_be_pinned_and_unpinning_it_is_harmless() -> None:
     prefix_cache = calibrated(500)
     assert prefix_cache.pin(SESSION, array(story(1))) == 0
-    prefix_cache.unpin(SESSION)
+    prefix_cache.pins.release(SESSION)
     assert SESSION not in prefix_cache.pins
 
 

@@ -49,7 +49,7 @@ def test_a_very_long_conversation_can_be_discarded() -> None:
     lease = begin(prefix_cache, prompt, restore_points=points)
     for offset in range(1500):
         lease._slot.log.append(np.array([prompt[offset]], np.int32))
-        lease._owner.commit(lease._slot)
+        lease._recorder.commit(lease._slot)
         prefix_cache.pager.trie("").snap(lease._slot.tip, fake_snapshot(offset + 1))
     assert prefix_cache.stats().num_nodes == 1500
     lease.discard()

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from cache import snapshots
 from cache.budget import Ledger
 from cache.eviction import value as policy
-from cache.slots import SlotView, TokenLog, choose_slot
+from cache.slots import SlotView, choose_slot
 from cache.snapshots import KeptPoint, RestorePoint, RestorePointKind
+from cache.types import TokenLog
 
 # ----------------------------------------------------------------------------------------------------- placement
 

@@ -187,7 +187,7 @@ def test_where_state_has_gone_after_all_less_is_restored(
 
     def lose(held: Reclaimer, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
         if not paths:
-            held._pager.trie("").snap(path[which], None)
+            held.pager.trie("").snap(path[which], None)
         paths.append(path)
 
     monkeypatch.setattr(Reclaimer, "free_to_restore", lose)

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from cache.disk.files import FileSystem
-from cache.disk.spans import FileSnapshot, FileSpan
+from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskEntry, DiskTier
 from cache.disk.tree import START
 from cache.layers.state import PointState, Segment
@@ -87,10 +87,10 @@ def assert_points(state: PointState, tokens: TokenArray) -> None:
     ]
 
 
-def assert_snapshot(snapshot: FileSnapshot, tokens: TokenArray) -> None:
+def assert_snapshot(snapshot: StoredFile, tokens: TokenArray) -> None:
     """Loads a snapshot and asserts that it is the one right after some tokens."""
     window, points = snapshot.load()
-    assert snapshot.offset == len(tokens)
+    assert snapshot.stop == len(tokens)
     if window is not None:
         assert window.stop == len(tokens)
         assert_rows(window, tokens, 2)
@@ -103,26 +103,26 @@ def write(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "
     return tier.write_span(namespace, tokens, segment_of(tokens, start))
 
 
-def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> FileSnapshot | None:
+def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile | None:
     """Writes the snapshot after some tokens."""
     return tier.write_snapshot(namespace, tokens, window_of(tokens), points_of(tokens))
 
 
 def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:
     """Returns the state of the tokens `[start, len(tokens))` if all of it is on disk."""
-    span = tier.covered(tier.follow(namespace, START, tokens), start, len(tokens))
+    span = tier.tree.covered(tier.tree.follow(namespace, START, tokens), start, len(tokens))
     return span if span.is_written else None
 
 
 def entries(tier: DiskTier) -> list[DiskEntry]:
     """Returns every edge of every namespace that is on disk, parents first."""
-    return [entry for name in tier._tree.namespaces() for entry in tier.contents.listing(name, 1 << 30).entries]
+    return [entry for name in tier.tree.namespaces() for entry in tier.listing(name, 1 << 30).entries]
 
 
-def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> FileSnapshot | None:
+def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile | None:
     """Returns the snapshot right after some tokens if it is on disk."""
-    found = tier.snapshots(tier.follow(namespace, START, tokens))
-    at_end = (snapshot for snapshot in found if snapshot.offset == len(tokens) and snapshot.is_written)
+    found = tier.tree.snapshots(tier.tree.follow(namespace, START, tokens))
+    at_end = (snapshot for snapshot in found if snapshot.stop == len(tokens) and snapshot.is_written)
     return next(at_end, None)
 
 
@@ -133,7 +133,7 @@ def open_tier(folder: Path, **options: Any) -> DiskTier:
 
 
 def restorable(
-    tier: DiskTier, check: Callable[[TokenArray, FileSpan, FileSnapshot | None], None]
+    tier: DiskTier, check: Callable[[TokenArray, FileSpan, StoredFile | None], None]
 ) -> set[tuple[str, bytes]]:
     """Calls `check` with all tokens up to each entry's stop and its state; returns namespaces and these tokens."""
     prefixes: dict[Any, TokenArray] = {None: tokens_of(())}
@@ -150,7 +150,7 @@ def restorable(
 def assert_all_right(tier: DiskTier) -> set[tuple[str, bytes]]:
     """Loads every entry and asserts that each is of its tokens; returns what `restorable` does."""
 
-    def check(tokens: TokenArray, span: FileSpan, snapshot: FileSnapshot | None) -> None:
+    def check(tokens: TokenArray, span: FileSpan, snapshot: StoredFile | None) -> None:
         assert_rows(span.load(), tokens)
         if snapshot is not None:
             assert_snapshot(snapshot, tokens)
@@ -300,4 +300,4 @@ def conversation(random: np.random.Generator, known: Sequence[TokenArray], max_t
 
 def touch(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> None:
     """Says that the state after some tokens was used now."""
-    tier.touch(tier.follow(namespace, START, tokens), len(tokens))
+    tier.space.touch(tier.tree.follow(namespace, START, tokens), len(tokens))

@@ -127,7 +127,7 @@ def test_any_cuts_and_joins_of_a_span_load_the_right_rows(
         left, rest = rest.split(cut)
         spans.append(left)
     spans.append(rest)
-    assert sum(span.file_bytes for span in spans) <= whole.file_bytes
+    assert sum(span.num_bytes for span in spans) <= whole.num_bytes
     first = data.draw(st.integers(0, len(spans) - 1))
     last = data.draw(st.integers(first, len(spans) - 1))
     chosen = whole.clipped(spans[first].start, spans[last].stop)
@@ -164,7 +164,7 @@ def test_only_the_blocks_around_a_range_are_read(tmp_path: Path) -> None:
     assert tier.flush(10)
     files.num_bytes = 0
     assert_rows(span.split(codec.BLOCK_TOKENS)[0].load(), tokens)
-    assert files.num_bytes < span.file_bytes / 10
+    assert files.num_bytes < span.num_bytes / 10
     tier.close()
 
 

@@ -115,7 +115,7 @@ def test_state_that_is_to_stay_in_memory_is_never_written(tmp_path: Path, tiers:
     for _ in prefix_cache.save():
         pass
     evict_all(prefix_cache)
-    assert tiers[-1].used_bytes == 0
+    assert tiers[-1].space.used_bytes == 0
     run_volatile(prefix_cache, secret)
     converse(prefix_cache, public)
     evict_all(prefix_cache)
@@ -175,7 +175,7 @@ def test_edges_without_bytes_stay_while_somebody_needs_them(
     prefix_cache.memory.evict(0, () if is_pinned else {node}, prefix_cache.clock.now)
     assert prefix_cache.memory.find_trie("").match(np.array(prompt, np.int32)).length == len(prompt)
     prefix_cache.check()
-    prefix_cache.unpin(PinName("", "held"))
+    prefix_cache.pins.release(PinName("", "held"))
     prefix_cache.memory.refresh_if_many_changed()
     assert prefix_cache.stats().num_nodes == 0, "then they go"
 

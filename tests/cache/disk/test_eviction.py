@@ -61,7 +61,7 @@ def _needs(tree: DiskTree) -> dict[StoredFile, StoredFile | None]:
             above = part.file
         last[node] = above
         if snapshot is not None:
-            needs[snapshot.file] = above
+            needs[snapshot] = above
     return needs
 
 
@@ -96,10 +96,10 @@ def test_victims_are_those_that_looking_at_everything_gives(
             lose_a_file(tier, tmp_path, rng)
         if rng.random() < 0.02:
             tier.clear("other")
-        excess, newest = rng.randrange(40_000), tier.times_of_use(1)[0] - rng.choice((0, 20))
-        expected = victims_by_looking(tier._tree, excess, newest)
+        excess, newest = rng.randrange(40_000), tier.space.times_of_use(1)[0] - rng.choice((0, 20))
+        expected = victims_by_looking(tier.tree, excess, newest)
         for _ in range(2):
-            assert tier._tree.victims(excess, 0, newest) == expected
+            assert tier.tree.victims(excess, 0, newest) == expected
         tier.check()
     tier.close()
 
@@ -108,12 +108,12 @@ def test_a_trunk_goes_after_what_was_hung_on_it_later_for_an_earlier_use(tmp_pat
     """Idle saving writes what was used last first, so that a file may be older than what hangs on it."""
     tier = open_tier(tmp_path)
     tokens = tokens_of(range(300))
-    new, old = tier.times_of_use(2)
+    new, old = tier.space.times_of_use(2)
     for start, stop, used_at in ((200, 300, new), (0, 200, old)):
         tier.write_span("", tokens[:stop], segment_of(tokens[:stop], start), used_at=used_at)
-    chosen = tier._tree.victims(1 << 30, 0, new + 1)
+    chosen = tier.tree.victims(1 << 30, 0, new + 1)
     assert [file.start for file in chosen] == [200, 0]
-    assert tier._tree.victims(1, 0, new) == [], "the only one that could go was used at that time"
+    assert tier.tree.victims(1, 0, new) == [], "the only one that could go was used at that time"
     tier.close()
 
 
@@ -127,20 +127,18 @@ def small_files(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def test_of_small_files_no_more_go_at_once_than_a_few(small_files: DiskTier) -> None:
-    used = small_files.used_bytes
-    chosen = small_files._tree.victims(1, used, 1 << 30)
+    used = small_files.space.used_bytes
+    chosen = small_files.tree.victims(1, used, 1 << 30)
     assert len(chosen) == tree.MAX_SPARE_FILES
-    many = small_files._tree.victims(used // 2, 0, 1 << 30)
+    many = small_files.tree.victims(used // 2, 0, 1 << 30)
     assert sum(file.num_bytes for file in many) >= used // 2
 
 
-def test_entries_of_files_that_are_gone_do_not_pile_up(tmp_path: Path) -> None:
-    order, tier = LruOrder(), open_tier(tmp_path / "cache")
-    loader = tier._reader
+def test_entries_of_files_that_are_gone_do_not_pile_up() -> None:
+    order = LruOrder()
     for number in range(5 * MIN_GARBAGE):
-        file = StoredFile(loader, "", 0, 1, 1, last_used=number)
+        file = StoredFile("", 0, 1, 1, last_used=number)
         order.push(file)
         file.state = FileState.GONE
         order.compact(0)
     assert len(order._heap) <= MIN_GARBAGE + 1
-    tier.close()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from cache.budget import DiskFault, FolderUnusable
-from cache.disk.spans import FileSnapshot, FileSpan
+from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
 from tests.support import disk_driver
 from tests.support.disk_driver import (
@@ -53,7 +53,7 @@ def assert_right_or_gone(tier: DiskTier) -> int:
     """Asserts that every entry and snapshot loads what its tokens say, or raises DiskFault; returns how many do."""
     num_right = 0
 
-    def check(tokens: np.ndarray, span: FileSpan, snapshot: FileSnapshot | None) -> None:
+    def check(tokens: np.ndarray, span: FileSpan, snapshot: StoredFile | None) -> None:
         nonlocal num_right
         try:
             assert_rows(span.load(), tokens)
@@ -77,7 +77,7 @@ def use(folder: Path, files: CountingFiles) -> None:
         return
     for number, tokens in enumerate((*TOKENS, tokens_of(range(100, 140)))):
         span, snapshot = write(tier, tokens), snap(tier, tokens)
-        tier.prefetch(item for item in (span, snapshot) if item is not None)
+        tier.reader.prefetch(item for item in (span, snapshot) if item is not None)
         tier.flush(10)
         for state, right in ((span, assert_rows), (snapshot, assert_snapshot)):
             if state is not None and state.is_written:
@@ -103,7 +103,7 @@ def num_sound(folder: Path) -> int:
     tier = open_tier(folder)
     found = assert_all_right(tier)
     held = {file.name for entry in disk_driver.entries(tier) for file in entry.span.files}
-    held |= {entry.snapshot.file.name for entry in disk_driver.entries(tier) if entry.snapshot}
+    held |= {entry.snapshot.name for entry in disk_driver.entries(tier) if entry.snapshot}
     assert stored_names(folder) == held
     tier.close()
     return len(found)
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_a_miss_and_no_more(damage: str, tmp_path: Path, caplo
         spoil(folder / name, damage)
         num_right = assert_right_or_gone(tier)
         if damage != "unreadable" or os.geteuid():
-            assert num_right < 7 and tier.num_gone == 1
+            assert num_right < 7 and tier.space.num_gone == 1
             assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert write(tier, TRUNK) is not None, "one bad file does not stop the rest"
         assert tier.flush(10)
@@ -196,7 +196,7 @@ def test_any_flipped_bit_is_found(is_open: bool, tmp_path: Path) -> None:
         path.write_bytes(data)
         tier = tier or open_tier(folder)
         assert assert_right_or_gone(tier) < 7
-        assert tier.num_gone == 1, "a flipped bit went unnoticed"
+        assert tier.space.num_gone == 1, "a flipped bit went unnoticed"
         tier.close()
         shutil.rmtree(folder)
 

@@ -151,7 +151,7 @@ def test_what_another_thread_has_read_can_be_used_when_the_thread_is_gone(tmp_pa
     assert store is not None
     with ThreadPoolExecutor(1) as reader:
         rows = reader.submit(store.read_rows, span.files[0], 0, len(SECRET)).result()
-        state = reader.submit(store.read_points, snapshot.file).result()
+        state = reader.submit(store.read_points, snapshot).result()
         reader.submit(mx.clear_streams).result()
     assert_rows(rows, SECRET)
     assert_points(state, SECRET)
@@ -167,6 +167,6 @@ def test_threads_of_the_tier_give_their_streams_back(tmp_path: Path, monkeypatch
     assert tier.flush(10)
     span = find_span(tier, SECRET)
     assert span is not None
-    tier.prefetch([span])
+    tier.reader.prefetch([span])
     tier.close()
     assert sorted(name.rstrip("_0") for name in cleared) == ["cache-disk-reader", "cache-disk-writer"]

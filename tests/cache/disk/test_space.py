@@ -22,14 +22,14 @@ def test_the_bytes_of_each_namespace_are_those_of_its_files(tmp_path: Path) -> N
         if number % 30 == 29:
             tier.clear(rng.choice("abc"))
         tier.check()
-        assert sum(map(tier.contents.bytes_of, "abc")) == tier.used_bytes
-    assert tier.num_gone > 0 and tier.flush(10)
+        assert sum(map(tier.space.bytes_of, "abc")) == tier.space.used_bytes
+    assert tier.space.num_gone > 0 and tier.flush(10)
     sizes = [(tmp_path / name).stat().st_size for name in stored_names(tmp_path)]
-    held = {name: tier.contents.bytes_of(name) for name in "abc"}
+    held = {name: tier.space.bytes_of(name) for name in "abc"}
     assert sum(held.values()) == sum(sizes)
     tier.close()
     again = open_tier(tmp_path)
-    assert {name: again.contents.bytes_of(name) for name in "abc"} == held and again.contents.bytes_of("d") == 0
+    assert {name: again.space.bytes_of(name) for name in "abc"} == held and again.space.bytes_of("d") == 0
     again.close()
 
 
@@ -40,13 +40,13 @@ def test_a_listing_has_parents_first_and_no_more_than_asked_for(tmp_path: Path) 
     for leaf in range(5):
         write(tier, np.concatenate([trunk, tokens_of([50 + leaf] * 4)]))
     assert tier.flush(10)
-    whole = tier.contents.listing("", 6)
+    whole = tier.listing("", 6)
     assert (len(whole.entries), whole.num_edges, whole.is_truncated) == (6, 6, False)
     assert [entry.parent for entry in whole.entries] == [None, *[whole.entries[0]] * 5]
     for max_edges in range(6):
-        part = tier.contents.listing("", max_edges)
+        part = tier.listing("", max_edges)
         assert (len(part.entries), part.num_edges, part.is_truncated) == (max_edges, 6, True)
-    assert tier.contents.listing("other", 10).entries == []
+    assert tier.listing("other", 10).entries == []
     tier.close()
 
 
@@ -56,7 +56,7 @@ def test_a_listing_looks_at_a_bounded_number_of_edges(tmp_path: Path, monkeypatc
     for value in range(20):
         write(tier, tokens_of([value, 1, 2]))
     assert tier.flush(10)
-    found = tier.contents.listing("", 100)
+    found = tier.listing("", 100)
     assert (len(found.entries), found.num_edges, found.is_truncated) == (8, 20, True)
     tier.close()
 
@@ -65,9 +65,9 @@ def test_edges_that_wait_to_be_written_are_counted_and_not_listed(tmp_path: Path
     tier = open_tier(tmp_path)
     write(tier, tokens_of(range(60)), 40)
     assert tier.flush(10)
-    found = tier.contents.listing("", 10)
+    found = tier.listing("", 10)
     assert (found.entries, found.num_edges, found.is_truncated) == ([], 1, False), "its rows have a gap"
     write(tier, tokens_of(range(40)))
     assert tier.flush(10)
-    assert [(entry.start, entry.stop) for entry in tier.contents.listing("", 10).entries] == [(0, 40), (40, 60)]
+    assert [(entry.start, entry.stop) for entry in tier.listing("", 10).entries] == [(0, 40), (40, 60)]
     tier.close()

@@ -12,7 +12,7 @@ import pytest
 
 from cache.budget import DiskFault, DiskInUse, FolderUnusable
 from cache.disk.io import RETRY_SECONDS
-from cache.disk.spans import FileSnapshot, FileSpan
+from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START
 from cache.layers.state import PointState
@@ -98,32 +98,32 @@ def test_a_span_is_written_behind_the_caller_and_then_stands_for_the_state(tmp_p
     assert span is not None
     assert (span.is_written, span.is_gone) == (False, False)
     assert find_span(tier, FIRST) is None
-    assert tier._queue.waiting_bytes == size_of(100)
+    assert tier.queue.waiting_bytes == size_of(100)
     with pytest.raises(DiskFault):
         span.load()
     assert not tier.flush(0.01)
     files.gate.set()
     assert tier.flush(10)
-    assert span.is_written and tier._queue.waiting_bytes == 0
+    assert span.is_written and tier.queue.waiting_bytes == 0
     assert_rows(span.load(), FIRST)
-    assert span.file_bytes == tier.used_bytes
+    assert span.num_bytes == tier.space.used_bytes
     tier.close()
 
 
 def test_tokens_on_disk_are_not_written_again_however_they_are_cut(tier: DiskTier, tmp_path: Path) -> None:
     write(tier, FIRST)
     assert tier.flush(10)
-    used = tier.used_bytes
+    used = tier.space.used_bytes
     for start, stop in ((0, 100), (0, 60), (30, 60), (60, 100), (99, 100)):
         span = write(tier, FIRST[:stop], start)
         assert span is not None and span.is_written
         assert_rows(span.load(), FIRST)
-    assert (tier.used_bytes, len(stored_names(tmp_path))) == (used, 1)
+    assert (tier.space.used_bytes, len(stored_names(tmp_path))) == (used, 1)
     # A longer edge, as after two edges became one: only what is new goes to disk.
     span = write(tier, LONGER)
     assert tier.flush(10)
     assert span is not None and span.is_written
-    assert size_of(50) < tier.used_bytes - used < size_of(50) + 2000
+    assert size_of(50) < tier.space.used_bytes - used < size_of(50) + 2000
     assert_rows(span.load(), LONGER)
 
 
@@ -134,7 +134,7 @@ def test_a_branch_shares_the_file_of_its_prefix(tier: DiskTier, tmp_path: Path) 
     assert span is not None
     assert_rows(span.load(), BRANCH)
     assert len(stored_names(tmp_path)) == 2
-    assert tier.used_bytes < size_of(130) + 4000
+    assert tier.space.used_bytes < size_of(130) + 4000
 
 
 def test_edges_may_come_in_any_order(tier: DiskTier, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_snapshot_is_written_once_and_stays_where_edges_are_cut(tier: DiskTier
     snap(tier, FIRST[:97])
     assert tier.flush(10)
     assert first is not None and second is not None
-    assert first.file is second.file
+    assert first is second
     found = find_snapshot(tier, FIRST)
     assert found is not None
     assert_snapshot(found, FIRST)
@@ -174,9 +174,9 @@ def test_a_snapshot_with_more_replaces_one_with_less(tier: DiskTier, tmp_path: P
     more = snap(tier, FIRST)
     assert tier.flush(10)
     assert less is not None and more is not None
-    assert less.is_gone and more.is_written and tier.num_gone == 1
+    assert less.is_gone and more.is_written and tier.space.num_gone == 1
     again = tier.write_snapshot("", FIRST, window, None)
-    assert again is not None and again.file is more.file
+    assert again is not None and again is more
     with reopened(tier, tmp_path) as later:
         assert_all_right(later)
         assert len(stored_names(tmp_path)) == 2
@@ -195,7 +195,7 @@ def test_a_restart_keeps_everything(tier: DiskTier, tmp_path: Path) -> None:
         wanted = {("", tokens.tobytes()) for tokens in (FIRST[:60], FIRST, LONGER, BRANCH)}
         assert found == {*wanted, ("other", FIRST.tobytes())}
         assert sum(entry.snapshot is not None for entry in entries(again)) == 3
-        assert again.used_bytes == tier.used_bytes
+        assert again.space.used_bytes == tier.space.used_bytes
 
 
 def test_what_lacks_its_beginning_does_not_survive(tier: DiskTier, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_what_lacks_its_beginning_does_not_survive(tier: DiskTier, tmp_path: Pat
     snap(tier, LONGER)
     with reopened(tier, tmp_path) as again:
         assert entries(again) == []
-        assert stored_names(tmp_path) == set() and again.used_bytes == 0
+        assert stored_names(tmp_path) == set() and again.space.used_bytes == 0
 
 
 def test_only_names_and_sizes_are_read_at_the_start(tier: DiskTier, tmp_path: Path) -> None:
@@ -292,8 +292,8 @@ def test_the_least_recently_used_leaf_goes_first(tmp_path: Path) -> None:
     assert newest is not None and tier.flush(10)
     gone = [span.is_gone for span in spans if span is not None]
     assert gone == [False, False, True, False], "the trunk is older than the leaf that was used least"
-    assert tier.num_gone == 1
-    assert tier.used_bytes <= tier._space.budget_bytes
+    assert tier.space.num_gone == 1
+    assert tier.space.used_bytes <= tier.space.budget_bytes
     assert find_span(tier, leaves[1], 400) is None
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) == 4
@@ -324,12 +324,12 @@ def test_a_small_budget_is_kept_under_random_use(seed: int, tmp_path: Path) -> N
         snap(tier, tokens)
         written.append(tokens)
         touch(tier, written[int(random.integers(len(written)))])
-        assert tier.used_bytes <= tier._space.budget_bytes
+        assert tier.space.used_bytes <= tier.space.budget_bytes
         tier.check()
-    assert tier.num_gone > 0
+    assert tier.space.num_gone > 0
     with reopened(tier, tmp_path) as again:
         assert len(assert_all_right(again)) > 3
-        assert sum((tmp_path / name).stat().st_size for name in stored_names(tmp_path)) == again.used_bytes
+        assert sum((tmp_path / name).stat().st_size for name in stored_names(tmp_path)) == again.space.used_bytes
 
 
 def test_a_smaller_budget_is_kept_from_the_start(tier: DiskTier, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_smaller_budget_is_kept_from_the_start(tier: DiskTier, tmp_path: Path)
     tier.close()
     again = open_tier(tmp_path, budget_bytes=2 * size_of(40) + 4000)
     assert again.flush(10)
-    assert 0 < again.used_bytes <= again._space.budget_bytes
+    assert 0 < again.space.used_bytes <= again.space.budget_bytes
     assert len(assert_all_right(again)) == len(stored_names(tmp_path)) > 0
     again.close()
 
@@ -358,9 +358,9 @@ def test_nothing_goes_for_what_would_hang_on_it(tmp_path: Path) -> None:
     trunk = write(tier, tokens[:500])
     assert trunk is not None and tier.flush(10)
     assert write(tier, tokens, 500) is None
-    assert tier.num_gone == 0, "the trunk went for its own leaf"
+    assert tier.space.num_gone == 0, "the trunk went for its own leaf"
     assert write(tier, tokens_of([5] * 500)) is not None
-    assert tier.num_gone == 1
+    assert tier.space.num_gone == 1
     tier.close()
 
 
@@ -432,7 +432,7 @@ def test_what_was_forgotten_before_it_was_written_never_is(tmp_path: Path) -> No
     assert first is not None and second is not None and first.is_gone and second.is_gone
     files.gate.set()
     assert tier.flush(10)
-    assert stored_names(tmp_path) == set() and tier.used_bytes == tier._queue.waiting_bytes == 0
+    assert stored_names(tmp_path) == set() and tier.space.used_bytes == tier.queue.waiting_bytes == 0
     span = write(tier, FIRST)
     assert tier.flush(10)
     assert span is not None
@@ -501,8 +501,8 @@ def test_asking_for_a_namespace_does_not_make_one(tier: DiskTier) -> None:
         assert find_span(tier, FIRST, namespace=namespace) is None and find_snapshot(tier, FIRST, namespace) is None
         touch(tier, FIRST, namespace)
         tier.clear(namespace)
-        assert tier.contents.bytes_of(namespace) == 0 and tier.contents.listing(namespace, 10).num_edges == 0
-    assert tier._tree.namespaces() == [] and not tier._space._namespace_bytes
+        assert tier.space.bytes_of(namespace) == 0 and tier.listing(namespace, 10).num_edges == 0
+    assert tier.tree.namespaces() == [] and not tier.space._namespace_bytes
     write(tier, FIRST, namespace="half a pair \ud800")
     assert tier.flush(10) and find_span(tier, FIRST, namespace="half a pair \ud800") is not None
 
@@ -516,7 +516,7 @@ def test_what_was_read_ahead_is_loaded_without_reading(tmp_path: Path) -> None:
     span, snapshot = write(tier, FIRST), snap(tier, FIRST)
     assert span is not None and snapshot is not None
     assert tier.flush(10)
-    ahead = tier.prefetch([span, snapshot])
+    ahead = tier.reader.prefetch([span, snapshot])
     while not ahead.is_done:
         pass
     files.counts.clear()
@@ -536,15 +536,15 @@ def test_what_several_wait_for_is_read_once_and_stays_until_the_last_one_gives_u
     assert span is not None and snapshot is not None
     assert tier.flush(10)
     files.counts.clear()
-    waiting = [tier.prefetch([span, snapshot])]
-    waiting += [tier.prefetch([span.clipped(0, 40), snapshot]), tier.prefetch([span])]
+    waiting = [tier.reader.prefetch([span, snapshot])]
+    waiting += [tier.reader.prefetch([span.clipped(0, 40), snapshot]), tier.reader.prefetch([span])]
     while not all(ahead.is_done for ahead in waiting):
         pass
     num_read = files.counts["open"]
     for ahead in waiting[:2]:
         ahead.cancel()
         ahead.cancel()
-    late = tier.prefetch([span])
+    late = tier.reader.prefetch([span])
     segment = span.load()
     assert_rows(segment, FIRST)
     assert files.counts["open"] == num_read <= 3, "rows, window and point state, each once"
@@ -568,7 +568,7 @@ def test_reading_ahead_is_bounded_and_can_be_cancelled(tmp_path: Path) -> None:
         tier.flush(10)
     for _ in range(2):
         files.counts.clear()
-        ahead = tier.prefetch([span for span in spans if span is not None])
+        ahead = tier.reader.prefetch([span for span in spans if span is not None])
         while not ahead.is_done:
             pass
         assert files.counts["open"] == 2, "as many as there is memory for"
@@ -587,11 +587,11 @@ def test_damage_found_ahead_is_told_where_it_is_loaded(tier: DiskTier, tmp_path:
     data = bytearray((tmp_path / name).read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / name).write_bytes(data)
-    ahead = tier.prefetch([span])
+    ahead = tier.reader.prefetch([span])
     with pytest.raises(DiskFault, match="damaged"):
         span.load()
     ahead.cancel()
-    assert span.is_gone and tier.num_gone == 1 and tier.flush(10)
+    assert span.is_gone and tier.space.num_gone == 1 and tier.flush(10)
     assert stored_names(tmp_path) == set()
     again = write(tier, FIRST)
     assert again is not None and tier.flush(10)
@@ -634,20 +634,20 @@ def test_an_unusable_folder_is_told_and_not_opened(tmp_path: Path) -> None:
 def test_nothing_to_keep_is_no_snapshot(tier: DiskTier) -> None:
     assert isinstance(points_of(FIRST), PointState)
     snapshot = tier.write_snapshot("", FIRST, None, points_of(FIRST))
-    assert isinstance(snapshot, FileSnapshot) and snapshot.rows is None
+    assert isinstance(snapshot, StoredFile) and snapshot.start == snapshot.stop
     assert isinstance(write(tier, FIRST), FileSpan)
 
 
 def test_a_snapshot_on_its_way_is_known_before_it_can_be_read(tmp_path: Path) -> None:
     tier, barrier = open_tier(tmp_path), threading.Event()
-    tier._queue._thread.submit(barrier.wait)
+    tier.queue._thread.submit(barrier.wait)
     try:
         snap(tier, FIRST)
-        place = tier.follow("", START, FIRST)
-        assert [(found.offset, found.is_written) for found in tier.snapshots(place)] == [(len(FIRST), False)]
+        place = tier.tree.follow("", START, FIRST)
+        assert [(found.stop, found.is_written) for found in tier.tree.snapshots(place)] == [(len(FIRST), False)]
         assert find_snapshot(tier, FIRST) is None
     finally:
         barrier.set()
     assert tier.flush(10)
-    assert [(found.offset, found.is_written) for found in tier.snapshots(place)] == [(len(FIRST), True)]
+    assert [(found.stop, found.is_written) for found in tier.tree.snapshots(place)] == [(len(FIRST), True)]
     tier.close()

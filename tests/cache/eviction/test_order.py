@@ -140,7 +140,7 @@ def recurrent() -> PrefixCache:
 
 def chances(prefix_cache: PrefixCache) -> dict[int, Chance]:
     """How likely each restore point that can be given up is wanted, by its offset."""
-    queue, now, found = prefix_cache.memory._order, prefix_cache.clock.now, list[Candidate]()
+    queue, now, found = prefix_cache.memory.order, prefix_cache.clock.now, list[Candidate]()
     while (candidate := queue.pop(now)) is not None:
         found.append(candidate)
     for candidate in found:
@@ -192,7 +192,7 @@ def test_the_beginning_that_is_left_of_a_conversation_stays_longest() -> None:
         prefix_cache.memory.drop_below(trie, child)
     for kind, chance in ((RestorePointKind.TURN_END, Chance.CURRENT), (RestorePointKind.SYSTEM_END, Chance.REST)):
         head.kind = kind
-        prefix_cache.memory.changed(trie, head)
+        prefix_cache.memory.order.changed("", head)
         assert chances(prefix_cache)[1002] is chance
 
 
@@ -265,13 +265,13 @@ def test_a_leaf_whose_bytes_lie_above_it_is_looked_at_when_they_no_longer_go_wit
     trie.snap(leaf, Snapshot(100, None, PointState([])))  # of layers whose state is no array
     assert not leaf.num_bytes
     trie.snap(head, Snapshot(snapshot.offset, snapshot.window, None))
-    held = prefix_cache.memory._order
+    held = prefix_cache.memory.order
     held._refresh()
     assert held._latest[leaf].num_bytes == head.num_bytes
     trie.snap(head, snapshot)
     held._refresh()
     assert leaf not in held._latest
-    prefix_cache.relieve()
+    prefix_cache.reclaimer.relieve()
     prefix_cache.check()
 
 
@@ -284,7 +284,7 @@ def test_a_leaf_is_looked_at_when_rows_above_it_begin_to_go_with_it() -> None:
     assert isinstance(head.snapshot, Snapshot) and head.snapshot.window is not None
     rows = Snapshot(head.snapshot.offset, head.snapshot.window, None)
     trie.snap(head, None)
-    held = prefix_cache.memory._order
+    held = prefix_cache.memory.order
     held._refresh()
     num_bytes = held._latest[leaf].num_bytes
     trie.snap(head, rows)
@@ -302,7 +302,7 @@ def test_window_rows_alone_are_looked_at_when_a_restore_point_appears_before_the
     head, snapshot = trie.split(rows, 50), rows.snapshot
     assert isinstance(snapshot, Snapshot)
     trie.snap(rows, Snapshot(snapshot.offset, snapshot.window, None))
-    held = prefix_cache.memory._order
+    held = prefix_cache.memory.order
     held._refresh()
     assert held._latest[rows].num_tokens == 99
     trie.snap(head, Snapshot(50, None, PointState([])))
@@ -334,21 +334,21 @@ def test_an_end_that_a_session_came_back_to_because_its_last_had_gone_is_worth_l
     trie = prefix_cache.memory.find_trie("")
     first, last = (trie.match(np.array(story(number), np.int32)).path[-1] for number in (1, 2))
     prefix_cache.memory.drop_below(trie, last)
-    prefix_cache.memory.changed(trie, first)
+    prefix_cache.memory.order.changed("", first)
     assert chances(prefix_cache)[100] is Chance.CURRENT
     cache_driver.run(prefix_cache, story(3), session_id="a")
     prefix_cache.pager.page_out(prefix_cache.slots[0], 0)
     prefix_cache.check()
     assert (
-        first in prefix_cache.memory._order._find_stale()
-        or prefix_cache.memory._order._latest[first].chance is Chance.LEFT
+        first in prefix_cache.memory.order._find_stale()
+        or prefix_cache.memory.order._latest[first].chance is Chance.LEFT
     )
 
 
 def test_no_restore_point_is_overrated_once_a_conversation_has_gone_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "MANY_CHANGED", 0)
     prefix_cache, tokens = recurrent(), list[int]()
-    held = prefix_cache.memory._order
+    held = prefix_cache.memory.order
     for turn in range(6):
         tokens += range(1000 * turn, 1000 * turn + 1000)
         cache_driver.run(prefix_cache, tokens, [turn], session_id="a")
@@ -363,7 +363,7 @@ def test_nothing_is_kept_of_what_has_gone(monkeypatch: pytest.MonkeyPatch) -> No
     prefix_cache = cache_of(500)
     for number in range(1, 101):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    assert len(prefix_cache.memory._order._valuation._ends) < 40
+    assert len(prefix_cache.memory.order._valuation._ends) < 40
 
 
 def test_nothing_is_kept_of_what_is_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,15 +372,15 @@ def test_nothing_is_kept_of_what_is_outdated(monkeypatch: pytest.MonkeyPatch) ->
     prefix_cache = cache_of(10_000)
     for number in range(100):
         cache_driver.run(prefix_cache, story(number % 3), session_id=str(number % 3))
-    assert len(prefix_cache.memory._order._queue) < 40
+    assert len(prefix_cache.memory.order._queue) < 40
 
 
 def test_much_that_has_changed_is_looked_at_before_something_must_go() -> None:
     prefix_cache = cache_of(10**6)
     for number in range(1, 100):
         cache_driver.run(prefix_cache, story(number), session_id=str(number))
-    assert len(prefix_cache.memory._order._changed) <= order.MANY_CHANGED
-    assert len(prefix_cache.memory._order._latest) > 50
+    assert len(prefix_cache.memory.order._changed) <= order.MANY_CHANGED
+    assert len(prefix_cache.memory.order._latest) > 50
 
 
 def drop_one(prefix_cache: PrefixCache, *kept: Node) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from cache.budget import ASIDE
 from cache.types import LayerCache
 from models.errors import EmbeddingUnsupported
 from models.formats import Pooling
@@ -69,7 +70,7 @@ def test_a_long_text_is_evaluated_in_chunks_and_its_memory_given_back() -> None:
     harness.run()
     assert harness.embedder.log == [(16,), (16,), (8,), (3,)]
     assert_answered(job)
-    assert harness.prefix_cache.ledger.set_aside_bytes == 0
+    assert harness.prefix_cache.ledger.slot_bytes(ASIDE) == 0
 
 
 def test_beside_answers_a_piece_runs_once_in_so_many_steps() -> None:
@@ -92,7 +93,7 @@ def test_an_answer_takes_the_memory_of_a_text_which_begins_anew_later() -> None:
     job = job_of(60)
     harness.worker.embed(job)
     harness.step(2)
-    assert harness.prefix_cache.ledger.set_aside_bytes > 0
+    assert harness.prefix_cache.ledger.slot_bytes(ASIDE) > 0
     answer = harness.submit(range(100, 140), max_tokens=4)
     harness.run(answer)
     assert len(answer.tokens) == 4
@@ -133,7 +134,7 @@ def test_a_text_that_never_fits_is_refused_and_others_go_on() -> None:
     harness.run()
     assert isinstance(jobs[0].vectors.exception(0), PromptTooLarge)
     assert_answered(jobs[1])
-    assert harness.prefix_cache.ledger.set_aside_bytes == 0
+    assert harness.prefix_cache.ledger.slot_bytes(ASIDE) == 0
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_texts_of_a_client_that_left_are_dropped(lengths: tuple[int, ...]) -> No
     job.vectors.cancel()
     harness.run()
     assert len(harness.embedder.log) == (2 if max(lengths) > 16 else 0)
-    assert harness.prefix_cache.ledger.set_aside_bytes == 0
+    assert harness.prefix_cache.ledger.slot_bytes(ASIDE) == 0
 
 
 def test_the_end_of_the_engine_answers_all() -> None:
@@ -178,4 +179,4 @@ def test_the_end_of_the_engine_answers_all() -> None:
     harness.worker.stop()
     for job in jobs:
         assert isinstance(job.vectors.exception(0), EngineStopped)
-    assert harness.prefix_cache.ledger.set_aside_bytes == 0
+    assert harness.prefix_cache.ledger.slot_bytes(ASIDE) == 0

@@ -564,7 +564,7 @@ def test_what_cannot_fit_beside_a_pin_is_told_to_come_back() -> None:
     refused = harness.submit(prompt_of(2, 600), max_tokens=2)
     harness.run()
     assert isinstance(refused.last.error, OutOfMemory)
-    harness.prefix_cache.unpin(PinName("", "s"))
+    harness.prefix_cache.pins.release(PinName("", "s"))
     taken = harness.submit(prompt_of(2, 600), max_tokens=2)
     harness.run()
     assert isinstance(taken.last, Finished)
