@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 MAX_NAME_CHARACTERS = 128
 NO_ADAPTER = 0
-"""The index of rows that the model evaluates without an adapter."""
+"""The index of rows without an adapter."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 
 
@@ -14,11 +14,11 @@ class Adapter:
     """One adapter of a loaded model."""
 
     name: str
-    """The model name that clients request to get the adapter."""
+    """The model name that clients request."""
     index: int
     """The adapter's number within its model, from 1."""
     digest: str
-    """Differs for adapters with different results, and only for those; 32 hexadecimal digits."""
+    """32 hexadecimal digits that differ for adapters with different results."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ def parse_adapter(text: str) -> AdapterPlace:
 
 
 def state_namespace(namespace: str, adapter: Adapter | None) -> str:
-    """Returns the name under which the states of a client's namespace are stored.
+    """Returns the name under which the states of a client's namespace are stored, apart for each adapter.
 
-    States of different adapters never meet, nor do states from before and after a change of an adapter's files. A
-    client's own namespace begins with a digest or a slash, so none looks like an adapter's.
+    A client's own namespace begins with a digest or a slash, so none looks like an adapter's.
     """
     return namespace if adapter is None else f"lora:{adapter.digest}:{namespace}"
 

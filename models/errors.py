@@ -1,24 +1,19 @@
 """What can go wrong between text, tokens and logits, and on the way to a model.
 
 ModelError
-├── ModelNotFound        no such folder, or nothing in it that could be a model
-├── ModelBroken          a model is there but cannot be used: the message names the file and the fault
-├── PromptTooLong        a text has more tokens than the model accepts; not all were counted
-├── TokenizerFailed      the tokenizers library fails on a text
-├── InvalidParameter     a sampling parameter is out of range; carries the parameter's name
-├── InvalidGrammar       a schema, pattern or grammar is wrong, or too complex to follow
-├── EmbeddingUnsupported the model makes no vectors of texts
-├── GrammarFailed        an output cannot follow its grammar any further
-├── StoreError           a local name for a model cannot be read, made or changed
-│   └── StoreDamaged          the manifest was damaged, and is set aside
-├── ModelfileError       a Modelfile cannot be read; the message names the line
-└── PullFailed           a download failed; the bytes fetched so far are kept
-    ├── HubUnreachable        no network, or the hub does not answer
-    ├── RepositoryNotFound    no such repository or revision, or it is private
-    ├── RepositoryGated       its owner asks for consent first
-    ├── RepositoryUnsuitable  it holds no weights that MLX can load
-    ├── MemoryTooSmall        the machine has no memory for its weights
-    └── DiskTooFull           the disk cannot hold the download
+├── ModelNotFound
+├── ModelBroken
+├── PromptTooLong
+├── TokenizerFailed
+├── InvalidParameter
+├── InvalidGrammar
+├── EmbeddingUnsupported
+├── GrammarFailed
+├── StoreError
+│   └── StoreDamaged
+├── ModelfileError
+└── PullFailed
+    └── RepositoryNotFound
 """
 
 
@@ -31,7 +26,7 @@ class ModelNotFound(ModelError):
 
 
 class ModelBroken(ModelError):
-    """The model's files are incomplete, damaged, contradict each other, or need what this version lacks."""
+    """The model's files are damaged, contradict each other, or need what this version lacks."""
 
 
 class TokenizerFailed(ModelError):
@@ -56,21 +51,21 @@ class InvalidParameter(ModelError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
-        """The parameter's name as clients write it, such as `top_p`."""
+        """As clients write it, such as `top_p`."""
 
 
 class InvalidGrammar(ModelError):
-    """A schema, pattern or grammar cannot constrain any output; the message states the fault."""
+    """A schema, pattern or grammar is wrong, or too complex to follow."""
 
 
 class EmbeddingUnsupported(ModelError):
-    """The model makes no vectors of texts, or in an unknown way; the message states the reason."""
+    """The model makes no vectors of texts."""
 
     param = "model"
 
 
 class GrammarFailed(ModelError):
-    """An output cannot be constrained any further: following its grammar has become too much work."""
+    """An output cannot follow its grammar any further: that has become too much work."""
 
 
 class StoreError(ModelError):
@@ -78,7 +73,7 @@ class StoreError(ModelError):
 
 
 class StoreDamaged(StoreError):
-    """The manifest was damaged and has been set aside; there are no stored models."""
+    """The manifest was damaged and has been set aside."""
 
 
 class ModelfileError(ModelError):
@@ -89,28 +84,8 @@ class PullFailed(ModelError):
     """A download failed; the bytes fetched so far are kept."""
 
 
-class HubUnreachable(PullFailed):
-    """The hub does not answer."""
-
-
 class RepositoryNotFound(PullFailed):
     """The hub knows no such repository or revision, or hides it from us."""
-
-
-class RepositoryGated(PullFailed):
-    """The repository's owner asks for consent before anyone downloads it."""
-
-
-class RepositoryUnsuitable(PullFailed):
-    """The repository holds no weights that MLX can load."""
-
-
-class MemoryTooSmall(PullFailed):
-    """The machine has too little memory for the weights."""
-
-
-class DiskTooFull(PullFailed):
-    """The disk cannot hold the download."""
 
 
 FOREIGN_FAULTS = (
@@ -127,6 +102,12 @@ FOREIGN_FAULTS = (
 
 
 def reason(error: BaseException) -> str:
-    """Returns why something failed, in the system's words if it has any, such as `permission denied`."""
+    """Returns why something failed, in the system's words if it has any."""
     strerror = getattr(error, "strerror", None)
     return str(strerror).lower() if strerror else " ".join(str(error).split()) or type(error).__name__
+
+
+def brief(text: object, limit: int) -> str:
+    """Returns at most `limit` characters of a text, in one line."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else f"{line[:limit]}…"

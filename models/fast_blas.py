@@ -1,9 +1,8 @@
-"""Prepares what MLX takes from the system on Linux, before a model is loaded: a fast BLAS, and the C++ compiler.
+"""Prepares what MLX takes from the system on Linux: a fast BLAS, and the C++ compiler.
 
-On Linux, MLX's CPU backend links the reference BLAS, which is about 30 times slower in float32 than OpenBLAS. A
-library loaded before MLX with global symbols replaces it: the dynamic linker resolves each name in the order of
-loading (ELF gABI, "Shared Object Dependencies"). So `load_fast_blas` must run before MLX is imported. No Python
-package brings such a library: numpy's and scipy's copies use other names for the functions.
+MLX's CPU backend links the reference BLAS, about 30 times slower in float32 than OpenBLAS. A library loaded with
+global symbols before MLX replaces it (ELF gABI, "Shared Object Dependencies"). No Python package brings one: numpy's
+and scipy's copies use other names for the functions.
 """
 
 import ctypes
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 LIBRARIES = ("libopenblas.so.0", "libopenblas.so", "libblis.so.4", "libmkl_rt.so.3", "libmkl_rt.so.2")
-"""Names under which the dynamic linker finds libraries with `cblas_sgemm`, the fastest first."""
+"""Libraries with `cblas_sgemm`, the fastest first."""
 ADVICE = "apt install libopenblas0-pthread"
 
 
@@ -31,11 +30,10 @@ def load_fast_blas(open_library: Callable[[str, int], object] = ctypes.CDLL) -> 
 
 
 def find_compiler(held_back: Callable[[], AbstractContextManager[None]]) -> None:
-    """Makes MLX look for the C++ compiler that fuses operations now, instead of at the first fused operation.
+    """Makes MLX look for the C++ compiler now, instead of at the first fused operation.
 
-    On a CPU it runs `g++ --version` by the C library's `system()`, once in a process and within `held_back`, which
-    delays Ctrl-C; on a GPU it runs nothing. It imports MLX alone: other libraries start threads, which would take the
-    Ctrl-C.
+    On a CPU it runs `g++ --version` once, within `held_back`, which delays Ctrl-C. It imports MLX alone: threads of
+    other libraries would take the Ctrl-C.
     """
     import mlx.core as mx
 

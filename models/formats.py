@@ -1,12 +1,10 @@
 """How one model turns a text into a vector, or judges a query and a document. Pure.
 
-Which positions count for a vector, and what ends a text: Sentence Transformers keep the first in
-`1_Pooling/config.json`. Where that is missing, a tokenizer that puts a special token after each text belongs to a
-model trained to sum a text up there; any other model gets the mean.
+Sentence Transformers keep in `1_Pooling/config.json` which positions count for a vector. Without it, a tokenizer that
+puts a special token after each text belongs to a model that sums a text up there; any other model gets the mean.
 
-A reranker here is a language model trained to answer a question about a query and a document with yes or no. The
-score is the probability of yes against that of no as the next token. The prompt is that of Qwen3-Reranker's model
-card, "Usage".
+A reranker here is a language model that answers a question about query and document with yes or no; the score is the
+probability of yes against that of no. The prompt is that of Qwen3-Reranker's model card, "Usage".
 """
 
 import json
@@ -24,7 +22,7 @@ _MODE = "pooling_mode_"
 
 
 class Pooling(StrEnum):
-    """The positions of a text that make up the vector. The value is Sentence Transformers' name."""
+    """The positions that make up the vector, by Sentence Transformers' names."""
 
     MEAN = "mean"
     LAST = "lasttoken"
@@ -37,7 +35,7 @@ class EmbeddingFormat:
 
     pooling: Pooling = Pooling.MEAN
     end_token_id: int | None = None
-    """The special token that the tokenizer puts after every text; None if it puts none."""
+    """The special token that the tokenizer puts after every text, if any."""
 
     def cut(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
         """Returns the first `max_tokens` of a text's tokens; the end token stays at the end."""
@@ -48,10 +46,9 @@ class EmbeddingFormat:
 
 
 def read_embedding_format(folder: Path, empty_text: Sequence[int], special_ids: frozenset[int]) -> EmbeddingFormat:
-    """Returns the format of the model in `folder`; raises EmbeddingUnsupported for an unsupported pooling.
+    """Returns the format of the model in `folder`; raises EmbeddingUnsupported.
 
-    `empty_text` are the tokens of an empty text, including those the tokenizer puts around it; `special_ids` are
-    never text.
+    `empty_text` are the tokens that the tokenizer puts around a text; `special_ids` are never text.
     """
     end = empty_text[-1] if empty_text and empty_text[-1] in special_ids else None
     pooling = _named(folder / POOLING_FILE)
@@ -89,7 +86,7 @@ _ANSWERS = ("no", "yes")
 
 @dataclass(frozen=True)
 class Judgement:
-    """The two tokens that judge a text: the score is the probability of `yes_id` against that of `no_id`."""
+    """The two tokens that judge a text: `yes_id` against `no_id`."""
 
     no_id: int
     yes_id: int
@@ -104,16 +101,9 @@ class RerankFormat:
     """How one model judges."""
 
     judgement: Judgement
-
-    @property
-    def prefix(self) -> str:
-        """The text before query and document; its special tokens count as such."""
-        return _PREFIX
-
-    @property
-    def suffix(self) -> str:
-        """The text after query and document; its special tokens count as such."""
-        return _SUFFIX
+    prefix: str = _PREFIX
+    suffix: str = _SUFFIX
+    """The texts before and after query and document; their special tokens count as such."""
 
     def text(self, query: str, document: str, instruction: str | None = None) -> str:
         """Returns the text to judge; special tokens in it are text."""
@@ -126,7 +116,7 @@ def read_rerank_format(
     """Returns how a model judges; None for a model that is no reranker of this kind.
 
     It is one if its configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), if
-    its chat template asks Qwen3-Reranker's question, or if its name says so. `token_id` returns a token's id.
+    its template asks Qwen3-Reranker's question, or if its name says so.
     """
     named = config.get("classifier_from_token")
     if named is None and _QUESTION not in template and not _NAME.search(name):

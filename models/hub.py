@@ -1,8 +1,8 @@
 """Downloads models into the local Hugging Face cache: only what MLX needs, and never the same bytes twice.
 
-`huggingface_hub` keeps no part of a file whose download is interrupted, and a small model is one file. So weights are
-first fetched here, each into `blobs/<sha256>.part`, which the next attempt continues, and moved to where
-`snapshot_download` finds them; it then fetches the rest and files everything under its name. Events report progress.
+`huggingface_hub` keeps no part of a file whose download is interrupted. So weights are first fetched here, each into
+`blobs/<sha256>.part`, which the next attempt continues, and moved to where `snapshot_download` finds them; that
+fetches the rest.
 """
 
 import errno
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import httpx2
-from huggingface_hub import HfApi, get_session, get_token, hf_hub_url, snapshot_download
+from huggingface_hub import HfApi, get_session, hf_hub_url, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -28,17 +28,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, tqdm  # type: ignore[attr-defined]  # made on demand there
 
 from models.errors import (
-    DiskTooFull,
-    HubUnreachable,
-    MemoryTooSmall,
     ModelNotFound,
     PullFailed,
-    RepositoryGated,
     RepositoryNotFound,
-    RepositoryUnsuitable,
 )
 from models.names import (
     BUILT_IN,
@@ -61,7 +56,7 @@ class PlannedFile:
     name: str
     num_bytes: int
     digest: str
-    """SHA-256 in hexadecimal; empty for a small file."""
+    """SHA-256 in hexadecimal; empty for a small file, which is not worth resuming."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,8 @@ class PullProgress:
     """Progress of the download."""
 
     file: PlannedFile | None
-    """The file being fetched; None for all small files together, and at the beginning and the end."""
+    """The file being fetched; None for the small files together, and at the beginning and the end."""
     file_bytes: int
-    """Bytes of the file that are here."""
     done_bytes: int
     """Bytes of all files that are here, including those from before."""
     total_bytes: int
@@ -87,76 +81,61 @@ class PullProgress:
 
 @dataclass(frozen=True)
 class PullChecking:
-    """A file is complete, and its contents are compared with its digest."""
+    """A file is complete and is compared with its digest."""
 
     file: PlannedFile
 
 
 PullEvent: TypeAlias = PullPlanned | PullProgress | PullChecking
 TellPull: TypeAlias = Callable[[PullEvent], None]
-"""Called on the downloading thread; an exception ends the download, and the bytes fetched so far are kept."""
+"""Called on the downloading thread; an exception ends the download, which keeps its bytes."""
 
 
 _BLOCK_BYTES = 1 << 20
 _MAX_FUTILE_ATTEMPTS = 5
-"""Attempts in a row without any new byte of a file, after which the download fails."""
+"""Attempts in a row without a new byte, after which the download fails."""
 _PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-"""Longest wait for a busy hub, unless the hub asks for less."""
+"""Longest wait for a busy hub."""
 _BUSY = (429, 500, 502, 503, 504)
 _TIMEOUT_SECONDS = 10.0
 """Longest silence of the hub, as in `huggingface_hub`."""
 
 
 @dataclass(frozen=True)
-class _File:
-    name: str
-    size_bytes: int
-    sha256: str | None
-    """Known for large files only; only those are worth resuming."""
-
-    @property
-    def planned(self) -> PlannedFile:
-        """Returns the public description of the file."""
-        return PlannedFile(self.name, self.size_bytes, self.sha256 or "")
-
-
-@dataclass(frozen=True)
 class _Download:
     repository: RepositoryName
     commit: str
-    files: tuple[_File, ...]
+    files: tuple[PlannedFile, ...]
 
     @property
     def blobs(self) -> Path:
-        """Returns where the cache keeps this repository's contents, by their hashes."""
+        """Where the cache keeps this repository's contents, by their hashes."""
         return cache_folder() / f"models--{self.repository.repository.replace('/', '--')}" / "blobs"
 
-    def part(self, file: _File) -> Path:
+    def part(self, file: PlannedFile) -> Path:
         """Returns where the unfinished bytes of a large file are kept."""
-        return self.blobs / f"{file.sha256}.part"
+        return self.blobs / f"{file.digest}.part"
 
-    def is_here(self, file: _File) -> bool:
-        """Returns whether `file` is in its place and has the right length."""
-        places = [self.blobs / file.sha256] if file.sha256 else []
-        return any(_is_as_long(place, file.size_bytes) for place in (*places, self._snapshot_file(file)))
+    def is_here(self, file: PlannedFile) -> bool:
+        """Whether `file` is in its place and has the right length."""
+        places = [self.blobs / file.digest] if file.digest else []
+        places.append(self.blobs.parent / "snapshots" / self.commit / file.name)
+        return any(place.is_file() and place.stat().st_size == file.num_bytes for place in places)
 
-    def bytes_here(self, file: _File) -> int:
-        """Returns how many bytes of `file` are already here."""
+    def bytes_here(self, file: PlannedFile) -> int:
+        """Returns how many bytes of `file` are here."""
         if self.is_here(file):
-            return file.size_bytes
+            return file.num_bytes
         part = self.part(file)
-        return part.stat().st_size if file.sha256 and part.exists() else 0
-
-    def _snapshot_file(self, file: _File) -> Path:
-        return self.blobs.parent / "snapshots" / self.commit / file.name
+        return part.stat().st_size if file.digest and part.exists() else 0
 
 
 def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: int | None = None) -> Path:
     """Returns the folder of the model called `name`, after downloading what is missing.
 
-    `max_weights_bytes` is the memory of this machine for weights; larger weights are not fetched. Raises
-    ModelNotFound if `name` cannot be a repository, and PullFailed; the bytes fetched so far are kept.
+    Weights of more than `max_weights_bytes` are not fetched. Raises ModelNotFound if `name` cannot be a repository,
+    and PullFailed; the bytes fetched so far are kept.
     """
     if name in BUILT_IN:
         return resolve(name)
@@ -168,10 +147,10 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
         _require_weights(download)
         _require_memory(download, name, max_weights_bytes)
         _require_space(download, name)
-        tell(PullPlanned(str(repository), tuple(file.planned for file in download.files)))
+        tell(PullPlanned(str(repository), download.files))
         progress = _Progress(download, tell)
         for file in download.files:
-            if file.sha256 is not None and not download.is_here(file):
+            if file.digest and not download.is_here(file):
                 _fetch(download, file, progress)
         folder = snapshot_download(
             repository.repository,
@@ -180,7 +159,7 @@ def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: i
             ignore_patterns=IGNORED_PATTERNS,
             tqdm_class=_SilentBar,
         )
-        progress.end()
+        tell(PullProgress(None, 0, progress.total_bytes, progress.total_bytes))
         return Path(folder)
 
 
@@ -188,15 +167,11 @@ def _plan(repository: RepositoryName) -> _Download:
     info = HfApi().model_info(repository.repository, revision=repository.revision, files_metadata=True)
     siblings = {file.rfilename: file for file in info.siblings or ()}
     files = (
-        _File(name, file.size or 0, lfs.sha256 if (lfs := file.lfs) else None)
+        PlannedFile(name, file.size or 0, lfs.sha256 if (lfs := file.lfs) else "")
         for name, file in siblings.items()
         if _is_wanted(name)
     )
     return _Download(repository, info.sha or repository.revision, tuple(files))
-
-
-def _is_as_long(place: Path, num_bytes: int) -> bool:
-    return place.is_file() and place.stat().st_size == num_bytes
 
 
 def _is_wanted(name: str) -> bool:
@@ -208,18 +183,18 @@ def _is_wanted(name: str) -> bool:
 def _require_weights(download: _Download) -> None:
     names = {file.name for file in download.files}
     if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
-        raise RepositoryUnsuitable(
+        raise PullFailed(
             f"{download.repository} holds no weights that MLX can load (config.json and model*.safetensors); "
             "look for a conversion of it under mlx-community"
         )
 
 
 def _require_memory(download: _Download, name: str, limit_bytes: int | None) -> None:
-    weights_bytes = sum(file.size_bytes for file in download.files if file.name.endswith(".safetensors"))
+    weights_bytes = sum(file.num_bytes for file in download.files if file.name.endswith(".safetensors"))
     if limit_bytes is None or weights_bytes <= limit_bytes:
         return
     needed, limit = size_text(weights_bytes), size_text(max(limit_bytes, 0))
-    raise MemoryTooSmall(
+    raise PullFailed(
         f"{download.repository} takes {needed} of memory, and this machine has {limit} for weights"
         f"{_alternative(name, limit_bytes)}"
     )
@@ -231,14 +206,14 @@ def _alternative(name: str, limit_bytes: int) -> str:
 
 
 def _require_space(download: _Download, name: str) -> None:
-    needed_bytes = sum(file.size_bytes - download.bytes_here(file) for file in download.files)
+    needed_bytes = sum(file.num_bytes - download.bytes_here(file) for file in download.files)
     place = cache_folder()
     while not place.exists():
         place = place.parent
     free_bytes = shutil.disk_usage(place).free
     if needed_bytes > free_bytes:
         needed, free = size_text(needed_bytes), size_text(free_bytes)
-        raise DiskTooFull(
+        raise PullFailed(
             f"{download.repository} needs {needed} more, and {place} has {free} left{_alternative(name, free_bytes)}"
         )
 
@@ -247,14 +222,14 @@ class _Progress:
     """Reports the progress of a download."""
 
     def __init__(self, download: _Download, tell: TellPull) -> None:
-        self._tell = tell
-        self._total_bytes = sum(file.size_bytes for file in download.files)
+        self.tell = tell
+        self.total_bytes = sum(file.num_bytes for file in download.files)
         self._done_bytes = sum(map(download.bytes_here, download.files))
-        self._file: _File | None = None
+        self._file: PlannedFile | None = None
         self._file_bytes = 0
         self.add(0)
 
-    def begin(self, file: _File, num_bytes: int) -> None:
+    def begin(self, file: PlannedFile, num_bytes: int) -> None:
         """Starts a file of which `num_bytes` are here."""
         self._file, self._file_bytes = file, num_bytes
         self.add(0)
@@ -263,19 +238,10 @@ class _Progress:
         """Adds bytes that have arrived; negative if a file is fetched anew."""
         self._done_bytes += num_bytes
         self._file_bytes += num_bytes
-        file = None if self._file is None else self._file.planned
-        self._tell(PullProgress(file, self._file_bytes, self._done_bytes, self._total_bytes))
-
-    def check(self, file: _File) -> None:
-        """Reports that a file is complete."""
-        self._tell(PullChecking(file.planned))
-
-    def end(self) -> None:
-        """Reports that all files are complete."""
-        self._tell(PullProgress(None, 0, self._total_bytes, self._total_bytes))
+        self.tell(PullProgress(self._file, self._file_bytes, self._done_bytes, self.total_bytes))
 
 
-def _fetch(download: _Download, file: _File, progress: _Progress) -> None:
+def _fetch(download: _Download, file: PlannedFile, progress: _Progress) -> None:
     """Fetches the missing part of a file, and moves the file to its place if its contents are right."""
     part = download.part(file)
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -283,19 +249,19 @@ def _fetch(download: _Download, file: _File, progress: _Progress) -> None:
         progress.begin(file, target.tell())
         _receive_rest(download, file, target, progress.add)
         target.flush()
-        progress.check(file)
+        progress.tell(PullChecking(file))
         with part.open("rb") as source:
             found = hashlib.file_digest(source, "sha256").hexdigest()
-        if found != file.sha256:
+        if found != file.digest:
             part.unlink()
             raise PullFailed(f"{file.name} of {download.repository} arrived damaged and was removed; pull it again")
         part.rename(part.with_suffix(""))
 
 
-def _receive_rest(download: _Download, file: _File, target: BinaryIO, add: Callable[[int], None]) -> None:
-    """Appends the missing part of a file, and reconnects as long as each attempt brings bytes."""
+def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, add: Callable[[int], None]) -> None:
+    """Appends the missing part of a file; reconnects as long as each attempt brings bytes."""
     num_futile = 0
-    while target.tell() < file.size_bytes:
+    while target.tell() < file.num_bytes:
         before_bytes = target.tell()
         try:
             _receive(download, file, target, add)
@@ -310,7 +276,7 @@ def _receive_rest(download: _Download, file: _File, target: BinaryIO, add: Calla
 
 
 def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
-    """Returns the seconds until another attempt makes sense; None if none does."""
+    """Returns the seconds until another attempt; None if none makes sense."""
     if not isinstance(error, HfHubHTTPError):
         return _PAUSE_SECONDS
     if error.response.status_code not in _BUSY:
@@ -319,7 +285,7 @@ def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
     return min(float(asked), _LONGEST_PAUSE_SECONDS) if asked.isdecimal() else _PAUSE_SECONDS
 
 
-def _receive(download: _Download, file: _File, target: BinaryIO, add: Callable[[int], None]) -> None:
+def _receive(download: _Download, file: PlannedFile, target: BinaryIO, add: Callable[[int], None]) -> None:
     """Appends to the existing bytes until the hub has sent everything or the connection is cut."""
     url = hf_hub_url(download.repository.repository, file.name, revision=download.commit)
     with get_session().stream("GET", url, headers=_headers(target.tell()), timeout=_TIMEOUT_SECONDS) as response:
@@ -334,13 +300,9 @@ def _receive(download: _Download, file: _File, target: BinaryIO, add: Callable[[
 
 
 def _headers(num_bytes_here: int) -> dict[str, str]:
-    token = get_token()
-    return {
-        # A range of a compressed answer would contain other bytes.
-        "Accept-Encoding": "identity",
-        **({"Range": f"bytes={num_bytes_here}-"} if num_bytes_here else {}),
-        **({"Authorization": f"Bearer {token}"} if token else {}),
-    }
+    # A range of a compressed answer would contain other bytes.
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    return {**headers, "Range": f"bytes={num_bytes_here}-"} if num_bytes_here else headers
 
 
 @contextmanager
@@ -366,9 +328,9 @@ def _explained(repository: RepositoryName) -> Iterator[None]:
     try:
         yield
     except OfflineModeIsEnabled as error:
-        raise HubUnreachable("HF_HUB_OFFLINE is set, so nothing can be downloaded") from error
+        raise PullFailed("HF_HUB_OFFLINE is set, so nothing can be downloaded") from error
     except GatedRepoError as error:
-        raise RepositoryGated(
+        raise PullFailed(
             f"{repository} asks for consent: accept its terms on its page, set HF_TOKEN, and pull it again"
         ) from error
     except RevisionNotFoundError as error:
@@ -382,18 +344,18 @@ def _explained(repository: RepositoryName) -> Iterator[None]:
     except (httpx2.HTTPError, ConnectionError, LocalEntryNotFoundError) as error:
         proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
         way = f" through the proxy of HTTPS_PROXY, {proxy.rpartition('@')[2]}" if proxy else ""
-        raise HubUnreachable(f"{endpoint} cannot be reached{way}; is there a network?") from error
+        raise PullFailed(f"{endpoint} cannot be reached{way}; is there a network?") from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise DiskTooFull(f"The disk is full; make room and pull {repository} again") from error
+            raise PullFailed(f"The disk is full; make room and pull {repository} again") from error
         raise PullFailed(f"{repository} could not be stored: {error}") from error
 
 
-def _answered(endpoint: str, error: HfHubHTTPError) -> HubUnreachable:
+def _answered(endpoint: str, error: HfHubHTTPError) -> PullFailed:
     """Returns the error for a person that an HTTP error stands for."""
     status = error.response.status_code
     if status in (401, 403):
-        return HubUnreachable(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")
+        return PullFailed(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")
     if status == 429:
-        return HubUnreachable(f"{endpoint} is asked too often from here; try again later, or set HF_TOKEN")
-    return HubUnreachable(f"{endpoint} answered with status {status}; try again later")
+        return PullFailed(f"{endpoint} is asked too often from here; try again later, or set HF_TOKEN")
+    return PullFailed(f"{endpoint} answered with status {status}; try again later")

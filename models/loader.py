@@ -1,14 +1,11 @@
 """Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder.
 
-A folder may contain code of its own. It is never imported or run, and no setting allows it. Many folders name such
-code (`auto_map`, which transformers reads) although mlx-lm knows the model and its tokenizer is a file: these load,
-and the code is ignored. A model that needs its code is refused in one sentence.
+Many folders name code of their own (`auto_map`) although mlx-lm knows the model and its tokenizer is a file: these
+load without it. A model that needs its code is refused.
 
-The checksum of a model's weights is made in memory, in one pass that takes little beside the loading. Each array is
-taken as 32-bit words; a chunk's sum of word × odd random multiplier, modulo 2^32, changes with any one word and with
-nearly any other change (multiply-shift hashing; Dietzfelbinger et al., 1997). Integer sums do not depend on the order
-of adding, so every device and thread count gets the same result. It distinguishes models as published; it does not
-withstand an attacker who looks for a collision.
+The checksum of the weights takes each array as 32-bit words; a chunk's sum of word × odd random multiplier, modulo
+2^32, changes with any one word and nearly any other change (multiply-shift hashing; Dietzfelbinger et al., 1997).
+Integer sums are the same on every device. It withstands no attacker who looks for a collision.
 """
 
 import hashlib
@@ -27,7 +24,7 @@ from mlx.utils import tree_flatten
 from transformers import PreTrainedTokenizerBase
 
 from models import weights
-from models.errors import ModelBroken, ModelNotFound
+from models.errors import ModelBroken, ModelNotFound, brief
 from models.lora import AdapterSet
 from models.mlx_lm_import import MODEL_REMAPPING, TokenizerWrapper, load_model, load_tokenizer, make_prompt_cache
 from models.output.detokenizer import Detokenizer, markers
@@ -36,49 +33,42 @@ from models.output.tool_calls import ToolFormat
 from models.output.tool_formats import HARMONY_REASONING, HarmonyFormat, ToolSyntax, find_tool_syntax, markers_of
 from models.precision import Precision, choose_precision, convert, measure
 
+_MAX_NAME: Final = 100
+_MAX_REASON: Final = 300
 _NEVER_RUN = "which mlx-serve never runs"
 
 
-def check_model_code(config: dict[str, Any], name: str) -> None:
-    """Raises ModelBroken for a configuration whose model is built by a file of the folder."""
+def _check_model_code(config: dict[str, Any], name: str) -> None:
     if config.get("model_file") is not None:
+        code = brief(config["model_file"], _MAX_NAME)
         raise ModelBroken(
-            f"{name}: config.json has the model built by code of the folder ({_shown(config['model_file'])}), "
-            f"{_NEVER_RUN}; choose a conversion without model_file"
+            f"{name}: config.json has the model built by code of the folder ({code}), {_NEVER_RUN}; "
+            "choose a conversion without model_file"
         )
 
 
-def hint_at_own_code(config: dict[str, Any]) -> str:
-    """Returns a hint for an unknown architecture if the folder has code for it; may be empty."""
-    code = _code_in(config.get("auto_map"), ("AutoModelForCausalLM", "AutoModel", "AutoConfig"))
-    if code is None:
-        return ""
-    return f", and the folder's own code for it ({code}) is never run; choose a model of a type that mlx-lm knows"
+def _check_tokenizer_code(folder: Path, name: str) -> None:
+    """Raises ModelBroken for a tokenizer that is code, if no `tokenizer.json` takes its place.
 
-
-def check_tokenizer_code(folder: Path, name: str) -> None:
-    """Raises ModelBroken for a tokenizer that is code, without a `tokenizer.json` in its place.
-
-    The tokenizer that transformers would use instead may cut texts differently from the one in training.
+    The tokenizer that transformers would use instead may cut texts differently.
     """
     if (folder / "tokenizer.json").is_file():
         return
-    code = tokenizer_code(folder)
+    code = _tokenizer_code(folder)
     if code is not None:
-        raise ModelBroken(refusal_of_tokenizer(name, code))
+        raise ModelBroken(_refusal_of_tokenizer(name, code))
 
 
-def tokenizer_code(folder: Path) -> str | None:
-    """Returns the class that a folder names for its tokenizer, such as `tokenization_x.XTokenizer`; may be None."""
+def _tokenizer_code(folder: Path) -> str | None:
+    """Returns the class that a folder names for its tokenizer, if any."""
     for file in ("tokenizer_config.json", "config.json"):
-        code = _code_in(_read_object(folder / file).get("auto_map"), ("AutoTokenizer",))
+        code = _code_in(weights.read_json(folder / file).get("auto_map"), ("AutoTokenizer",))
         if code is not None:
             return code
     return None
 
 
-def refusal_of_tokenizer(name: str, code: str) -> str:
-    """Returns why a tokenizer that needs `code` is not loaded."""
+def _refusal_of_tokenizer(name: str, code: str) -> str:
     return (
         f"{name}: its tokenizer is code of the folder ({code}), {_NEVER_RUN}; choose a conversion whose "
         "tokenizer.json says all, without auto_map in tokenizer_config.json"
@@ -95,21 +85,8 @@ def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
         named = auto_map.get(kind)
         found = [code for code in (named if isinstance(named, list) else [named]) if isinstance(code, str)]
         if found:
-            return _shown(found[-1])
+            return brief(found[-1], _MAX_NAME)
     return None
-
-
-def _shown(code: Any, limit: int = 100) -> str:
-    text = " ".join(str(code).split())
-    return text if len(text) <= limit else f"{text[:limit]}…"
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 _CHUNK_WORDS: Final = 1 << 22
@@ -128,7 +105,7 @@ def checksum(arrays: Iterable[tuple[str, mx.array]]) -> str:
 
 
 def _chunk_sums(array: mx.array, multipliers: mx.array) -> mx.array:
-    """Returns one uint32 for each chunk of an array, shape [num_chunks]."""
+    """Returns one uint32 for each chunk of an array, `[num_chunks]`."""
     if array.size == 0:
         return mx.zeros(0, mx.uint32)
     words = _words(array)
@@ -151,7 +128,7 @@ def _words(array: mx.array) -> mx.array:
 
 
 DEFAULT_CONTEXT_TOKENS = 32_768
-"""For configurations without a limit, as of purely recurrent models."""
+"""For configurations without a limit."""
 
 _CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -167,22 +144,19 @@ _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_de
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that is ready to run. Its weights are evaluated, so any thread may use it, one at a time."""
+    """A model ready to run. Its weights are evaluated, so any thread may use it, one at a time."""
 
     name: str
     """The name that clients request."""
     path: Path
     model: Module
-    """Called as `model(tokens, cache=caches)`; returns logits `[batch, num_tokens, vocab_size]`."""
+    """`model(tokens, cache=caches)` returns logits `[batch, num_tokens, vocab_size]`."""
     tokenizer: PreTrainedTokenizerBase
     tokenizer_wrapper: TokenizerWrapper
-    """mlx-lm's view of the tokenizer: tool parser, markers of thinking and of tool calls."""
+    """mlx-lm's view of the tokenizer."""
     reasoning_format: ReasoningFormat | None
-    """How the model marks its thoughts, if known."""
     tool_syntax: ToolSyntax | None
-    """How the model writes tool calls, if known."""
     detokenizer: Detokenizer
-    """The text of tokens, for the `StreamDecoder` of each sequence."""
     config: dict[str, Any]
     context_tokens: int
     """The most tokens of prompt and output together."""
@@ -192,11 +166,9 @@ class LoadedModel:
     fingerprint: str
     """Differs for different models."""
     state_fingerprint: str
-    """Differs where stored states must not be mixed: for other weights, precisions and library versions."""
+    """Differs where stored states must not be mixed: by weights, precision and library versions."""
     precision: Precision = Precision.STORED
-    """The types of the weights in memory, which may differ from those in the files."""
     adapters: AdapterSet | None = None
-    """The attached adapters."""
 
 
 def load(
@@ -204,10 +176,8 @@ def load(
 ) -> LoadedModel:
     """Loads the model in the local folder `path`; blocks until all weights are in memory.
 
-    With `max_float32_bytes`, weights are converted to the types that are fastest on a CPU, all to float32 if that
-    takes no more bytes, see `models.precision`. `tell` receives what is being done.
-
-    Raises `ModelNotFound` if there is no model, and `ModelBroken`, with the reason, if it cannot be used.
+    With `max_float32_bytes`, weights are converted to the types that are fastest on a CPU, see `models.precision`.
+    `tell` receives what is being done. Raises ModelNotFound and ModelBroken.
     """
     check(path, name)
     tell("reading weights")
@@ -250,24 +220,21 @@ def check(path: Path, name: str) -> None:
     """Raises like `load` for missing, damaged or unknown files; reads little of them."""
     _check_folder(path, name)
     config = _load_config(path, name)
-    check_model_code(config, name)
+    _check_model_code(config, name)
     _check_model_type(config, name)
     _check_num_layers(config, weights.find_weight_files(path), name)
-    check_tokenizer_code(path, name)
+    _check_tokenizer_code(path, name)
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns the configuration of a model folder, and the most tokens of prompt and output together.
-
-    Raises ModelBroken and ModelNotFound.
-    """
+    """Returns the configuration of a model folder, and the most tokens of prompt and output; raises like `check`."""
     _check_folder(path, path.name)
     config = _load_config(path, path.name)
     return config, _context_tokens(config)
 
 
 def release(loaded: LoadedModel) -> None:
-    """Frees a model's weights, whoever still refers to the model: it can no longer be called."""
+    """Frees a model's weights, whoever still refers to the model."""
     for module in cast(list[Module], loaded.model.modules()):  # type: ignore[no-untyped-call]
         module.clear()
     if loaded.adapters is not None:
@@ -283,18 +250,14 @@ def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
     """Returns how a model writes tool calls: as mlx-lm knows it, else by its tokens and template."""
     if wrapper.has_tool_calling:
         parser, end = wrapper.tool_parser, wrapper.tool_call_end or ""
-        return ToolFormat(wrapper.tool_call_start, end, parser, writes_json=bool(end) and _reads_json(parser))
+        writes_json = bool(end) and str(getattr(parser, "__module__", "")).endswith(".json_tools")
+        return ToolFormat(wrapper.tool_call_start, end, parser, writes_json=writes_json)
     tokenizer = wrapper._tokenizer
     return find_tool_syntax(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
 
 
-def _reads_json(parser: Any) -> bool:
-    """Whether a parser of mlx-lm is its parser for plain JSON."""
-    return str(getattr(parser, "__module__", "")).endswith(".json_tools")
-
-
 def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None) -> ReasoningFormat | None:
-    """Returns how a model marks its thoughts: as mlx-lm knows it, else by its tokens and template."""
+    """Returns how a model marks its thoughts, found like `_tool_syntax`."""
     tokenizer = wrapper._tokenizer
     found = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
     if wrapper.has_thinking:
@@ -316,7 +279,7 @@ def _check_folder(path: Path, name: str) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises ModelBroken for an unreadable folder or file in it; the libraries' own errors mislead."""
+    """Raises ModelBroken for an unreadable folder or file; the libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:
@@ -346,11 +309,13 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
     module = MODEL_REMAPPING.get(model_type, model_type)
     if importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
         unknown = f"{name}: model type {model_type!r} is not known to mlx-lm {version('mlx-lm')}"
-        raise ModelBroken(f"{unknown}{hint_at_own_code(config)}")
+        code = _code_in(config.get("auto_map"), ("AutoModelForCausalLM", "AutoModel", "AutoConfig"))
+        own = f", and the folder's own code for it ({code}) is never run; choose a model of a type that mlx-lm knows"
+        raise ModelBroken(unknown if code is None else unknown + own)
 
 
 def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> None:
-    """Raises ModelBroken for more layers than weights: all would be built before the missing weights are noticed."""
+    """Raises ModelBroken for more layers than weights: all would be built before that is noticed."""
     num_weights = sum(len(weights.read_header(file)) for file in files)
     for section in _sections(config):
         for key in _LAYER_KEYS:
@@ -363,7 +328,9 @@ def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
     try:
         model, config = load_model(path)
     except (Exception, SystemExit) as error:  # an architecture's code raises anything for a wrong configuration
-        raise ModelBroken(f"{name}: cannot be loaded: {_first_lines(error)}") from error
+        raise ModelBroken(
+            f"{name}: cannot be loaded: {brief(str(error) or type(error).__name__, _MAX_REASON)}"
+        ) from error
     # Arrays that are no parameters (rotary frequencies, for one) are still lazy, and lazy arrays belong to their
     # thread.
     mx.eval(list(_arrays(model)))
@@ -380,7 +347,7 @@ def _arrays(tree: Any) -> Iterator[mx.array]:
 
 
 def _check_normalizer(path: Path, name: str) -> None:
-    """Raises ModelBroken for a tokenizer that first makes texts far longer, including its own tokens."""
+    """Raises ModelBroken for a tokenizer that first makes texts far longer."""
     raw = path.read_bytes() if path.is_file() else b""
     if b"Replace" not in raw and b"\\u00" not in raw:
         return
@@ -404,10 +371,12 @@ def _load_tokenizer(path: Path, name: str, config: dict[str, Any]) -> TokenizerW
     except ModelBroken:
         raise
     except Exception as error:  # tokenizer classes raise anything for a file that is missing or damaged
-        code = tokenizer_code(path)
+        code = _tokenizer_code(path)
         if code is not None:
-            raise ModelBroken(refusal_of_tokenizer(name, code)) from error
-        raise ModelBroken(f"{name}: its tokenizer cannot be loaded: {_first_lines(error)}") from error
+            raise ModelBroken(_refusal_of_tokenizer(name, code)) from error
+        raise ModelBroken(
+            f"{name}: its tokenizer cannot be loaded: {brief(str(error) or type(error).__name__, _MAX_REASON)}"
+        ) from error
 
 
 def _vocab_size(model: Any, name: str) -> int:
@@ -415,7 +384,9 @@ def _vocab_size(model: Any, name: str) -> int:
     try:
         return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
     except Exception as error:  # as above: the architecture's own code
-        raise ModelBroken(f"{name}: the model does not run: {_first_lines(error)}") from error
+        raise ModelBroken(
+            f"{name}: the model does not run: {brief(str(error) or type(error).__name__, _MAX_REASON)}"
+        ) from error
 
 
 def _context_tokens(config: dict[str, Any]) -> int:
@@ -424,9 +395,7 @@ def _context_tokens(config: dict[str, Any]) -> int:
 
 
 def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterator[int]:
-    """Yields every token that any part of the model declares as the end of an answer; some chat models name only
-    half.
-    """
+    """Yields every token that any part of the model declares as the end of an answer."""
     declared = [section.get("eos_token_id") for section in _sections(config)]
     for ids in (*declared, wrapper.eos_token_ids, wrapper._tokenizer.eos_token_id):
         if isinstance(ids, int):
@@ -441,8 +410,3 @@ def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for key in ("text_config", "language_config", "llm_config"):
         if isinstance(config.get(key), dict):
             yield config[key]
-
-
-def _first_lines(error: BaseException, limit: int = 300) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else f"{text[:limit]}…"

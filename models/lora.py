@@ -1,16 +1,12 @@
-"""Layers with variants for adapters, and the choice of a variant for each row of a model call.
+"""Layers with variants for adapters, and the choice of a variant for each row of a model call. Worker thread only,
+once a model is loaded.
 
-Each layer that an adapter changes is wrapped: it holds the model's own layer and, for each adapter, mlx-lm's layer
-around it. A call in which all rows have the same adapter goes through that layer, a call without adapters through the
-model's own: the results equal those without this module, bit for bit.
+A wrapped layer holds the model's own and, for each adapter, mlx-lm's layer around it. A call whose rows all have the
+same adapter goes through one of them: the results equal those without this module, bit for bit.
 
-Rows of different adapters share one call if all variants are plain LoRA of linear layers and the layer's input has a
-row for each row of the call. No list of architectures could tell where that holds, so `can_mix` tries it: rows are
-evaluated together, each with its adapter, and compared with each row alone. The difference must be small compared
-with the effect of an adapter, since mixed-up rows differ by that effect. Otherwise rows of different adapters take
-turns.
-
-Worker thread only, once a model is loaded.
+Rows of different adapters share a call if all variants are plain LoRA of linear layers and the layer's input has a
+row for each row of the call. `can_mix` tries that: rows together are compared with each alone, and must differ little
+compared with an adapter's effect. Otherwise rows of different adapters take turns.
 """
 
 import logging
@@ -32,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class CannotMix(Exception):
-    """A call of a layer does not allow telling rows of different adapters apart."""
+    """A call of a layer does not tell rows of different adapters apart."""
 
 
 class _Mixture:
@@ -43,7 +39,7 @@ class _Mixture:
         self._places: dict[tuple[tuple[int, float], ...], tuple[mx.array, mx.array]] = {}
 
     def places(self, held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
-        """Returns each row's index among the adapters that a layer holds, and its scale; 0 for no adapter.
+        """Returns each row's index among the adapters that a layer holds, and its scale, 0 for no adapter.
 
         `held` are the adapters' indices with their scales. Shapes `[num_rows]`, uint32, and `[num_rows, 1, 1]`,
         float32.
@@ -69,14 +65,9 @@ class AdapterSet:
         self.selected: int | _Mixture = NO_ADAPTER
         self._mixture: _Mixture | None = None
 
-    @property
-    def can_mix(self) -> bool:
-        """Whether the layers could evaluate rows of different adapters together."""
-        return all(layer.can_mix for layer in self.layers)
-
     @contextmanager
     def selecting(self, rows: Sequence[int]) -> Iterator[None]:
-        """Makes model calls in the block evaluate each row with its adapter, by index; the arrays may be lazy."""
+        """Makes model calls in the block evaluate each row with its adapter, by index."""
         self.selected = rows[0] if len(set(rows)) == 1 else self._mixed(tuple(rows))
         try:
             yield
@@ -97,7 +88,7 @@ class AdapterSet:
 
 
 def selecting(adapters: AdapterSet | None, *rows: int) -> AbstractContextManager[None]:
-    """Makes model calls in the block evaluate each row with its adapter, if the model has any."""
+    """Like `AdapterSet.selecting`, if the model has adapters."""
     return nullcontext() if adapters is None else adapters.selecting(rows)
 
 
@@ -109,14 +100,9 @@ class AdaptedLayer(Module):
         super().__init__()  # type: ignore[no-untyped-call]
         self.layer = layer
         # Among the module's own items the variants would count as weights of the model, once for each adapter.
-        self._variants = variants
+        self.variants = variants
         self._adapters = adapters
         adapters.layers.append(self)
-
-    @property
-    def can_mix(self) -> bool:
-        """Whether rows of different adapters may be evaluated together."""
-        return self._variants.are_plain
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         """Evaluates the layer, each row with its selected adapter."""
@@ -133,16 +119,16 @@ class AdaptedLayer(Module):
 
     def forget(self) -> None:
         """Releases the variants."""
-        self._variants = Variants({}, are_plain=False)
+        self.variants = Variants({}, are_plain=False)
 
     def _of(self, index: int) -> Any:
-        return self._variants.by_index.get(index, self.layer)
+        return self.variants.by_index.get(index, self.layer)
 
     def _mixed(self, x: mx.array, mixture: _Mixture) -> mx.array:
         if x.ndim != 3 or x.shape[0] != len(mixture.rows):
             raise CannotMix(f"an input of shape {x.shape} for {len(mixture.rows)} rows")
-        places, scales = mixture.places(self._variants.scales)
-        a, b = self._variants.stacked
+        places, scales = mixture.places(self.variants.scales)
+        a, b = self.variants.stacked
         added = scales * mx.gather_mm(mx.gather_mm(x, a, rhs_indices=places), b, rhs_indices=places)
         # Another adapter's result for a row is dropped, not multiplied by zero: it may be infinite.
         added = mx.where(scales == 0, 0, added)
@@ -150,7 +136,7 @@ class AdaptedLayer(Module):
 
 
 class Variants:
-    """A layer's variants by the index of their adapter; for plain variants, also their stacked factors."""
+    """A layer's variants by the index of their adapter; for plain ones, also their stacked factors."""
 
     def __init__(self, by_index: Mapping[int, Module], *, are_plain: bool) -> None:
         """Variants `are_plain` if each adds exactly `scale * (x @ lora_a) @ lora_b`."""
@@ -170,10 +156,7 @@ class Variants:
 
     @cached_property
     def stacked(self) -> tuple[mx.array, mx.array]:
-        """The stacked factors, `[num_adapters, input_dims, rank]` and `[num_adapters, rank, output_dims]`.
-
-        Smaller ranks are padded with zeros, which add nothing.
-        """
+        """`[num_adapters, input_dims, rank]` and `[num_adapters, rank, output_dims]`, padded with zeros."""
         pairs = [(layer.lora_a, layer.lora_b) for layer in self.by_index.values()]
         rank = max(a.shape[1] for a, _ in pairs)
         first = mx.stack([mx.pad(a, [(0, 0), (0, rank - a.shape[1])]) for a, _ in pairs])
@@ -183,7 +166,7 @@ class Variants:
 
 
 def own_arrays(layer: Module) -> dict[str, mx.array]:
-    """Returns the weights of an adapter's layer, without those of the model's layer inside it."""
+    """Returns the weights of an adapter's layer, without the model's layer inside it."""
     return {name: value for name, value in layer.items() if isinstance(value, mx.array)}
 
 
@@ -192,12 +175,12 @@ _STEPS = 2
 _LARGEST_SHARE = 0.1
 """The largest difference that counts as rounding, as a fraction of the adapters' effect."""
 _ROUNDING = 16
-"""The same in units in the last place of the largest logit, where adapters have almost no effect."""
+"""The same in units in the last place of the largest logit, where adapters have little effect."""
 
 
 def can_mix(model: Any, adapters: AdapterSet, vocab_size: int, *, seed: int = 0) -> bool:
-    """True if rows of different adapters are shown to give the same together as alone; they may be ragged."""
-    if not adapters.can_mix:
+    """Whether rows of different adapters are shown to give the same together as alone."""
+    if not all(layer.variants.are_plain for layer in adapters.layers):
         logger.info("rows of different adapters take turns: not all layers of the adapters are plain LoRA")
         return False
     rows = [NO_ADAPTER, *(adapter.index for adapter in adapters.adapters), NO_ADAPTER]

@@ -1,10 +1,7 @@
-"""Reads the folders of adapters, and attaches adapters to a loaded model, which shares its weights among them
-unchanged.
+"""Reads the folders of adapters, and attaches adapters to a loaded model, which shares its weights among them.
 
-Two forms are read: mlx-lm's, and PEFT's, which most adapters on Hugging Face have. mlx-lm's form is
-`adapter_config.json` with `lora_parameters` and `adapters.safetensors`; PEFT's is `adapter_config.json` with
-`peft_type` and `adapter_model.safetensors`. Only safetensors are read, never code. Importing this module imports all
-of mlx-lm's training.
+Two forms are read, never code: mlx-lm's `adapter_config.json` with `lora_parameters` and `adapters.safetensors`;
+PEFT's with `peft_type` and `adapter_model.safetensors`. Importing this module imports all of mlx-lm's training.
 """
 
 import cache.layers.mlx_lm_guard  # noqa: F401
@@ -44,7 +41,7 @@ _PEFT_FACTORS = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """An adapter's files, checked as far as possible without its model."""
+    """An adapter's files, checked without its model."""
 
     name: str
     path: Path
@@ -76,7 +73,7 @@ class LowRank:
 
 
 def read_folder(name: str, folder: str) -> AdapterFolder:
-    """Returns an adapter's folder; raises ModelNotFound, and ModelBroken for an unsupported kind."""
+    """Returns an adapter's folder; raises ModelNotFound and ModelBroken."""
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise ModelNotFound(f"adapter {name}: there is no folder {path}")
@@ -101,7 +98,7 @@ def read_folder(name: str, folder: str) -> AdapterFolder:
 
 
 def low_ranks(adapter: AdapterFolder) -> dict[str, LowRank]:
-    """Returns the additions of an adapter in PEFT's form, by the layer's path in the model; raises ModelBroken."""
+    """Returns the additions of an adapter in PEFT's form, by the layer's path; raises ModelBroken."""
     factors: dict[str, dict[str, mx.array]] = {}
     for key, tensor in read_tensors(adapter).items():
         suffix = next((suffix for suffix in _PEFT_FACTORS if key.endswith(suffix)), None)
@@ -177,8 +174,8 @@ def _content(name: str, path: Path) -> bytes:
 def attach(model: Module, places: Sequence[AdapterPlace], *, as_float32: bool = False) -> AdapterSet:
     """Attaches adapters to a model; blocks until their weights are in memory.
 
-    With `as_float32` the weights are converted, which is fastest on a CPU. Raises ModelNotFound and ModelBroken for
-    an adapter that does not fit this model; the model is unusable then.
+    `as_float32` converts the weights, which is fastest on a CPU. Raises ModelNotFound and ModelBroken for an adapter
+    that does not fit; the model is unusable then.
     """
     folders = [read_folder(place.name, place.folder) for place in places]
     variants: dict[str, dict[int, Module]] = {}
@@ -216,7 +213,7 @@ def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
 
 
 def _around(own: dict[str, Module], folder: AdapterFolder, path: str, part: LowRank) -> Module:
-    """Returns mlx-lm's layer around one of the model's, for an adapter in PEFT's form; raises ModelBroken."""
+    """Returns mlx-lm's layer around one of the model's, for PEFT's form; raises ModelBroken."""
     layer = own.get(path)
     if not isinstance(layer, Linear | QuantizedLinear):
         what = "is none" if layer is None else f"is a {type(layer).__name__}"

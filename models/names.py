@@ -1,17 +1,15 @@
 """What a MODEL name stands for on this machine, and a smaller model if the machine cannot hold it.
 
-A name is `demo` or `demo-hybrid` (the models that come with the project), a local name (`models.store`), a folder, a
-short name like `qwen3:0.6b`, or a Hugging Face repository in the local cache, as `org/name[@revision]` or by its
-address on the hub. `models.hub` downloads repositories. Never touches the network.
+A name is one of `BUILT_IN`, a local name (`models.store`), a folder, a short name like `qwen3:0.6b`, or a repository
+in Hugging Face's cache, as `org/name[@revision]` or its address. Never touches the network.
 """
 
 import contextlib
 import difflib
 import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +19,7 @@ from models.errors import ModelBroken, ModelError, ModelNotFound, reason
 from models.short_names import FAMILIES, SHORT_NAMES, ShortName, find_family, find_short_name, largest, like
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel, WeightsPlace
-from models.weights import other_formats
+from models.weights import other_formats, read_json
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedRepoInfo
@@ -37,6 +35,7 @@ FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt
 IGNORED_PATTERNS = ["*/*"]
 """Subfolders hold other formats of the same weights."""
 
+_NEEDED = "a model needs config.json and its weights, model*.safetensors"
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]*[A-Za-z0-9])?"
 _REPOSITORY = re.compile(
     rf"(?!.*(?:--|\.\.))(?!(?i:www\.)?(?i:huggingface\.co|hf\.co)/){_PART}/{_PART}(?:@[A-Za-z0-9][A-Za-z0-9_./+-]*)?"
@@ -47,7 +46,7 @@ _ADDRESS = re.compile(
     r"(?:/(?:tree|blob|resolve)/(?P<revision>refs/[^/?#]+/[^/?#]+|[^/?#]+)[^?#]*)?/?(?:[?#].*)?",
     re.IGNORECASE,
 )
-"""A page of a repository as a browser shows it, or the short form of its address."""
+"""A page of a repository, or the short form of its address."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class InstalledModel:
     size_bytes: int
     architecture: str
     quantization: str
-    """Such as `4 bit`; empty for weights that are not quantized."""
+    """Such as `4 bit`; empty without."""
     short_name: str = ""
     stored: StoredModel | None = None
     """The manifest's entry, for a local name."""
@@ -79,7 +78,7 @@ class InstalledModel:
 
 
 def shorten(name: str) -> str:
-    """Returns `org/name[@revision]` for a repository's address on the hub; other names unchanged."""
+    """Returns `org/name[@revision]` for a repository's address; other names unchanged."""
     address = _ADDRESS.fullmatch(name.strip())
     if address is None:
         return name
@@ -87,7 +86,7 @@ def shorten(name: str) -> str:
 
 
 def parse_repository(name: str) -> RepositoryName | None:
-    """Returns the repository of `name`, which may be a short name or an address; None if it cannot be one."""
+    """Returns the repository of a name, short name or address; None if it cannot be one."""
     head, at, revision = shorten(name).partition("@")
     short = find_short_name(head)
     full = head if short is None else short.repository
@@ -98,74 +97,87 @@ def parse_repository(name: str) -> RepositoryName | None:
 
 def resolve(name: str) -> Path:
     """Returns the folder of the model called `name`; raises ModelNotFound or ModelBroken."""
+    return _found(name)[1]
+
+
+def _found(name: str) -> tuple[WeightsPlace, Path]:
     if name in BUILT_IN:
-        return _complete(BUILT_IN[name], f"the model {name!r}", "reinstall mlx-serve")
+        return WeightsPlace("built-in", name), _complete(BUILT_IN[name], f"the model {name!r}", "reinstall mlx-serve")
     stored = find_stored(name)
     if stored is not None:
-        return folder_of(stored.weights)
+        return stored.weights, folder_of(stored.weights)
     path = Path(name).expanduser()
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:
         raise ModelBroken(f"{name} is not readable: {reason(error)}") from error
     if is_folder:
-        return _complete(path, f"the folder {name}", "a model needs config.json and its weights, model*.safetensors")
+        return WeightsPlace("folder", str(path.resolve())), _complete(path, f"the folder {name}", _NEEDED)
     if is_file:
         raise ModelNotFound(f"{name} is a file; name the folder that holds config.json and model*.safetensors")
     if name.startswith(("/", "./", "../", "~")):
         raise ModelNotFound(f"There is no folder {name}.")
+    return _downloaded(name)
+
+
+def _downloaded(name: str) -> tuple[WeightsPlace, Path]:
+    """Returns the place and the folder of a repository, or of the largest model here of a family."""
     family = find_family(name)
-    if family:
-        return _installed_of(family, name)[1]
-    repository = parse_repository(name)
+    repository = parse_repository(_largest_here(family, name) if family else name)
     if repository is None:
         raise ModelNotFound(f"There is no model {name!r}: {suggest(name)}")
-    return _cached(name, repository)
+    folder = _cached(name, repository)
+    return WeightsPlace("repository", repository.repository, folder.name), folder
 
 
 def settle(name: str) -> str:
-    """Returns the largest model here of the family called `name`; other names unchanged.
-
-    Raises ModelNotFound where no model of the family is here, and ModelBroken.
-    """
-    is_other = find_stored(name) is not None or Path(name).expanduser().is_dir()
-    family = () if is_other else find_family(name)
-    return _installed_of(family, name)[0] if family else name
+    """Returns the largest model here of the family called `name`; other names unchanged. Raises like `resolve`."""
+    family = () if _is_no_download(name) else find_family(name)
+    return _largest_here(family, name) if family else name
 
 
-def _installed_of(family: Sequence[ShortName], name: str) -> tuple[str, Path]:
-    """Returns the name and the folder of the largest model of a family that is here."""
+def _is_no_download(name: str) -> bool:
+    return name in BUILT_IN or find_stored(name) is not None or Path(name).expanduser().is_dir()
+
+
+def _largest_here(family: Sequence[ShortName], name: str) -> str:
     for one in sorted(family, key=lambda one: one.num_bytes, reverse=True):
         with contextlib.suppress(ModelNotFound):
-            return one.name, _cached(one.name, RepositoryName(one.repository))
+            _cached(one.name, RepositoryName(one.repository))
+            return one.name
     raise ModelNotFound(f"No model of the family {name} is on this machine yet; download one: mlx-serve pull {name}")
 
 
 def find_stored(name: str) -> StoredModel | None:
-    """Returns the manifest's entry for a local name; a built-in model takes precedence.
-
-    Never takes a name for a path. Raises StoreError if the manifest cannot be read.
-    """
+    """Returns the manifest's entry for a local name, never taking it for a path; raises StoreError."""
     return None if name in BUILT_IN else user_manifest().find(name)
 
 
 def find_installed(name: str) -> tuple[str, Path] | None:
-    """Returns the identity and the folder of an installed model; None if there is none of that name.
+    """Returns the identity and the folder of an installed model, if there is one; local names do not count.
 
-    Never takes a name for a path, so a name may come from anyone. Raises ModelBroken for half a download. Local names
-    are found by `find_stored`.
+    Never takes a name for a path, so a name may come from anyone. Raises ModelBroken for half a download.
     """
-    if name in BUILT_IN:
-        return name, resolve(name)
-    family = find_family(name)
-    try:
-        repository = parse_repository(_installed_of(family, name)[0] if family else name)
-        if repository is None:
-            return None
-        folder = _cached(name, repository)
-    except ModelNotFound:
+    found = _installed(name)
+    if found is None:
         return None
-    return _repository_identity(repository.repository, folder), folder
+    place, folder = found
+    return (_repository_identity(place.name, folder) if place.kind == "repository" else name), folder
+
+
+def installed_place(name: str) -> WeightsPlace | None:
+    """Returns the place of an installed model or a local name, like `find_installed`; raises StoreError too."""
+    stored = find_stored(name)
+    found = _installed(name) if stored is None else (stored.weights, None)
+    return None if found is None else found[0]
+
+
+def _installed(name: str) -> tuple[WeightsPlace, Path] | None:
+    if name in BUILT_IN:
+        return WeightsPlace("built-in", name), resolve(name)
+    with contextlib.suppress(ModelNotFound):
+        return _downloaded(name)
+    return None
 
 
 def folder_of(place: WeightsPlace) -> Path:
@@ -179,14 +191,11 @@ def folder_of(place: WeightsPlace) -> Path:
     folder = Path(place.name)
     if not folder.is_dir():
         raise ModelNotFound(f"There is no folder {folder} any more.")
-    return _complete(folder, f"the folder {folder}", "a model needs config.json and its weights, model*.safetensors")
+    return _complete(folder, f"the folder {folder}", _NEEDED)
 
 
 def identity_of(place: WeightsPlace) -> str:
-    """Returns the unique id of a stored model's weights under any name; never a path.
-
-    Raises like `folder_of`.
-    """
+    """Returns the unique id of a stored model's weights, never a path; raises like `folder_of`."""
     folder = folder_of(place)
     if place.kind == "repository":
         return _repository_identity(place.name, folder)
@@ -196,34 +205,23 @@ def identity_of(place: WeightsPlace) -> str:
 
 
 def place_of(name: str) -> WeightsPlace:
-    """Returns where the weights of the model called `name` are; raises like `resolve`. `name` may be a path."""
+    """Returns where the weights of the model called `name`, perhaps a path, are; raises like `resolve`."""
     if name in BUILT_IN:
         return WeightsPlace("built-in", name)
     stored = find_stored(name)
-    if stored is not None:
-        return stored.weights
-    folder = resolve(name)
-    if not Path(name).expanduser().is_dir():
-        return _repository_place(name, folder)
-    return WeightsPlace("folder", str(folder.resolve()))
+    return _found(name)[0] if stored is None else stored.weights
 
 
 def files_of(name: str) -> tuple[WeightsPlace, Path]:
-    """Returns where the weights of the model called `name` are, and its folder, which may lack files.
-
-    Raises ModelNotFound if there is no folder. `name` may be a path.
-    """
-    stored = find_stored(name)
-    if stored is None and name not in BUILT_IN and not Path(name).expanduser().is_dir():
-        repository = parse_repository(name)
-        folder = None if repository is None else _snapshot(repository)
-        if repository is None or folder is None:
-            return place_of(name), resolve(name)
-        return WeightsPlace("repository", repository.repository, folder.name), folder
-    place = place_of(name) if stored is None else stored.weights
-    if place.kind != "repository":
-        return place, BUILT_IN[place.name] if place.kind == "built-in" else Path(place.name)
-    return place, _snapshot(RepositoryName(place.name, place.commit)) or folder_of(place)
+    """Returns place and folder of the model called `name`, whose files may be missing; raises ModelNotFound."""
+    repository = None if _is_no_download(name) else parse_repository(name)
+    snapshot = None if repository is None else _snapshot(repository)
+    if repository is not None and snapshot is not None:
+        return WeightsPlace("repository", repository.repository, snapshot.name), snapshot
+    place = place_of(name)
+    if place.kind == "repository":
+        return place, _snapshot(RepositoryName(place.name, place.commit)) or folder_of(place)
+    return place, BUILT_IN[place.name] if place.kind == "built-in" else Path(place.name)
 
 
 def _snapshot(repository: RepositoryName) -> Path | None:
@@ -234,29 +232,8 @@ def _snapshot(repository: RepositoryName) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def installed_place(name: str) -> WeightsPlace | None:
-    """Returns the place of an installed model, never taking a name for a path; None if there is none.
-
-    Raises ModelBroken for half a download, and StoreError.
-    """
-    stored = find_stored(name)
-    if stored is not None:
-        return stored.weights
-    found = find_installed(name)
-    if found is None:
-        return None
-    return WeightsPlace("built-in", name) if name in BUILT_IN else _repository_place(name, found[1])
-
-
-def _repository_place(name: str, snapshot: Path) -> WeightsPlace:
-    family = find_family(name)
-    repository = parse_repository(_installed_of(family, name)[0] if family else name)
-    assert repository is not None, "what the cache has is the name of a repository"
-    return WeightsPlace("repository", repository.repository, snapshot.name)
-
-
 def _repository_identity(repository: str, snapshot: Path) -> str:
-    """Returns the name of a revision in the cache, the same for every branch, tag or commit that leads there."""
+    """Returns the name of a revision, the same for every branch, tag or commit that leads there."""
     refs = snapshot.parent.parent / "refs"
     commit = snapshot.name
     names = frozenset(str(ref.relative_to(refs)) for ref in refs.rglob("*") if _holds(ref, commit))
@@ -271,17 +248,14 @@ def _holds(ref: Path, commit: str) -> bool:
 
 
 def installed() -> list[InstalledModel]:
-    """Returns this machine's models: built-in ones, local names, then the complete ones of the local cache.
-
-    Raises StoreError if the manifest cannot be read.
-    """
+    """Returns built-in models, local names, then the complete models of the cache. Raises StoreError."""
     models = [describe(name, folder) for name, folder in BUILT_IN.items() if not missing_files(folder)]
     models += [model for stored in user_manifest().models().values() if (model := _described(stored)) is not None]
     return models + sorted(_cached_models(), key=lambda model: model.name.lower())
 
 
 def used_last() -> str | None:
-    """Returns the downloaded chat model whose files were read last; None if there is none."""
+    """Returns the downloaded chat model whose files were read last, if any."""
     for repository in sorted(_cached_repositories(), key=lambda one: one.last_accessed, reverse=True):
         for revision in repository.revisions:
             if "main" in revision.refs and _is_usable(revision.snapshot_path) and _can_chat(revision.snapshot_path):
@@ -290,9 +264,9 @@ def used_last() -> str | None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Returns the names of missing files that a model in `folder` needs; empty if complete."""
+    """Returns the names of missing files that a model in `folder` needs."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    index = _read_json(folder / "model.safetensors.index.json")
+    index = read_json(folder / "model.safetensors.index.json")
     shards = sorted(set(index.get("weight_map", {}).values()))
     if not shards and not any(folder.glob("model*.safetensors")):
         shards = ["model.safetensors"]
@@ -300,18 +274,14 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of Hugging Face repositories; it need not exist."""
+    """Returns the folder of Hugging Face repositories, which need not exist."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return Path(HF_HUB_CACHE)
 
 
 def cache_stamp() -> tuple[tuple[str, int], ...]:
-    """Returns a value that changes when a repository of the cache comes, goes, or gets a file or a name for a
-    revision.
-
-    It holds each folder's modification time in nanoseconds; the files themselves are not read.
-    """
+    """Returns each folder's modification time in nanoseconds: it changes with any file or name of a revision."""
     repositories = cache_folder().glob("models--*")
     folders = [one for repository in repositories for one in (repository / "refs", *repository.glob("snapshots/*"))]
     stamps = []
@@ -386,7 +356,7 @@ def _cached_repositories() -> "list[CachedRepoInfo]":
 
 def _can_chat(folder: Path) -> bool:
     has_template = (folder / "chat_template.jinja").is_file()
-    return has_template or "chat_template" in _read_json(folder / "tokenizer_config.json")
+    return has_template or "chat_template" in read_json(folder / "tokenizer_config.json")
 
 
 def _described(stored: StoredModel) -> InstalledModel | None:
@@ -406,13 +376,13 @@ def _is_usable(folder: Path) -> bool:
 
 
 def _shortest(refs: frozenset[str], commit: str) -> str:
-    """Returns the name to show for a revision: `main` if it is that, else a branch, else the commit."""
+    """Returns the name to show for a revision: `main`, else a branch, else the commit."""
     return "main" if "main" in refs else min(refs, default=commit)
 
 
 def describe(name: str, folder: Path) -> InstalledModel:
     """Describes a model by its files, under the given name."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     bits = config.get("quantization", config.get("quantization_config", {})).get("bits")
     return InstalledModel(
         name=name,
@@ -424,42 +394,26 @@ def describe(name: str, folder: Path) -> InstalledModel:
     )
 
 
-def _read_json(path: Path) -> dict[str, dict[str, str]]:
-    """Returns the object in a JSON file; empty if there is none or it cannot be read."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 GENERAL = "qwen3"
 """The family suggested in place of an unknown one."""
 
 
 def suggest_smaller(name: str, limit_bytes: int) -> str | None:
-    """Returns the short name of the largest model that takes at most `limit_bytes`; None if none does.
+    """Returns the short name of the largest model that takes at most `limit_bytes`, if any.
 
     Of the family of `name`, else of one with a similar name, else of any.
     """
     everything = [one for family in FAMILIES.values() for one in family]
-    for candidates in (_within(name, _letters_and_digits), _within(name, _letters), FAMILIES[GENERAL], everything):
+    for candidates in (_within(name, "[^a-z0-9]"), _within(name, "[^a-z]"), FAMILIES[GENERAL], everything):
         found = largest(candidates, limit_bytes)
         if found is not None:
             return found.name
     return None
 
 
-def _within(name: str, key: Callable[[str], str]) -> Sequence[ShortName]:
+def _within(name: str, ignored: str) -> Sequence[ShortName]:
     """Returns the models of the families that `name` mentions, the longest family name first."""
-    families = [family for family in FAMILIES if key(family) in key(name)]
-    longest = max((len(key(family)) for family in families), default=0)
-    return [one for family in families if len(key(family)) == longest for one in FAMILIES[family]]
-
-
-def _letters_and_digits(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[^a-z]", "", text.lower())
+    spelled = {family: re.sub(ignored, "", family) for family in FAMILIES}
+    families = [family for family in FAMILIES if spelled[family] in re.sub(ignored, "", name.lower())]
+    longest = max((len(spelled[family]) for family in families), default=0)
+    return [one for family in families if len(spelled[family]) == longest for one in FAMILIES[family]]

@@ -34,7 +34,7 @@ class Precision(StrEnum):
 
     STORED = "as stored"
     FLOAT32_SCALES = "float32 scales"
-    """Quantized matrices stay; their scales and everything else become float32."""
+    """Quantized matrices stay; everything else becomes float32."""
     FLOAT32 = "float32"
 
 
@@ -48,10 +48,7 @@ class WeightSizes:
 
 
 def choose_precision(sizes: WeightSizes, limit_bytes: int) -> Precision:
-    """Returns the fastest precision on a CPU, float32 only if that takes at most `limit_bytes`.
-
-    Scales are a small part of quantized weights, so they are worth their bytes wherever the weights fit at all.
-    """
+    """Returns the fastest precision on a CPU, float32 only if that takes at most `limit_bytes`."""
     if sizes.stored == sizes.as_float32:
         return Precision.STORED
     if sizes.as_float32 <= limit_bytes:
@@ -70,7 +67,7 @@ def measure(model: Module) -> WeightSizes:
 
 
 def convert(model: Module, precision: Precision, tell: Progress = lambda done, total: None) -> None:
-    """Converts the weights of `model` to another precision, evaluated, layer by layer to spare memory."""
+    """Converts the weights of `model`, evaluated, layer by layer to spare memory."""
     if precision is Precision.STORED:
         return
     model.update(tree_map(_as_float32, cast(Any, model).parameters()))
@@ -87,7 +84,7 @@ def convert(model: Module, precision: Precision, tell: Progress = lambda done, t
 
 
 def seconds_per_token(model: Module, active_share: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns about how long one token of an answer takes; times one matrix of the model, and evaluates no more.
+    """Returns about how long one token of an answer takes, from one matrix of the model.
 
     `active_share` is the fraction of the experts that a token uses; 1 without experts.
     """
@@ -117,12 +114,12 @@ _KINDS: dict[type[Module], Callable[[bool], Module]] = {
     QuantizedEmbedding: lambda has_bias: Embedding(1, 1),
     QuantizedSwitchLinear: lambda has_bias: SwitchLinear(1, 1, 1, bias=has_bias),
 }
-"""Packed layers, and functions that make the plain layers in their place, whose arrays are then replaced."""
+"""Packed layers, and what makes the plain layers in their place."""
 _MATRICES = (*_KINDS, Linear, Embedding, SwitchLinear)
 
 
 def _packed(model: Module) -> Iterator[tuple[str, Module]]:
-    """Yields layers of packed matrices that can be unpacked; other kinds, including derived ones, stay unchanged."""
+    """Yields layers of packed matrices that can be unpacked; derived kinds stay unchanged."""
     for name, module in cast(Any, model).named_modules():
         if type(module) in _KINDS and module.get("global_scale") is None:
             yield name, module

@@ -1,7 +1,7 @@
-"""Short names of models as known from Ollama: families, sizes and quantizations, and sizes for people to read. Pure.
+"""Short names of models as known from Ollama, such as `qwen3:8b` and `qwen3:8b-8bit`, and sizes for people to read.
+Pure.
 
-`qwen3:8b` is a family and a size, in the usual quantization; `qwen3:8b-8bit` names another one. `short_names.toml`
-maps them to repositories.
+`short_names.toml` maps families, sizes and quantizations to repositories.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 ORGANIZATION = "mlx-community"
 _PARAMETERS = "parameters"
 _OVERHEAD = 1.06
-"""Factor for the parts in higher precision: embeddings, norms, routers, parts for pictures."""
+"""Factor for the parts in higher precision."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ShortName:
     num_bytes: int
     """Estimated bytes of the weights."""
     is_usual: bool
-    """Whether it is the quantization of a name with only a size."""
+    """Whether the name has only a size."""
 
 
 def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, ShortName]:
@@ -46,13 +46,7 @@ def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, 
 
 def _bits(kind: str) -> float:
     """Returns the bits per weight of a quantization, including its share of the scales."""
-    if kind == "bf16":
-        return 16.0
-    if kind == "mxfp4":
-        return 4.25
-    match = re.fullmatch(r"(\d)bit", kind)
-    assert match is not None, f"{kind} is no quantization"
-    return int(match[1]) + 0.5
+    return {"bf16": 16.0, "mxfp4": 4.25}.get(kind) or int(kind.removesuffix("bit")) + 0.5
 
 
 SHORT_NAMES = _read(tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")))
@@ -72,19 +66,19 @@ def find_short_name(text: str) -> ShortName | None:
 
 
 def find_family(text: str) -> Sequence[ShortName]:
-    """Returns the usual names of a family written as `qwen3` or `qwen3:latest`; empty if unknown."""
+    """Returns the usual names of a family written as `qwen3` or `qwen3:latest`."""
     return FAMILIES.get(text.lower().removesuffix(":latest"), ())
 
 
 def like(text: str) -> list[str]:
-    """Returns the usual names of all families that begin like `text`, such as `Qwen-3:7b` and `llama`."""
+    """Returns the usual names of all families that begin like `text`."""
     wanted = _plain(text.partition(":")[0])
     families = [family for family in FAMILIES if wanted and _plain(family).startswith(wanted)]
     return [one.name for family in families for one in FAMILIES[family]]
 
 
 def largest(names: Sequence[ShortName], limit_bytes: int) -> ShortName | None:
-    """Returns the largest model whose weights take at most `limit_bytes`; None if none does."""
+    """Returns the largest model whose weights take at most `limit_bytes`, if any."""
     fitting = [one for one in names if one.num_bytes <= limit_bytes]
     return max(fitting, key=lambda one: one.num_bytes, default=None)
 

@@ -1,8 +1,6 @@
 """Text that can be encoded, and the comparison of long texts. Pure.
 
-Half a character (a lone surrogate) makes a text fail wherever it is written out. JSON can spell one (`"\\ud83d"`),
-and so can a model's output and a template; UTF-8 cannot. Here each becomes U+FFFD, the replacement character, as in
-a decoder. Two halves that meet become the character that they spell.
+Half a character (a lone surrogate), which JSON and a model's output can spell and UTF-8 cannot, becomes U+FFFD.
 """
 
 import re
@@ -34,8 +32,7 @@ def well_formed_json(text: str) -> str:
 def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
     """Returns the object of a JSON text, all its texts well-formed; None if it holds no object.
 
-    An object nested more deeply than a request's body may be (some 200 levels), or with a number of more than 4300
-    digits, counts as none: nothing later could write it out.
+    Neither is an object of more than some 200 levels, or with a number of more than 4300 digits.
     """
     try:
         value = pydantic_core.from_json(well_formed_json(text), allow_inf_nan=allow_nan)
@@ -45,9 +42,7 @@ def read_object(text: str, *, allow_nan: bool = False) -> dict[str, Any] | None:
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Returns the length of the common beginning of two texts or lists; compares whole slices, as they may be
-    long.
-    """
+    """Returns the length of the common beginning of two texts or lists, comparing whole slices."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,8 @@
-"""Looks at a model folder's weight files without loading them: are they whole, and which weights are they?
+"""Looks at a model folder's weight files without loading them: are they whole, and which weights are they? Knows no
+MLX.
 
-A safetensors file opens with the length of a JSON header, 8 bytes little-endian; the header gives each tensor's
-dtype, shape and place behind it (safetensors format, "Format"). MLX reads tensors lazily, so a file that was cut
-short would only fail in the middle of an evaluation: it is found here first. Knows no MLX.
+A safetensors file opens with the length of a JSON header, 8 bytes little-endian; the header gives each tensor's type,
+shape and place behind it ("Format"). MLX reads lazily, so a file cut short would fail in an evaluation.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _DTYPE_BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of the types that MLX reads; MLX itself reports the others."""
+"""Bits of the types that MLX reads; MLX reports the others."""
 _OTHER_FORMATS = {
     "a GGUF file is": ("*.gguf",),
     "PyTorch weights are": ("*.bin", "*.pt", "*.pth", "*.ckpt"),
@@ -41,10 +41,7 @@ _IDENTITY_FILES = (
 
 
 def find_weight_files(folder: Path) -> list[Path]:
-    """Returns the weight files of a model folder, sorted, each whole.
-
-    Raises `ModelNotFound` if there are none and `ModelBroken` for a missing, cut or damaged file, by name.
-    """
+    """Returns the weight files of a model folder, sorted, each whole. Raises ModelNotFound and ModelBroken."""
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_files_of_index(folder) - {file.name for file in files})
     if missing:
@@ -75,10 +72,7 @@ def _files_of_index(folder: Path) -> set[str]:
 
 
 def other_formats(folder: Path) -> str:
-    """Returns a message about weights in unsupported formats; empty for none.
-
-    A pickle, as PyTorch writes it, runs its author's code when it is read.
-    """
+    """Returns a message about weights in unsupported formats, if any: a pickle runs its author's code."""
     for what, patterns in _OTHER_FORMATS.items():
         if any(any(folder.glob(pattern)) for pattern in patterns):
             return (
@@ -91,7 +85,7 @@ def other_formats(folder: Path) -> str:
 def read_header(file: Path) -> dict[str, Any]:
     """Returns the tensors that `file` declares, by name; `data_offsets` count from the file's start.
 
-    Raises `ModelBroken` if the file cannot be read, has no sound header, or is shorter or longer than declared.
+    Raises ModelBroken if the file cannot be read, has no sound header, or is shorter or longer than declared.
     """
     try:
         with file.open("rb") as stream:
@@ -115,7 +109,7 @@ def read_header(file: Path) -> dict[str, Any]:
 
 
 def _check_places(tensors: dict[str, Any]) -> None:
-    """Raises an error of any kind unless each tensor's range has the bytes of its type and shape."""
+    """Raises an error of any kind unless each range has the bytes of its type and shape."""
     for entry in tensors.values():
         start, stop = entry["data_offsets"]
         sizes = [start, stop, *entry["shape"]]
@@ -133,8 +127,17 @@ def _check_overlaps(tensors: dict[str, Any], file: Path) -> None:
             raise ModelBroken(f"{file} is damaged: its tensors {first} and {second} overlap")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file; empty if there is none or it cannot be read."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def unreadable(path: Path, error: OSError) -> ModelBroken:
-    """Returns the error for a file or folder that exists but cannot be read."""
+    """Returns the error for a file or folder that cannot be read."""
     return ModelBroken(f"{path} is not readable: {reason(error)}")
 
 
@@ -156,9 +159,8 @@ def _parse_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
 def fingerprint(folder: Path) -> str:
     """Returns 32 hexadecimal digits that differ for different models, wherever their folders are.
 
-    They cover configuration, tokenizer and templates whole. Of the weights they cover every tensor's name,
-    type and shape and `_SAMPLE_BYTES` from its middle, so that no model has to be read to be told from others; what
-    differs elsewhere is seen once it is loaded (`models.loader`).
+    They cover configuration, tokenizer and templates whole, and every tensor's name, type, shape and middle
+    `_SAMPLE_BYTES`; a loaded model's checksum covers the rest.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(folder):

@@ -17,7 +17,7 @@ import numpy as np
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
-from models.errors import GrammarFailed, InvalidGrammar
+from models.errors import GrammarFailed, InvalidGrammar, brief
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 
 MAX_KEPT = 16
@@ -236,6 +236,5 @@ def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:
 
 
 def _brief(error: object) -> str:
-    # After this mark the library lists its own functions, if the failure is its own.
-    text = " ".join(str(error).partition("<backtrace>")[0].partition("<non-verbose/>")[0].split())
-    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}…"
+    # After these marks the library lists its own functions.
+    return brief(str(error).partition("<backtrace>")[0].partition("<non-verbose/>")[0], MAX_MESSAGE)

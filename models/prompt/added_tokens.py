@@ -16,7 +16,10 @@ Knows no model and no conversation.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
 _SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*")
 """Unicode's White_Space, which the library strips; Python's own class has four more characters."""
@@ -25,40 +28,6 @@ _SURELY_NO_WORD = re.compile(r"[\t\n\r !-/:-@\[-^`{-~]")
 _NEVER = "(?!)"
 
 _Trie: TypeAlias = "dict[str, _Trie]"
-
-
-class AddedToken(Protocol):
-    """The library's description of one added token."""
-
-    @property
-    def content(self) -> str:
-        """Its text."""
-        ...
-
-    @property
-    def lstrip(self) -> bool:
-        """Whether it includes the white space before it."""
-        ...
-
-    @property
-    def rstrip(self) -> bool:
-        """Whether it includes the white space after it."""
-        ...
-
-    @property
-    def single_word(self) -> bool:
-        """Whether it counts only where no letter of a word is next to it."""
-        ...
-
-    @property
-    def normalized(self) -> bool:
-        """Whether it is searched for in the normalized text, after all that are not normalized."""
-        ...
-
-    @property
-    def special(self) -> bool:
-        """Whether it marks structure and is no text."""
-        ...
 
 
 class Cut(NamedTuple):
@@ -79,7 +48,7 @@ class _Border:
 class Borders:
     """The borders of one tokenizer. Any thread."""
 
-    def __init__(self, added: Mapping[int, AddedToken], template: str = "") -> None:
+    def __init__(self, added: "Mapping[int, AddedToken]", template: str = "") -> None:
         """`added` maps ids to tokens. Borders are the special ones and those in `template`, if there are any.
 
         Some tokenizers add thousands of tokens that are common in code and markup; cutting there would gain nothing.
@@ -144,13 +113,13 @@ class Borders:
         return runs
 
 
-def _exact(tokens: Mapping[int, AddedToken]) -> dict[int, AddedToken]:
+def _exact(tokens: "Mapping[int, AddedToken]") -> "dict[int, AddedToken]":
     """Returns the tokens that are found in a text whatever surrounds them."""
     some_are_words = any(token.single_word for token in tokens.values())
     some_strip = any(token.lstrip or token.rstrip for token in tokens.values())
     some_may_be_stripped = any(_has_space_at_edge(token.content) for token in tokens.values())
 
-    def is_exact(token: AddedToken) -> bool:
+    def is_exact(token: "AddedToken") -> bool:
         if token.single_word or (some_are_words and not _separates_words(token.content)):
             return False
         if not (some_strip and some_may_be_stripped):
@@ -168,7 +137,7 @@ def _has_space_at_edge(text: str) -> bool:
     return _spaces_after(text, 0) > 0 or _spaces_before(text, len(text)) < len(text)
 
 
-def _marks_turns(token: AddedToken, template: str) -> bool:
+def _marks_turns(token: "AddedToken", template: str) -> bool:
     return token.special or (token.content in template and not token.content.isspace())
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
-from models.prompt.shapes import NO_OUTLINE, Adaptation, Outline, adaptation_for
+from models.prompt.shapes import NO_OUTLINE, Adaptation, Outline, Tools, adaptation_for, num_leading_system
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
 from models.prompt.tokenize import Pieces, Tail, TextCutter, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
@@ -34,7 +34,7 @@ part or a message asks that the prompt be restorable at its end.
 """
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
-    {
+    [
         "add_generation_prompt",
         "additional_special_tokens",
         "bos_token",
@@ -58,7 +58,7 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
         "tools",
         "truncation",
         "unk_token",
-    }
+    ]
 )
 """Names that a request may not pass to the template: they would replace it or its input."""
 
@@ -145,19 +145,19 @@ class ChatRenderer:
             self._tokenizer, messages, tools, template_kwargs, adaptation, continues=continues
         )
         text = conversation.prompt()
-        tokenized = self._tokenize(text, namespace)
+        ids, tail, before = self._tokenized(text, namespace)
+        edges = _Edges(np.isin(ids, self._added_ids), before)
         boundaries = list(conversation.boundaries(text))
-        points = {RestorePoint(tokenized.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
+        points = {RestorePoint(edges.offset_of(boundary, kind), kind) for boundary, kind in boundaries}
         # First messages usually differ only after their common header, but a text may merge with the header's last
         # token. So there is a second point before it.
         points |= {
-            RestorePoint(tokenized.before(boundary), RestorePointKind.BRANCH)
+            RestorePoint(before(boundary), RestorePointKind.BRANCH)
             for boundary, kind in boundaries
             if kind is RestorePointKind.SYSTEM_END
         }
-        outline = conversation.outline(text, tokenized.before)
         kept = tuple(sorted(point for point in points if point.offset > 0))
-        return RenderedPrompt(tokenized.ids, kept, text, outline, tokenized.tail, conversation.begun(text))
+        return RenderedPrompt(ids, kept, text, conversation.outline(text, before), tail, conversation.begun(text))
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
         """Returns definitions for the middle of a conversation; see `ToolDefinitions.block`."""
@@ -166,10 +166,7 @@ class ChatRenderer:
     def _prompt_with_tools(self, tools: Sequence[Tool]) -> str | None:
         adaptation = self._adaptation(with_tools=True)
         shown = adaptation.tools([_without_cache_control(tool) for tool in tools])
-        try:
-            return _apply(self._tokenizer, adaptation.messages([_ASKS]), shown, generation_prompt=True)
-        except ChatTemplateError:
-            return None
+        return _try_apply(self._tokenizer, adaptation.messages([_ASKS]), shown, MAX_STEPS)
 
     def _adaptation(self, *, with_tools: bool) -> Adaptation:
         """Returns the changes that the template needs; found by rendering samples once."""
@@ -194,7 +191,7 @@ class ChatRenderer:
         """
         bos, eos = self._tokenizer.bos_token, self._tokenizer.eos_token
         add_special = not (bos and text.startswith(bos))
-        ids = self._encode_prompt(text, add_special_tokens=add_special, max_tokens=self._max_tokens)
+        ids = self.tokenize(text, add_special=add_special, max_tokens=self._max_tokens)
         if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id and not text.endswith(eos):
             ids = ids[:-1]
         points = (RestorePoint(len(ids) - 1, RestorePointKind.PROMPT_END),) if len(ids) > 1 else ()
@@ -209,9 +206,18 @@ class ChatRenderer:
         special tokens in the text are text. Raises PromptTooLong as soon as there are surely more than `max_tokens`,
         and Abandoned.
         """
-        return self._encode_prompt(
-            text, add_special_tokens=add_special, parse_special=parse_special, max_tokens=max_tokens
-        )
+        frame = self._frame if add_special else ([], [])
+        if frame is None:
+            return self._encode_plain(text, add_special_tokens=True, parse_special=parse_special)
+        pieces = self._pieces if parse_special else self._plain_pieces
+        if pieces is None:
+            ids = self._encode_plain(text, add_special_tokens=False, parse_special=parse_special)
+            return [*frame[0], *ids, *frame[1]]
+        try:
+            return [*frame[0], *pieces.tokenize(text, None, max_tokens).ids.tolist(), *frame[1]]
+        except PromptTooLong as error:
+            error.param = "prompt"
+            raise
 
     @cached_property
     def _plain_pieces(self) -> Pieces | None:
@@ -222,23 +228,6 @@ class ChatRenderer:
         plain.encode_special_tokens = True
         added = {number: token for number, token in self._tokenizer.added_tokens_decoder.items() if not token.special}
         return Pieces(plain, added, at_borders=False)
-
-    def _encode_prompt(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None, parse_special: bool = True
-    ) -> list[int]:
-        frame = self._frame if add_special_tokens else ([], [])
-        pieces = self._pieces if parse_special else self._plain_pieces
-        if frame is None or pieces is None:
-            encode_plain = partial(self._encode_plain, text, parse_special=parse_special)
-            if frame is None:
-                return encode_plain(add_special_tokens=True)
-            return [*frame[0], *encode_plain(add_special_tokens=False), *frame[1]]
-        try:
-            ids = pieces.tokenize(text, None, max_tokens).ids
-        except PromptTooLong as error:
-            error.param = "prompt"
-            raise
-        return [*frame[0], *ids.tolist(), *frame[1]]
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
@@ -262,12 +251,15 @@ class ChatRenderer:
                 ids += encode(self._backend, some, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def _tokenize(self, text: str, namespace: str) -> "_Tokenized":
-        if self._pieces is None:
-            encode_plain = partial(self._encode_plain, add_special_tokens=False)
-            return _SlowlyTokenized(encode_plain, text, self._added_ids)
-        tokenized = self._pieces.tokenize(text, namespace, self._max_tokens)
-        return _Tokenized(tokenized.ids, tokenized.ends, self._added_ids, tokenized.tail)
+    def _tokenized(self, text: str, namespace: str) -> tuple[NDArray[np.int32], Tail | None, Callable[[int], int]]:
+        """Returns ids, the context of a reply, and how many tokens end at or before a character offset."""
+        if self._pieces is not None:
+            found = self._pieces.tokenize(text, namespace, self._max_tokens)
+            return found.ids, found.tail, lambda boundary: int(np.searchsorted(found.ends, boundary, side="right"))
+        # A tokenizer without offsets tokenizes the start of the text again.
+        encode_plain = partial(self._encode_plain, add_special_tokens=False)
+        ids = encode_plain(text)
+        return np.array(ids, np.int32), None, lambda boundary: shared_length(encode_plain(text[:boundary]), ids)
 
 
 class _Conversation:
@@ -306,7 +298,8 @@ class _Conversation:
 
     def begun(self, text: str) -> str:
         """Returns the part of the prompt `text` with the assistant's unfinished message; "" if there is none."""
-        if not self._continues or not _said_or_thought(self._messages[-1]):
+        last = self._messages[-1]
+        if not self._continues or not (str(last["content"]).strip() or last.get("reasoning_content")):
             return ""
         try:
             before = self.text(self._messages[:-1], generation_prompt=False)
@@ -363,7 +356,7 @@ class _Conversation:
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
         """Yields conversations that share with this one exactly the part that the restore point should keep."""
         messages = self._messages
-        num_system = _count_leading_system(messages)
+        num_system = num_leading_system(messages)
         if num_system or self._tools:
             yield RestorePointKind.SYSTEM_END, _cut(messages, num_system)
         for index in _user_starts(messages):
@@ -402,27 +395,22 @@ def _by_its_names(arguments: Mapping[str, Any], template: str) -> dict[str, Any]
     return named
 
 
-def _try_apply(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+def _try_apply(
+    tokenizer: Any, messages: Sequence[Message], tools: Tools, max_steps: int = MAX_SAMPLE_STEPS
+) -> str | None:
     try:
-        return _apply(tokenizer, messages, tools, generation_prompt=True, max_steps=MAX_SAMPLE_STEPS)
+        return _apply(tokenizer, messages, tools, generation_prompt=True, max_steps=max_steps)
     except ChatTemplateError:
         return None
 
 
-class _Tokenized:
-    """Token ids of a text, with the character offset where each ends."""
+class _Edges:
+    """The edges between the tokens of one text."""
 
-    def __init__(
-        self,
-        ids: NDArray[np.int32],
-        ends: NDArray[np.int64],
-        added_ids: NDArray[np.int32],
-        tail: Tail | None = None,
-    ) -> None:
-        self.ids = ids
-        self.tail = tail
-        self._ends = ends
-        self._is_added = np.isin(ids, added_ids)
+    def __init__(self, is_added: NDArray[np.bool_], before: Callable[[int], int]) -> None:
+        """`before` returns how many tokens end at or before a character offset."""
+        self.before = before
+        self._is_added = is_added
 
     def offset_of(self, boundary: int, kind: RestorePointKind) -> int:
         """Returns the token offset for a character boundary: at or before it, never after."""
@@ -433,38 +421,16 @@ class _Tokenized:
             return offset
         return self._stable_edge(offset)
 
-    def before(self, boundary: int) -> int:
-        """Returns how many tokens end at or before a character offset."""
-        return int(np.searchsorted(self._ends, boundary, side="right"))
-
     def _stable_edge(self, offset: int) -> int:
         """Returns the nearest edge that depends on nothing after `offset`: another text may follow there."""
         if offset > 0 and self._is_added[offset - 1]:
             return offset
-        for edge in range(offset - 1, max(offset - MAX_EDGE_DISTANCE, 0), -1):
-            if self._is_edge(edge):
-                return edge
-        return offset
+        edges = range(offset - 1, max(offset - MAX_EDGE_DISTANCE, 0), -1)
+        return next(filter(self._is_edge, edges), offset)
 
     def _is_edge(self, offset: int) -> bool:
         """Whether an added token is on either side: the text there is cut in any surroundings."""
         return bool(self._is_added[max(offset - 1, 0) : offset + 1].any())
-
-
-class _SlowlyTokenized(_Tokenized):
-    """For a tokenizer without offsets: the start of the text is tokenized again and compared."""
-
-    def __init__(self, encode: Callable[[str], list[int]], text: str, added_ids: NDArray[np.int32]) -> None:
-        self._encode = encode
-        self._text = text
-        super().__init__(np.array(encode(text), dtype=np.int32), np.zeros(0, dtype=np.int64), added_ids)
-
-    def before(self, boundary: int) -> int:
-        """Returns how many tokens end at or before a character offset."""
-        start = self._encode(self._text[:boundary])
-        length = min(len(start), len(self.ids))
-        differs = np.flatnonzero(self.ids[:length] != np.array(start[:length], dtype=np.int32))
-        return int(differs[0]) if len(differs) else length
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:
@@ -516,19 +482,8 @@ def _marked(message: Message, mark: str) -> Message:
     return {**message, name: f"{message[name]}{mark}"}
 
 
-def _said_or_thought(message: Message) -> bool:
-    return bool(str(message["content"]).strip() or message.get("reasoning_content"))
-
-
 def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "cache_control"}
-
-
-def _count_leading_system(messages: Sequence[Message]) -> int:
-    count = 0
-    while count < len(messages) and messages[count]["role"] == "system":
-        count += 1
-    return count
 
 
 def _user_starts(messages: Sequence[Message]) -> list[int]:

@@ -11,6 +11,7 @@ place.
 
 import hashlib
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from typing import Any, TypeAlias
 Message: TypeAlias = Mapping[str, Any]
 """As templates read it; `content` is always a text."""
 
+Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
+
 _JOINT = "\n\n"
 _ID_CHARACTERS = 9
 """Required by Mistral's templates."""
@@ -27,7 +30,9 @@ _ID_CHARACTERS = 9
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
     """For templates that print a call's arguments as they are."""
-    return _each_call(messages, lambda arguments: arguments if isinstance(arguments, str) else _json(arguments))
+    return _each_call(
+        messages, lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    )
 
 
 def arguments_as_object(messages: Sequence[Message]) -> list[Message]:
@@ -69,16 +74,15 @@ def all_named(messages: Sequence[Message]) -> list[Message]:
 
 def short_ids(messages: Sequence[Message]) -> list[Message]:
     """For templates that accept only ids of nine letters and digits."""
-    return [_with_short_ids(message) for message in messages]
-
-
-def _with_short_ids(message: Message) -> Message:
-    calls = (
-        {**call, "id": _short(call["id"])} if call.get("id") else call for call in message.get("tool_calls") or ()
-    )
-    changed = _with_calls(message, calls)
-    answered = message.get("tool_call_id")
-    return {**changed, "tool_call_id": _short(answered)} if answered else changed
+    result: list[Message] = []
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        changed = _with_calls(
+            message, [{**call, "id": _short(call["id"])} if call.get("id") else call for call in calls]
+        )
+        answered = message.get("tool_call_id")
+        result.append({**changed, "tool_call_id": _short(answered)} if answered else changed)
+    return result
 
 
 def _short(call_id: str) -> str:
@@ -145,7 +149,7 @@ def described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def one_leading_system(messages: Sequence[Message]) -> list[Message]:
     """For templates that accept one system message: those at the beginning are joined."""
-    count = _num_leading_system(messages)
+    count = num_leading_system(messages)
     if count < 2:
         return list(messages)
     text = _JOINT.join(message["content"] for message in messages[:count])
@@ -157,7 +161,7 @@ def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
 
     At the end of the user's or tool's message before it; after an answer, at the start of the user's next message.
     """
-    count = _num_leading_system(messages)
+    count = num_leading_system(messages)
     result: list[Message] = list(messages[:count])
     is_open = False
     for message in messages[count:]:
@@ -180,7 +184,7 @@ def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
 
 def no_system(messages: Sequence[Message]) -> list[Message]:
     """For templates without system messages: the text begins the user's first message."""
-    count = _num_leading_system(messages)
+    count = num_leading_system(messages)
     if count == 0:
         return list(messages)
     text = _JOINT.join(message["content"] for message in messages[:count])
@@ -205,15 +209,11 @@ def _followed_by(message: Message, text: str) -> Message:
     return {**message, "content": message["content"] + _JOINT + text}
 
 
-def _num_leading_system(messages: Sequence[Message]) -> int:
+def num_leading_system(messages: Sequence[Message]) -> int:
+    """Returns how many system messages a conversation begins with."""
     return next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 Apply: TypeAlias = Callable[[Sequence[Message], Tools], str | None]
 """Renders a conversation; None if the template refuses it."""
 Change: TypeAlias = Callable[[Sequence[Message]], list[Message]]
@@ -283,17 +283,7 @@ def _result(number: int, text: str) -> Message:
 
 
 def _in_order(*words: str) -> Callable[[str], bool]:
-    """Returns a test whether a text holds the words in this order."""
-
-    def is_shown(text: str) -> bool:
-        position = 0
-        for word in words:
-            position = text.find(word, position)
-            if position < 0:
-                return False
-        return True
-
-    return is_shown
+    return lambda text: re.search(".*".join(words), text, re.DOTALL) is not None
 
 
 def _has(*words: str) -> Callable[[str], bool]:

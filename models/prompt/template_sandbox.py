@@ -122,7 +122,7 @@ def _spend_on(result: Any) -> Any:
     elif isinstance(result, (list, tuple, dict)):  # this is the quickest way to ask
         steps.spend(1 + len(result))
     elif type(result) is int:
-        template_sizes.check_bits(result.bit_length())
+        template_sizes.bound(result.bit_length(), template_sizes.MAX_INTEGER_BITS)
         steps.spend(1)
     else:
         steps.spend(1)
@@ -160,7 +160,7 @@ def _drawn(values: Iterable[Any]) -> list[Any]:
 
 def _drawing(items: Iterator[Any]) -> Iterator[Any]:
     for count, item in enumerate(items):
-        template_sizes.check_items(count)
+        template_sizes.bound(count, template_sizes.MAX_ITEMS)
         _spend()
         yield item
 
@@ -278,7 +278,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Returns the result of an operator on two values."""
         if operator == "+" and type(left) is type(right) is str:
-            template_sizes.check_characters(len(left) + len(right))
+            template_sizes.bound(len(left) + len(right), template_sizes.MAX_CHARACTERS)
             return _spend_on(left + right)
         if operator not in ("+", "*"):
             _weighed(right)

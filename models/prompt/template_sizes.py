@@ -45,22 +45,28 @@ _SLOW_KEY_ITEMS: Final = 100
 """Weight of a tuple or a large number: a template can find many with the same hash, which are slow as keys."""
 _KEY_BITS: Final = 60
 _TAKES_LONG_TEXTS = frozenset(
-    {
-        *("count", "endswith", "find", "index", "lstrip", "partition", "removeprefix", "removesuffix", "replace"),
-        *(
-            "rfind",
-            "rindex",
-            "rpartition",
-            "rsplit",
-            "rstrip",
-            "split",
-            "startswith",
-            "string",
-            "strip",
-            "trim",
-            "join",
-        ),
-    }
+    [
+        "count",
+        "endswith",
+        "find",
+        "index",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "startswith",
+        "string",
+        "strip",
+        "trim",
+        "join",
+    ]
 )
 """Methods of texts, and filters, that cost no more than a copy."""
 _LOOKS_AT = {
@@ -108,17 +114,16 @@ def weigh(*values: Any) -> Weight:
                 if num_items <= MAX_WORKED_ITEMS:
                     inner += part
             elif isinstance(part, int):
-                check_bits(part.bit_length())
+                bound(part.bit_length(), MAX_INTEGER_BITS)
                 num_items += _SLOW_KEY_ITEMS if part.bit_length() > _KEY_BITS else 0
             elif isinstance(part, range):
                 num_items += len(part)
             elif isinstance(part, Namespace):
                 num_items += 1
                 inner.append(part._Namespace__attrs)
-        if num_items > MAX_WORKED_ITEMS:
-            raise _too_long()
+        bound(num_items, MAX_WORKED_ITEMS)
         level, depth = inner, depth + 1
-    check_characters(num_characters)
+    bound(num_characters, MAX_CHARACTERS)
     return Weight(num_items, num_characters, depth)
 
 
@@ -135,7 +140,7 @@ def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
     for part in parts:
         spend(1)
         num_characters += len(part)
-        check_characters(num_characters)
+        bound(num_characters, MAX_CHARACTERS)
         gathered.append(part)
     return "".join(gathered)
 
@@ -144,12 +149,12 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
     """Raises SecurityError if `left operator right` is too long."""
     if operator == "**":
         if isinstance(left, int) and isinstance(right, int):
-            check_bits(left.bit_length() * max(right, 0))
+            bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
     elif operator == "*":
         _check_product(left, right)
     elif operator == "+":
         if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-            check_items(len(left) + len(right))
+            bound(len(left) + len(right), MAX_ITEMS)
     elif isinstance(left, str):
         check_percent(left, right)
 
@@ -161,7 +166,7 @@ def check_contains(container: Any, item: Any) -> Weight:
     weight = weigh_key(container, item)
     if not isinstance(container, list | tuple):
         return weight if isinstance(container, dict) else weigh(item, container)
-    check_items(len(container) * (weight.num_items + weight.num_characters // 256))
+    bound(len(container) * (weight.num_items + weight.num_characters // 256), MAX_ITEMS)
     return Weight(len(container) * (1 + weight.num_items), len(container) * weight.num_characters)
 
 
@@ -173,13 +178,13 @@ def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weig
     values = [*args, *named]
     weight = weigh(owner, *values)
     if not isinstance(owner, str) or name not in _TAKES_LONG_TEXTS:
-        _check_worked(weight)
+        bound(weight.num_characters, MAX_WORKED_CHARACTERS)
     if isinstance(owner, str):
         _check_text_method(owner, name, args, values)
     elif isinstance(owner, int):
         _check_widths(values)
     elif name == "strftime_now":
-        check_characters(weight.num_characters * _MAX_STRFTIME_GROWTH)
+        bound(weight.num_characters * _MAX_STRFTIME_GROWTH, MAX_CHARACTERS)
     return weight
 
 
@@ -187,16 +192,16 @@ def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequen
     if name in _WIDTHS:
         _check_widths(values)
         if name == "expandtabs":
-            check_characters(len(text) + text.count("\t") * max(map(int, args), default=8))
+            bound(len(text) + text.count("\t") * max(map(int, args), default=8), MAX_CHARACTERS)
     elif name == "join" and args:
         _check_join(text, args[0])
     elif name == "replace" and len(args) >= 2:
         _check_replace(text, args[0], args[1])
     elif name == "translate" and args and isinstance(args[0], Mapping):
-        check_characters(len(text) * max((len(to) for to in args[0].values() if isinstance(to, str)), default=1))
+        bound(len(text) * max((len(to) for to in args[0].values() if isinstance(to, str)), default=1), MAX_CHARACTERS)
     elif name in ("split", "rsplit"):
         separator = next((value for value in values if isinstance(value, str) and value), None)
-        check_items(text.count(separator) if separator else len(text) // 2)
+        bound(text.count(separator) if separator else len(text) // 2, MAX_ITEMS)
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
@@ -208,17 +213,17 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
     if name in _FILTER_NUMBERS:
         _check_widths(rest)
     if name in SHALLOW_FILTERS:
-        check_items(num_items if name == "list" else 0)
+        bound(num_items if name == "list" else 0, MAX_ITEMS)
         return Weight(num_items if isinstance(value, list | tuple | range) else 0)
     weight = weigh(*args, *kwargs.values())
     if name not in _TAKES_LONG_TEXTS:
-        _check_worked(weight)
+        bound(weight.num_characters, MAX_WORKED_CHARACTERS)
     if name == "indent":
         width = rest[0] if rest else 4
-        check_characters((str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width)))
+        bound((str(value).count("\n") + 1) * (len(width) if isinstance(width, str) else int(width)), MAX_CHARACTERS)
     elif name == "tojson":
         widths = [len(text) if isinstance(text, str) else int(text or 0) for text in _flat(rest)]
-        check_characters(weight.num_items * weight.depth * max(widths, default=0))
+        bound(weight.num_items * weight.depth * max(widths, default=0), MAX_CHARACTERS)
     elif name == "replace" and len(rest) >= 2:
         _check_replace(str(value), rest[0], rest[1])
     elif name == "join":
@@ -226,7 +231,7 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
     elif name == "format":
         check_percent(str(value), *rest)
     elif name == "sum" and any(isinstance(start, list | tuple) for start in rest):
-        check_items(num_items * weight.num_items // _ITEMS_COPIED_AT_ONCE)
+        bound(num_items * weight.num_items // _ITEMS_COPIED_AT_ONCE, MAX_ITEMS)
     return weight
 
 
@@ -243,16 +248,14 @@ def check_format(text: str, *values: Any) -> None:
     """Raises SecurityError if a text for `str.format` makes a long one, or sets the width of a field from a value."""
     _check_fields(text.count("{"), 0, values)
     specs = _FORMAT_SPEC.findall(text)
-    if any(brace == "{" for _, brace in specs):
-        raise _too_long()
+    bound(sum(brace == "{" for _, brace in specs), 0)
     _check_fields(text.count("{"), _widest(spec for spec, _ in specs), values)
 
 
 def check_percent(text: str, *values: Any) -> None:
     """Raises SecurityError if a text for `%` makes a long one, or sets the width of a field from a value."""
     _check_fields(text.count("%"), 0, values)
-    if _TOLD_WIDTH.search(text):
-        raise _too_long()
+    bound(len(_TOLD_WIDTH.findall(text)), 0)
     _check_fields(text.count("%"), _widest(map(" ".join, _PERCENT_FIELD.findall(text))), values)
 
 
@@ -264,39 +267,33 @@ def _widest(texts: Iterable[str]) -> int:
 def _check_fields(num_fields: int, width: int, values: Sequence[Any]) -> None:
     """Raises SecurityError for fields that could be too long if each held all of `values`."""
     weight = weigh(*values)
-    check_items(num_fields * (MAX_ITEMS // _MAX_FIELDS))
+    bound(num_fields * (MAX_ITEMS // _MAX_FIELDS), MAX_ITEMS)
     longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters
-    if width > MAX_WIDTH:
-        raise _too_long()
-    check_characters(num_fields * (width + longest))
+    bound(width, MAX_WIDTH)
+    bound(num_fields * (width + longest), MAX_CHARACTERS)
 
 
 def _check_product(left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        check_bits(left.bit_length() + right.bit_length())
+        bound(left.bit_length() + right.bit_length(), MAX_INTEGER_BITS)
     for many, count in ((left, right), (right, left)):
         if isinstance(count, int) and isinstance(many, str):
-            check_characters(len(many) * count)
+            bound(len(many) * count, MAX_CHARACTERS)
         elif isinstance(count, int) and isinstance(many, list | tuple):
-            check_items(len(many) * count)
+            bound(len(many) * count, MAX_ITEMS)
 
 
 def _check_join(separator: str, parts: Any) -> None:
     if isinstance(parts, Collection) and not isinstance(parts, str):
         lengths = (len(part) for part in parts if isinstance(part, str))
-        check_characters(sum(lengths) + len(separator) * len(parts))
+        bound(sum(lengths) + len(separator) * len(parts), MAX_CHARACTERS)
     elif isinstance(parts, str):
-        check_characters(len(parts) * (1 + len(separator)))
+        bound(len(parts) * (1 + len(separator)), MAX_CHARACTERS)
 
 
 def _check_replace(text: str, old: Any, new: Any) -> None:
     if isinstance(old, str) and isinstance(new, str):
-        check_characters(len(text) + text.count(old) * len(new))
-
-
-def _check_worked(weight: Weight) -> None:
-    if weight.num_characters > MAX_WORKED_CHARACTERS:
-        raise _too_long()
+        bound(len(text) + text.count(old) * len(new), MAX_CHARACTERS)
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
@@ -305,27 +302,10 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _check_widths(values: Iterable[Any]) -> None:
-    if any(isinstance(value, int) and value > MAX_WIDTH for value in values):
-        raise _too_long()
+    bound(max((value for value in values if isinstance(value, int)), default=0), MAX_WIDTH)
 
 
-def check_characters(count: int) -> None:
-    """Raises SecurityError for too long a text."""
-    if count > MAX_CHARACTERS:
-        raise _too_long()
-
-
-def check_items(count: int) -> None:
-    """Raises SecurityError for too many items."""
-    if count > MAX_ITEMS:
-        raise _too_long()
-
-
-def check_bits(count: int) -> None:
-    """Raises SecurityError for too large a number."""
-    if count > MAX_INTEGER_BITS:
-        raise _too_long()
-
-
-def _too_long() -> SecurityError:
-    return SecurityError("the model's chat template makes a text, a list or a number that is too long")
+def bound(count: int, most: int) -> None:
+    """Raises SecurityError for a count of more than `most`."""
+    if count > most:
+        raise SecurityError("the model's chat template makes a text, a list or a number that is too long")

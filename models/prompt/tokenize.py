@@ -28,14 +28,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.errors import PromptTooLong, TokenizerFailed
-from models.prompt.added_tokens import AddedToken, Borders, Cut
+from models.prompt.added_tokens import Borders, Cut
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
 
 SEGMENT_CHARACTERS = 16_384
 """The least length of a part, which ends at the next place that allows it; at a word's start, the most."""
@@ -63,7 +65,6 @@ AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u01
 BEFORE_SPACE = CutPlace(re.compile("[A-Za-z] [A-Za-z]"), 1, "a", re.compile("[A-Za-z][ \u0120\u2581]"))
 BEFORE_BRACKET = CutPlace(re.compile(r"\S\n[<\[({]"), 2, "a\n", re.compile(r"[\n\u010a][<\[({]"))
 PLACES = (AFTER_LINE, BEFORE_BRACKET, BEFORE_SPACE)
-NO_PLACES: Mapping[CutPlace, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class TextPart:
     start: int
     stop: int
     context: str = ""
+    num_context: int = 0
+    """Tokens of the context."""
 
 
 class TextCutter:
@@ -95,50 +98,43 @@ class TextCutter:
 
     def __init__(
         self,
-        places: Mapping[CutPlace, int] = NO_PLACES,
+        places: Mapping[CutPlace, int] | None = None,
         word_starts: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
         """`places` holds the number of tokens of each context; without any, a text is cut only if it must be.
 
         `word_starts` returns, ascending, where the tokenizer's own words begin with no white space beside them.
         """
-        self._places = places
+        self._places = places or {}
         self._word_starts = word_starts
-
-    def num_context_tokens(self, segment: TextPart) -> int:
-        """Returns how many tokens of an encoded part belong to its context."""
-        return next((count for place, count in self._places.items() if place.context == segment.context), 0)
 
     def cut(self, text: str) -> Iterator[TextPart]:
         """Yields the parts of `text` in order."""
-        start, context = 0, ""
+        start, context, num_context = 0, "", 0
         while len(text) - start > SEGMENT_CHARACTERS:
             found = self._next_cut(text, start)
             if found is None:
                 break
-            stop, next_context = found
-            yield TextPart(start, stop, context)
-            start, context = stop, next_context
-        yield TextPart(start, len(text), context)
+            yield TextPart(start, found[0], context, num_context)
+            start, context, num_context = found
+        yield TextPart(start, len(text), context, num_context)
 
-    def _next_cut(self, text: str, start: int) -> tuple[int, str] | None:
-        """Returns where the part from `start` ends, and the context of the next part; None if `start` begins the last
-        part.
-        """
+    def _next_cut(self, text: str, start: int) -> tuple[int, str, int] | None:
+        """Returns where a part ends, and the context of the next part with its tokens; None for the last part."""
         least, most = start + SEGMENT_CHARACTERS, start + MAX_CHARACTERS
-        matches = ((place, place.pattern.search(text, least, most)) for place in self._places)
-        found = [(match.start() + place.num_before, place.context) for place, match in matches if match]
+        matches = ((place, count, place.pattern.search(text, least, most)) for place, count in self._places.items())
+        found = [(match.start() + place.num_before, place.context, n) for place, n, match in matches if match]
         if found:
             return min(found)
         if self._word_starts is not None:
             words = self._word_starts(text[start : least + _AHEAD_CHARACTERS])
             stop = max((word for word in words if word <= SEGMENT_CHARACTERS), default=0)
             if stop:
-                return start + stop, ""
+                return start + stop, "", 0
         if len(text) <= most:
             return None
         spaced = _TO_LAST_SPACE.match(text, least, most)
-        return (spaced.end() if spaced else most), ""
+        return (spaced.end() if spaced else most), "", 0
 
 
 def tried_cutter(
@@ -291,7 +287,7 @@ class Pieces:
     """Piecewise tokenization by one fast tokenizer (of the `tokenizers` library), with a memory."""
 
     def __init__(
-        self, backend: Any, added: Mapping[int, AddedToken], template: str = "", *, at_borders: bool = True
+        self, backend: Any, added: "Mapping[int, AddedToken]", template: str = "", *, at_borders: bool = True
     ) -> None:
         """`backend` is borrowed; `added` holds its added tokens by id; `template` is the model's chat template.
 
@@ -308,19 +304,17 @@ class Pieces:
 
     def fits(self) -> bool:
         """Whether the tokenizer cuts as assumed here, tried on texts with each border before, between and after."""
-        if self._borders.opener is None:
-            return False
-        try:
-            return self._cuts_alike(self._borders.texts, self._borders.opener)
-        except TokenizerFailed:
-            return False
-
-    def _cuts_alike(self, texts: Mapping[int, str], mark: str) -> bool:
-        if any(self._ids(text) != [number] for number, text in texts.items()):
+        texts, mark = self._borders.texts, self._borders.opener
+        if mark is None:
             return False
         samples = [f"{a}{mark}{b}{mark}{mark}{c}" for a in _SAMPLES for b, c in pairwise(_SAMPLES)]
         samples += _between(list(texts.values()))
-        return all(self.tokenize(text).ids.tolist() == self._ids(text) for text in samples)
+        try:
+            return all(self._ids(text) == [number] for number, text in texts.items()) and all(
+                self.tokenize(text).ids.tolist() == self._ids(text) for text in samples
+            )
+        except TokenizerFailed:
+            return False
 
     def tokenize(self, text: str, namespace: str | None = "", max_tokens: int | None = None) -> Tokenized:
         """Returns the token ids of `text`, and where each ends, from remembered pieces if possible.
@@ -408,10 +402,8 @@ class Pieces:
         return Piece(_joined_ids(parts), np.concatenate(ends))
 
     def _encode_segment(self, text: str, segment: TextPart, is_first: bool) -> Piece:
-        context, num_context = segment.context, 0
-        if context:
-            num_context = self._segments.num_context_tokens(segment)
-        elif not is_first:
+        context, num_context = segment.context, segment.num_context
+        if not context and not is_first:
             context, num_context = self._opener, self._num_opener
         encoding = encode(self._backend, context + text[segment.start : segment.stop])
         ends = token_ends(encoding, len(context) + segment.stop - segment.start)[num_context:] - len(context)
@@ -420,7 +412,7 @@ class Pieces:
     def _ids(self, text: str) -> list[int]:
         return list(encode(self._backend, text).ids)
 
-    def _choose_segments(self, added: Mapping[int, AddedToken]) -> TextCutter:
+    def _choose_segments(self, added: "Mapping[int, AddedToken]") -> TextCutter:
         inner = [token for number, token in added.items() if number not in self._borders.token_ids]
         if any(token.lstrip or token.rstrip or token.single_word for token in inner):
             return TextCutter()
