@@ -419,13 +419,6 @@ class CallWatch:
         if not self._is_thinking:
             self._read(thoughts.answer_begun if was_thinking and thoughts is not None else text)
 
-    def forced(self) -> int | None:
-        """Forces nothing."""
-        return None
-
-    def finish(self) -> None:
-        """Does nothing."""
-
     def _read(self, text: str) -> None:
         while text and not self.is_complete:
             found = self._search.push(text)

@@ -58,7 +58,7 @@ class TurnAccount:
         """Returns the event with the reasons for misses. Long texts are compared on another thread."""
         request = self._exchange.request
         rendered = Rendered(self._exchange.asked, request.tokens, request.outline)
-        if request.is_prime:
+        if request.is_prefix_only:
             self.name = Name(request.namespace, request.session_id) if request.session_id is not None else None
             return started
         self.name, previous = self._conversations.find(request.session_id, rendered, request.request_id)
@@ -77,7 +77,7 @@ class TurnAccount:
         `reply` is the text of a complete answer, None if the answer was broken off.
         """
         request = self._exchange.request
-        if self._is_recorded or self.name is None or request.is_prime or not request.cache_prompt:
+        if self._is_recorded or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
         self._is_recorded = True
         tokens = request.tokens[:num_evaluated]

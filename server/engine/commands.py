@@ -1,4 +1,4 @@
-"""Commands to a running engine. Each reports on, or changes, one namespace's part of the prefix cache.
+"""Commands to a running engine: each is called once with the worker, on its thread, between two steps.
 
 Also gives memory back to the system that nothing uses any more (`give_back`).
 """
@@ -13,16 +13,14 @@ import numpy as np
 
 from cache.pins import PinName
 from cache.types import TokenArray
-from cache.views import CacheView, EdgeDetail, NamespaceView, StateBytes
+from cache.views import CacheView, EdgeDetail, NamespaceView
 from server.engine.worker import Worker
 
 
 def give_back() -> None:
     """Returns freed buffers of MLX and freed blocks of the C library to the system. Worker thread only.
 
-    MLX keeps freed buffers for later use. The C library keeps freed blocks, between others or in the arenas of
-    threads that have ended. After many requests together that is more than all memory in use. The call takes some
-    milliseconds, in which other threads may wait.
+    After many requests at once these are more than all memory in use. The call takes some milliseconds.
     """
     mx.clear_cache()
     _trim()()
@@ -43,40 +41,37 @@ def _trim() -> Callable[[], object]:
 
 
 HOLD_SECONDS = 120.0
-"""How long a turn that ended in tool calls is held: most tools answer within that time."""
+"""How long a turn that ended in tool calls is kept: most tools answer within that time."""
 
 
 @dataclass(frozen=True)
 class DescribeCache:
-    """What the cache holds for a namespace, with at most `max_nodes` edges."""
+    """Returns what the cache holds for a namespace, with at most `max_nodes` edges."""
 
     namespace: str
     max_nodes: int
 
-    def run(self, worker: Worker) -> CacheView:
-        """Returns a copied description."""
+    def __call__(self, worker: Worker) -> CacheView:
         return worker.prefix_cache.reports.view(self.namespace, self.max_nodes)
 
 
 @dataclass(frozen=True)
 class DescribeEdge:
-    """One edge of a namespace in memory, with at most `max_tokens` of its tokens."""
+    """Returns one edge of a namespace in memory, with at most `max_tokens` of its tokens; None if it is gone."""
 
     namespace: str
     number: int
     max_tokens: int
 
-    def run(self, worker: Worker) -> EdgeDetail | None:
-        """Returns a copied description; None if the edge is gone."""
+    def __call__(self, worker: Worker) -> EdgeDetail | None:
         return worker.prefix_cache.reports.edge(self.namespace, self.number, self.max_tokens)
 
 
 @dataclass(frozen=True)
 class ListNamespaces:
-    """Sums of what each namespace holds."""
+    """Returns sums of what each namespace holds, the largest in bytes first."""
 
-    def run(self, worker: Worker) -> list[NamespaceView]:
-        """Returns the namespaces, the largest in bytes first."""
+    def __call__(self, worker: Worker) -> list[NamespaceView]:
         return worker.prefix_cache.reports.namespaces()
 
 
@@ -91,25 +86,22 @@ class Freed:
 
 @dataclass(frozen=True)
 class ClearCache:
-    """Clears a namespace, except state that running requests use. An idle engine also gives memory back to the
-    system.
-    """
+    """Clears a namespace, except state that running requests use. An idle engine also gives memory back."""
 
     namespace: str
 
-    def run(self, worker: Worker) -> Freed:
-        """Clears the namespace and returns what was freed."""
+    def __call__(self, worker: Worker) -> Freed:
         worker.close_answered(self.namespace)
-        tokens, before = self._held(worker)
+        before = worker.prefix_cache.reports.view(self.namespace, max_nodes=0)
         worker.prefix_cache.clear(self.namespace)
-        tokens_left, after = self._held(worker)
+        after = worker.prefix_cache.reports.view(self.namespace, max_nodes=0)
         if not worker.has_work:
             give_back()
-        return Freed(tokens - tokens_left, before.in_memory - after.in_memory, before.disk - after.disk)
-
-    def _held(self, worker: Worker) -> tuple[int, StateBytes]:
-        view = worker.prefix_cache.reports.view(self.namespace, max_nodes=0)
-        return view.num_tokens, view.state
+        return Freed(
+            before.num_tokens - after.num_tokens,
+            before.state.in_memory - after.state.in_memory,
+            before.state.disk - after.state.disk,
+        )
 
 
 @dataclass(frozen=True)
@@ -122,48 +114,48 @@ class SlotState:
 
 @dataclass(frozen=True)
 class DescribeSlots:
-    """The slots of all namespaces together."""
+    """Returns the slots of all namespaces, in order."""
 
-    def run(self, worker: Worker) -> tuple[SlotState, ...]:
-        """Returns the slots in order."""
+    def __call__(self, worker: Worker) -> tuple[SlotState, ...]:
         return tuple(SlotState(slot.index, slot.is_leased) for slot in worker.prefix_cache.slots)
 
 
 @dataclass(frozen=True)
 class PinSession:
-    """Keeps the state of a session's last turn, and of its later turns, from being evicted."""
+    """Keeps the state of a session's last turn, and of its later turns, from being evicted.
+
+    Returns the number of pinned tokens, 0 where nothing of the session is held. Raises PinLimit.
+    """
 
     namespace: str
     session_id: str
 
-    def run(self, worker: Worker) -> int:
-        """Returns the number of pinned tokens, 0 where nothing of the session is held. Raises PinLimit."""
+    def __call__(self, worker: Worker) -> int:
         worker.close_answered(self.namespace)
         return worker.sessions.pin(self.namespace, self.session_id)
 
 
 @dataclass(frozen=True)
 class UnpinSession:
-    """Ends a session's pin."""
+    """Ends a session's pin; returns whether there was one."""
 
     namespace: str
     session_id: str
 
-    def run(self, worker: Worker) -> bool:
-        """Returns whether the session was pinned."""
+    def __call__(self, worker: Worker) -> bool:
         return worker.sessions.unpin(self.namespace, self.session_id)
 
 
 @dataclass(frozen=True)
 class ForgetSession:
-    """Drops what the engine keeps of a session beyond the state of its tokens."""
+    """Drops a session's last turn, pins and slot claim; the state of its tokens stays for others."""
 
     namespace: str
     session_id: str
 
-    def run(self, worker: Worker) -> None:
-        """Forgets the session; an unknown session is no error."""
-        worker.forget_session(self.namespace, self.session_id)
+    def __call__(self, worker: Worker) -> None:
+        worker.close_answered(self.namespace)  # else its turn would be recorded after this
+        worker.sessions.forget(self.namespace, self.session_id)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,8 +167,7 @@ class HoldTurn:
     prompt: TokenArray
     reply: Sequence[int]
 
-    def run(self, worker: Worker) -> None:
-        """Holds the turn, as far as it is known."""
+    def __call__(self, worker: Worker) -> None:
         tokens = np.concatenate([self.prompt, np.array(self.reply, np.int32)])
         name = PinName(self.namespace, self.label, is_soft=True)
         worker.prefix_cache.pin_until(name, tokens, worker.now() + HOLD_SECONDS)
@@ -184,10 +175,12 @@ class HoldTurn:
 
 @dataclass(frozen=True)
 class ResizeBudget:
-    """Changes the memory budget for the state of past tokens."""
+    """Changes the budget for the state of past tokens; returns the bytes by which running requests exceed it.
+
+    If there are any, the budget stays as before.
+    """
 
     budget_bytes: int
 
-    def run(self, worker: Worker) -> int:
-        """Returns the bytes by which running requests exceed the new budget; if any, nothing has changed."""
+    def __call__(self, worker: Worker) -> int:
         return worker.prefix_cache.try_resize(self.budget_bytes)

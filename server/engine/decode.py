@@ -13,7 +13,7 @@ Stages of a step:
   replayed from what the trie still holds, decoding alone until one step has succeeded. A row that fails alone is at
   fault.
 
-A forced token (`constraint.py`) replaces the sampled one: the next step feeds it to the row, even where that step is
+A forced token (`output.py`) replaces the sampled one: the next step feeds it to the row, even where that step is
 prepared before the sampling step is read, and the forced token is recorded and accepted.
 
 A sequence whose last token is not yet evaluated stays for one more step, so the next turn can restore that token.
@@ -170,7 +170,7 @@ class DecodePipeline:
         if sequence in self._newer_than(launched):
             sequence.record()
         logprob = launched.step.logprob(index, token)
-        self._table.post(sequence, sequence.accept(token, self._clock(), logprob))
+        sequence.post(sequence.accept(token, self._clock(), logprob))
         if sequence.output.reason is None:
             return
         if sequence.decode.unrecorded is None or not sequence.request.cache_prompt:

@@ -31,11 +31,10 @@ from models.inference.embedding import Embedder
 from models.inference.runner import Runner
 from models.loader import LoadedModel
 from models.output.detokenizer import StreamDecoder
-from server.engine.command import Command
 from server.engine.commands import ResizeBudget, give_back
 from server.engine.embeddings import EmbeddingJob, Vector
 from server.engine.generation import Generation, Mailbox
-from server.engine.inbox import Inbox, WorkerMessage
+from server.engine.inbox import Command, Inbox, WorkerMessage
 from server.engine.request import EngineStats, EngineStopped, GenerationRequest, QueueFull, StepFailed, TokenArray
 from server.engine.sequence_table import EngineSessions
 from server.engine.worker import Worker
@@ -244,7 +243,7 @@ class Engine:
         """Calls `tell` on the event loop for each event of cached state; None ends that."""
         self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
 
-    async def execute(self, command: Command[Worker, Result]) -> Result:
+    async def execute(self, command: Command[Result]) -> Result:
         """Runs a command on the worker thread between two steps, and returns its result or raises its error.
 
         Works while the engine is idle or draining. Raises QueueFull when too many commands wait, EngineStopped when
@@ -260,7 +259,7 @@ class Engine:
         own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
         return await self.execute(ResizeBudget(own_bytes))
 
-    def execute_later(self, command: Command[Worker, object]) -> None:
+    def execute_later(self, command: Command[object]) -> None:
         """Runs a command like `execute`, without waiting; its error is only logged. For any thread."""
         with contextlib.suppress(QueueFull, EngineStopped):
             self._inbox.put_command(command).add_done_callback(_log_failure)
@@ -325,7 +324,7 @@ class Engine:
         """
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
-            return self._inbox.get_nowait()
+            return self._inbox.get(0)
         # No step follows the cancel of the last request, nor a command.
         self._stats = worker.stats()
         if self._idle_work_at is None:

@@ -1,40 +1,36 @@
 """The asyncio side of one request: an async iterator over its events that can be cancelled.
 
-What waits for a slow reader is bounded: `MAX_PENDING` events, then one piece of text that grows. No event is lost,
-and no other request waits. The HTTP side limits how long a reader may read nothing at all.
+For a slow reader `MAX_PENDING` events wait, then one piece of text that grows. No event is lost, and no other request
+waits. The HTTP side limits how long a reader may read nothing at all.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import TypeAlias
 
 from server.engine.request import Delta, Event, Failed, Finished, Progress
-
-Delivery: TypeAlias = Callable[[], None]
 
 
 class Mailbox:
     """Runs deliveries on one event loop, in the order in which they were posted.
 
-    Deliveries posted before the loop wakes are read in one go. A decode step posts a token for each row; waking the
-    loop for each would cost a system call, and a switch of the interpreter lock, per row.
+    Deliveries posted before the loop wakes run together: to wake the loop for each row of a decode step would cost a
+    system call, and a switch of the interpreter lock, per row.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._posted: deque[Delivery] = deque()
+        self._posted: deque[Callable[[], None]] = deque()
         self._wakes = False
         """Whether the loop was woken and has not begun to read since."""
 
-    def post(self, delivery: Delivery) -> None:
+    def post(self, delivery: Callable[[], None]) -> None:
         """Runs `delivery` on the loop. Safe from any thread; raises RuntimeError if the loop is closed."""
         self._posted.append(delivery)
         if self._wakes:
             return
-        # First the mark, then the call: were it the other way round, the loop might read between the two, and the
-        # mark would stand for ever.
+        # Marked before the call: else the loop might read between the two, and the mark would stand for ever.
         self._wakes = True
         try:
             self.loop.call_soon_threadsafe(self._read)
@@ -59,6 +55,10 @@ class Generation:
     def __init__(self, request_id: str, cancel: Callable[[str], None], mailbox: Mailbox) -> None:
         """`mailbox` belongs to the event loop of the reader."""
         self.request_id = request_id
+        self.on_end: Callable[[], None] = lambda: None
+        """Called on the worker thread before the last event is handed over."""
+        self.is_over = False
+        """Whether the last event was posted. Worker thread only."""
         self._cancel = cancel
         self._mailbox = mailbox
         self._pending: deque[Event] = deque()
@@ -73,6 +73,9 @@ class Generation:
 
     def post(self, events: list[Event]) -> None:
         """Hands over events. Called on the worker thread; a closed loop means nobody listens any more."""
+        if any(isinstance(event, Finished | Failed) for event in events):
+            self.is_over = True
+            self.on_end()
         try:
             self._mailbox.post(partial(self._put_all, events))
         except RuntimeError:

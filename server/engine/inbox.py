@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import TypeAlias, TypeVar
 
-from server.engine.command import Command
 from server.engine.embeddings import EmbeddingJob
 from server.engine.generation import Generation
-from server.engine.request import EngineStopped, Event, Failed, Finished, GenerationRequest, QueueFull, StepFailed
+from server.engine.request import EngineStopped, Failed, GenerationRequest, QueueFull, StepFailed
 from server.engine.scheduler import QueuePace
 from server.engine.worker import Worker
 
@@ -29,16 +29,17 @@ COMMAND_RETRY_SECONDS = 2
 """Seconds after which a refused command may be retried; no command takes longer than a step."""
 
 Result = TypeVar("Result")
+Command: TypeAlias = Callable[[Worker], Result]
+"""What to do with the worker between two steps. It may take a fraction of a step's time: every live row waits."""
 
 
-class WorkerMessage(Protocol):
-    """Something for the worker."""
+@dataclass(frozen=True, eq=False)
+class WorkerMessage:
+    """Something for the worker. Both parts run on the worker thread."""
 
-    def handle(self, worker: Worker) -> None:
-        """Handles the message on the worker thread."""
-
-    def refuse(self, error: EngineStopped) -> None:
-        """Answers the message in place of a worker that has ended."""
+    handle: Callable[[Worker], None]
+    refuse: Callable[[EngineStopped], object] = lambda _: None
+    """Answers the message in place of a worker that has ended."""
 
 
 class Inbox:
@@ -63,34 +64,42 @@ class Inbox:
     # -- any thread
 
     def put_request(self, request: GenerationRequest, generation: Generation) -> None:
-        """Queues a request. Raises EngineStopped; also QueueFull, except for idle work, which is not counted."""
-        if request.is_idle_work:
-            self._put(SubmitMessage(request, CountingSink(generation, lambda: None)))
-            return
+        """Queues a request. Raises EngineStopped, and QueueFull except for idle work, which is not counted."""
+        message = WorkerMessage(partial(_submit, request, generation), lambda error: generation.post([Failed(error)]))
         with self._lock:
-            self._count_one_more()
-            self._messages.put(SubmitMessage(request, CountingSink(generation, self._request_ended)))
+            if request.is_idle_work:
+                self._require_open()
+            else:
+                self._count_one_more()
+                generation.on_end = self._request_ended
+            self._messages.put(message)
 
     def put_embedding(self, job: EmbeddingJob) -> None:
         """Queues texts to embed. Raises QueueFull, as for a request, and EngineStopped."""
         with self._lock:
             self._count_one_more()
-            self._messages.put(EmbeddingMessage(job))
+            self._messages.put(WorkerMessage(lambda worker: worker.embed(job), job.settle))
         job.vectors.add_done_callback(lambda _: self._request_ended())
 
     def put_cancel(self, request_id: str) -> None:
         """Queues a cancel; one that comes too late has no effect."""
-        self._messages.put(CancelMessage(request_id))
+        self._messages.put(WorkerMessage(lambda worker: worker.cancel(request_id)))
 
-    def put_command(self, command: Command[Worker, Result]) -> Future[Result]:
+    def put_command(self, command: Command[Result]) -> Future[Result]:
         """Queues a command and returns the future of its result. Raises QueueFull and EngineStopped."""
         future: Future[Result] = Future()
+
+        def handle(worker: Worker) -> None:
+            with self._lock:
+                self._num_commands -= 1
+            _run(command, future, worker)
+
         with self._lock:
             self._require_open()
             if self._num_commands >= MAX_COMMANDS:
                 raise QueueFull(self._num_commands, COMMAND_RETRY_SECONDS)
             self._num_commands += 1
-            self._messages.put(CommandMessage(command, future, self._command_taken))
+            self._messages.put(WorkerMessage(handle, partial(_refuse_command, future)))
         return future
 
     def put_end(self) -> None:
@@ -100,11 +109,6 @@ class Inbox:
     def wait_until_idle(self, timeout_seconds: float) -> bool:
         """Waits until no request is unfinished; False if some still were after the time."""
         return self._idle.wait(timeout_seconds)
-
-    def _put(self, message: WorkerMessage) -> None:
-        with self._lock:
-            self._require_open()
-            self._messages.put(message)
 
     def _require_open(self) -> None:
         if not self._is_open:
@@ -130,10 +134,6 @@ class Inbox:
     def _note_waiting(self) -> None:
         self._pace.change(self._clock(), has_waiting=self.num_open > self._max_slots)
 
-    def _command_taken(self) -> None:
-        with self._lock:
-            self._num_commands -= 1
-
     # -- worker thread
 
     def open(self) -> None:
@@ -141,12 +141,8 @@ class Inbox:
         self._is_open = True
 
     def get(self, timeout_seconds: float | None = None) -> WorkerMessage | None:
-        """Returns the next message, None for the end. Raises queue.Empty after the time."""
+        """Returns the next message, None for the end. Raises queue.Empty after the time, at once for 0 seconds."""
         return self._messages.get(timeout=timeout_seconds)
-
-    def get_nowait(self) -> WorkerMessage | None:
-        """Like `get`, without waiting."""
-        return self._messages.get_nowait()
 
     def close(self) -> None:
         """Takes no more messages and refuses those left, so no sender waits for ever."""
@@ -160,100 +156,30 @@ class Inbox:
                     message.refuse(error)
 
 
-class CountingSink:
-    """Passes events on and calls `on_end` with the last one."""
-
-    def __init__(self, generation: Generation, on_end: Callable[[], None]) -> None:
-        self._generation = generation
-        self._on_end = on_end
-        self.is_over = False
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the reader has left much unread."""
-        return self._generation.is_behind
-
-    def post(self, events: list[Event]) -> None:
-        """Hands events over, in order."""
-        if any(isinstance(event, Finished | Failed) for event in events):
-            self.is_over = True
-            self._on_end()
-        self._generation.post(events)
+def _submit(request: GenerationRequest, generation: Generation, worker: Worker) -> None:
+    """Submits a request. A bug of ours there fails every request, this one included."""
+    try:
+        worker.submit(request, generation)
+    except Exception as error:  # the engine goes on with the next request
+        logger.exception("the engine could not take request %s", request.request_id)
+        reported = StepFailed(f"the server failed: {error}")
+        worker.fail_all(reported)
+        if not generation.is_over:
+            generation.post([Failed(reported)])
 
 
-@dataclass(frozen=True, eq=False)
-class SubmitMessage:
-    """A request, and where its events go."""
-
-    request: GenerationRequest
-    sink: CountingSink
-
-    def handle(self, worker: Worker) -> None:
-        """Submits the request. A bug of ours there fails every request, this one included."""
-        try:
-            worker.submit(self.request, self.sink)
-        except Exception as error:  # the engine goes on with the next request
-            logger.exception("the engine could not take request %s", self.request.request_id)
-            reported = StepFailed(f"the server failed: {error}")
-            worker.fail_all(reported)
-            if not self.sink.is_over:
-                self.sink.post([Failed(reported)])
-
-    def refuse(self, error: EngineStopped) -> None:
-        """Fails the request."""
-        self.sink.post([Failed(error)])
+def _run(command: Command[Result], future: Future[Result], worker: Worker) -> None:
+    """Runs a command, unless its caller has given up."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = command(worker)
+    except Exception as error:  # the caller gets it; it concerns nobody else
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
-@dataclass(frozen=True, eq=False)
-class EmbeddingMessage:
-    """Texts to make vectors of."""
-
-    job: EmbeddingJob
-
-    def handle(self, worker: Worker) -> None:
-        """Queues them."""
-        worker.embed(self.job)
-
-    def refuse(self, error: EngineStopped) -> None:
-        """Fails the request."""
-        self.job.settle(error)
-
-
-@dataclass(frozen=True)
-class CancelMessage:
-    """The end of one request."""
-
-    request_id: str
-
-    def handle(self, worker: Worker) -> None:
-        """Cancels it."""
-        worker.cancel(self.request_id)
-
-    def refuse(self, error: EngineStopped) -> None:
-        """The request has ended with the worker."""
-
-
-@dataclass(frozen=True, eq=False)
-class CommandMessage(Generic[Result]):
-    """A command, and where its outcome is awaited."""
-
-    command: Command[Worker, Result]
-    future: Future[Result]
-    on_taken: Callable[[], None]
-
-    def handle(self, worker: Worker) -> None:
-        """Runs it, unless its caller has given up."""
-        self.on_taken()
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self.command.run(worker)
-        except Exception as error:  # the caller gets it; it concerns nobody else
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
-
-    def refuse(self, error: EngineStopped) -> None:
-        """Fails the command."""
-        if self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
+def _refuse_command(future: Future[Result], error: EngineStopped) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error)

@@ -1,7 +1,7 @@
-"""Prefill: waiting requests get a lease, prompts are evaluated up to one chunk per step.
+"""Prefill: waiting requests get a lease, and prompts are evaluated, one chunk a step.
 
-A failed prefill fails only its own request. Time to restore stored state counts towards the chunk as well, since
-decoding rows wait for it too.
+A failed prefill fails only its own request. The time to restore state counts towards the chunk: decoding rows wait
+for it too.
 """
 
 import math
@@ -22,7 +22,7 @@ from server.engine.sequence_table import SequenceTable
 MAX_SCORED_TOKENS = 128
 """The longest chunk whose logits are all computed, in float32: 76 MiB with a vocabulary of 150 000 tokens."""
 COPIED_PER_EVALUATED = 64
-"""Tokens whose state is copied in the time of evaluating one token; most machines copy several times more."""
+"""Tokens whose state is copied while one is evaluated; most machines copy several times more."""
 
 
 class Prefill:
@@ -49,9 +49,9 @@ class Prefill:
         self._expected_tokens = expected_tokens
 
     def run_chunk(self, before_each: Callable[[], None]) -> None:
-        """Fills one chunk with parts of prompts. A part ends with the chunk, its prompt, or at a restore point.
+        """Fills one chunk with parts of prompts; a part ends with the chunk, its prompt, or at a restore point.
 
-        `before_each` is called before each part; it may end sequences, the chosen one too.
+        `before_each`, called before each part, may end sequences, the chosen one too.
         """
         left_tokens = self._chunk_tokens
         while left_tokens > 0:
@@ -64,7 +64,7 @@ class Prefill:
                 left_tokens -= self._advance(sequence)
 
     def share_prefixes(self, sequence: Sequence) -> None:
-        """Asks each prefill that shares a prefix with this sequence to keep a restore point behind the prefix."""
+        """Asks each prefill that shares a prefix with this sequence to keep a restore point at the prefix's end."""
         for other in self._table.others(sequence):
             prefills = [one for one in (sequence, other) if one.ticket.phase is Phase.PREFILLING]
             for one in prefills:
@@ -79,7 +79,7 @@ class Prefill:
         return self._prefix_cache.peek(ticket.tokens, lookup=sequence.lookup) if sequence is not None else 0
 
     def _advance(self, sequence: Sequence) -> int:
-        """Evaluates the next tokens of a prompt; returns how many tokens of the chunk that took."""
+        """Evaluates the next tokens of a prompt; returns how much of the chunk that took, in tokens."""
         is_newcomer = sequence.lease is None
         if is_newcomer and not self._admit(sequence):
             return 0
@@ -91,12 +91,12 @@ class Prefill:
             chunk_tokens = min(self._chunk_tokens, MAX_SCORED_TOKENS) if is_scored else self._chunk_tokens
             taken_tokens += self._evaluate(sequence, lease, lease.chunk_stop(chunk_tokens, limit))
         if lease.is_open and lease.offset >= limit:
-            finish = self._end_prime if sequence.request.is_prime else self._start_decoding
+            finish = self._end_prefix if sequence.request.is_prefix_only else self._start_decoding
             finish(sequence, lease)
         return taken_tokens
 
     def _restore_cost(self, lease: Lease) -> int:
-        """Returns the cost of restoring a lease's state, as the number of tokens evaluated in the same time."""
+        """Returns how many tokens could be evaluated in the time of restoring a lease's state."""
         if lease.tier is Tier.MEMORY:
             return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
         return self._chunk_tokens if lease.tier is Tier.DISK else 0
@@ -116,7 +116,7 @@ class Prefill:
             self._table.fail_step(sequence, error)
             return len(chunk)
         sequence.ticket.offset = lease.offset
-        self._table.post(sequence, sequence.progress())
+        sequence.post(sequence.progress())
         return len(chunk)
 
     # -- admission
@@ -134,7 +134,7 @@ class Prefill:
             self._table.fail_step(sequence, error)
             return False
         if lease is None:
-            self._scheduler.stall()
+            self._scheduler.is_stalled = True
             return False
         sequence.lease = lease
         sequence.end_prefetch()
@@ -168,13 +168,13 @@ class Prefill:
 
     def _post_started(self, sequence: Sequence, lease: Lease, begun: float) -> None:
         request, now = sequence.request, self._clock()
-        sequence.times.started = begun
+        sequence.begun = begun
         reuse = Reuse(lease.match_tokens, lease.hit_tokens)
         if request.prompt_logprobs is not None:
             reuse = replace(reuse, miss=Miss(MissReason.DISABLED, token=0, cause=Cause.LOGPROBS))
         restore_ms = 1000 * (now - begun)
         sequence.started = Started(lease.slot_index, len(request.tokens), reuse, restore_ms, lease.tier)
-        self._table.post(sequence, [sequence.started])
+        sequence.post([sequence.started])
 
     # -- the end of a prompt
 
@@ -195,7 +195,7 @@ class Prefill:
         sequence.decode.unrecorded = last
         sequence.ticket.phase = Phase.DECODING
 
-    def _end_prime(self, sequence: Sequence, lease: Lease) -> None:
+    def _end_prefix(self, sequence: Sequence, lease: Lease) -> None:
         """Ends a request that generates nothing, and keeps a restore point at the end of its prompt."""
         try:
             is_asked_for = not sequence.request.is_idle_work

@@ -1,4 +1,4 @@
-"""A request to the engine, its events, its errors, and the engine's counters. All values are immutable.
+"""A request to the engine, its events, its errors, and the engine's counters. All values are immutable. Pure.
 
 The server has already parsed the client's dialect and tokenized the text. The events of a request, in order: Started,
 Progress*, Delta*, then Finished or Failed. No error ends the engine:
@@ -10,11 +10,8 @@ EngineError
 ├── OutOfMemory        there is no memory for the request now; come back after `retry_after_seconds`
 ├── AnswerUnbound      the answer's grammar cannot be followed any further
 └── StepFailed         the model raised while this sequence was evaluated
-
-`SessionHistory` keeps the tokens of each session's last turn, which a pin of the session holds. Pure.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import TypeAlias
@@ -24,7 +21,6 @@ from numpy.typing import NDArray
 
 from cache.journal import CacheStats
 from cache.snapshots import RestorePoint
-from cache.types import common_prefix_length
 from models.adapter import NO_ADAPTER, Adapter, state_namespace
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import OutputGrammar
@@ -100,7 +96,7 @@ class GenerationRequest:
         return NO_ADAPTER if self.adapter is None else self.adapter.index
 
     @property
-    def is_prime(self) -> bool:
+    def is_prefix_only(self) -> bool:
         return self.max_tokens == 0
 
 
@@ -264,49 +260,3 @@ class EngineStats:
     cache: CacheStats = field(default_factory=CacheStats)
     num_open: int = 0
     """Requests submitted and not ended, including those that the worker has not seen yet."""
-
-
-MAX_SESSIONS = 1024
-MAX_BYTES = 64 << 20
-"""Memory for the turns of all sessions: some 160 of 100 000 tokens."""
-_TURN_BYTES = 512
-
-
-class SessionHistory:
-    """The last turn of each session, bounded in number and bytes; the least recently used turns are dropped.
-    Worker thread only.
-    """
-
-    def __init__(self) -> None:
-        self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
-        self.num_bytes = 0
-
-    def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
-        """Keeps the tokens of a turn, unless they are a mere beginning of the kept ones."""
-        last = self._take(namespace, session_id)
-        if last is not None and common_prefix_length(tokens, last) == len(tokens):
-            tokens = last
-        # A view would keep a longer array alive.
-        tokens = tokens if tokens.base is None else tokens.copy()
-        self._turns[namespace, session_id] = tokens
-        self.num_bytes += _num_bytes(tokens)
-        while len(self._turns) > MAX_SESSIONS or self.num_bytes > MAX_BYTES:
-            self._take(*next(iter(self._turns)))
-
-    def forget(self, namespace: str, session_id: str) -> None:
-        """Drops the turn of a session; an unknown session is no error."""
-        self._take(namespace, session_id)
-
-    def last(self, namespace: str, session_id: str) -> TokenArray | None:
-        """Returns the tokens of the last turn."""
-        return self._turns.get((namespace, session_id))
-
-    def _take(self, namespace: str, session_id: str) -> TokenArray | None:
-        tokens = self._turns.pop((namespace, session_id), None)
-        if tokens is not None:
-            self.num_bytes -= _num_bytes(tokens)
-        return tokens
-
-
-def _num_bytes(tokens: TokenArray) -> int:
-    return int(tokens.nbytes) + _TURN_BYTES

@@ -2,18 +2,17 @@
 
 Invariants:
 
-* a request that continues an earlier one of its session waits for its end, since it may hold the earlier answer too.
-  All other requests of a session run side by side, in arrival order;
-* a request whose prefix is just being evaluated for another request waits for that prefill instead of doing the same
-  work. Meanwhile the prefill has the better of the two ranks;
+* a request that continues an earlier one of its session waits for its end, since it may contain the earlier answer;
+  all other requests of a session run side by side, in arrival order;
+* a request whose prefix is being evaluated for another request waits for that prefill, which meanwhile has the better
+  of the two ranks;
 * a request whose state is being read from disk lets others go on;
-* requests that must wait do not count towards `LOOKAHEAD`, however many they are;
-* within a class the oldest goes first, except that short prefills may pass a long one, a bounded number of times;
-* a background request that was passed over often enough counts as interactive, so nothing starves;
+* requests that must wait do not count towards `LOOKAHEAD`;
+* within a class the oldest goes first, but short prefills may pass a long one `MAX_PASSES` times;
+* a background request that was passed over `MAX_WAITS` times counts as interactive;
 * a sequence preempted for memory goes on once another has ended, and before any of a worse rank begins.
 
-Decode steps need no choice: every live row takes part in each. Knows tokens and counts, but no clock, device or text;
-the same calls in the same order give the same decisions.
+Decode steps need no choice: every live row takes part. The same calls in the same order give the same decisions.
 """
 
 import math
@@ -43,7 +42,7 @@ Rank: TypeAlias = tuple[int, int]
 
 
 class Phase(Enum):
-    """How far a request has come. A request moves only to the next phase; a replay begins with a new ticket."""
+    """How far a request has come, always forward; a replay begins with a new ticket."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -68,13 +67,13 @@ class Ticket:
     offset: int = 0
     """Tokens evaluated so far."""
     is_preempted: bool = False
-    """The request ran before and made way for others; nothing of a worse rank begins until it goes on."""
+    """The request ran and made way for others; nothing of a worse rank begins until it goes on."""
     is_held: bool = False
-    """The device had no memory for it beside others; it begins only after one of them has ended."""
+    """The device had no memory for the request beside others; it begins only after one of them has ended."""
     is_loading: bool = False
-    """The state it can restore is being read from disk."""
+    """State of the request is being read from disk."""
     is_unread: bool = False
-    """The client has left much of the answer unread, so nobody waits for its end."""
+    """The client has left much of the answer unread, so no other request waits for its end."""
     num_passed: int = 0
     """Times that another request was chosen before this one."""
 
@@ -111,13 +110,14 @@ class Scheduler:
         self._tickets: dict[str, Ticket] = {}
         self._sessions: dict[tuple[str, str], list[Ticket]] = {}
         self._predecessors: dict[Ticket, Ticket | None] = {}
-        """For each ticket considered, the ticket of its session that it continues and waits for."""
+        """The ticket that each one continues and waits for, once looked up."""
         self._awaited: dict[Ticket, tuple[Ticket, int]] = {}
-        """For each ticket waiting for a prefill: that prefill, and the offset where their common prefix ends."""
+        """For each ticket that waits for a prefill: the prefill, and the offset where their common prefix ends."""
         self._lent: dict[Ticket, Rank] = {}
-        """For each prefill that others wait for, the best rank among the waiting tickets."""
+        """For each prefill that others wait for, the best rank among them."""
         self._common: dict[Ticket, dict[Ticket, int]] = {}
-        self._is_stalled = False
+        self.is_stalled = False
+        """Whether no waiting request can begin until a running one ends or memory is given back."""
 
     def add(self, ticket: Ticket) -> None:
         """Queues a request."""
@@ -147,20 +147,7 @@ class Scheduler:
         for other in self._common.pop(ticket, {}):
             del self._common[other][ticket]
         self._leave_session(ticket)
-        self._is_stalled = False
-
-    def stall(self) -> None:
-        """Notes that no waiting request can begin until a running one ends."""
-        self._is_stalled = True
-
-    @property
-    def is_stalled(self) -> bool:
-        """Whether a request was found to need memory or a slot that others hold."""
-        return self._is_stalled
-
-    def resume(self) -> None:
-        """Notes that memory was given back, though no request ended."""
-        self._is_stalled = False
+        self.is_stalled = False
 
     def find(self, request_id: str) -> Ticket:
         """Returns the ticket of a request that has not ended."""
@@ -187,9 +174,8 @@ class Scheduler:
     def choose_prefill(self, restorable: Callable[[Ticket], int], max_tokens: int) -> Ticket | None:
         """Returns the request that gets the next prefill chunk; None if none can get one.
 
-        `restorable` returns the number of tokens of a waiting request that could be restored now; `max_tokens` may
-        still be evaluated before the next decode step. A chunk that does not fit is not passed over: it goes first in
-        the next step.
+        `restorable` returns how many tokens of a waiting request could be restored now. A chunk of more than
+        `max_tokens`, what this step has left, is not passed over: it goes first in the next step.
         """
         running, waiting = self.in_phase(Phase.PREFILLING), self._free_to_begin()
         todo = {ticket: ticket.remaining for ticket in running}
@@ -217,10 +203,8 @@ class Scheduler:
     # -- who may begin
 
     def _free_to_begin(self) -> list[Ticket]:
-        """Returns tickets that wait for no slot, disk or memory. Disk and memory count only while other requests
-        run.
-        """
-        if self._is_stalled:
+        """Returns the tickets that wait for no slot and, while others run, for neither disk nor memory."""
+        if self.is_stalled:
             return []
         is_busy = any(ticket.phase is not Phase.WAITING for ticket in self._tickets.values())
         waiting = self.in_phase(Phase.WAITING)
@@ -234,7 +218,7 @@ class Scheduler:
     def _could_begin(
         self, waiting: list[Ticket], running: list[Ticket], restorable: Callable[[Ticket], int]
     ) -> dict[Ticket, int]:
-        """Returns the first tickets that wait for no other, with the tokens that each has to evaluate."""
+        """Returns the first tickets that wait for no other, with the number of tokens that each has to evaluate."""
         self._awaited = {ticket: goal for ticket, goal in self._awaited.items() if self._is_ahead(*goal)}
         self._lent = {}
         found: dict[Ticket, int] = {}
@@ -251,13 +235,9 @@ class Scheduler:
                     continue
                 # The restorable tokens stay the same until that prefill has come far enough.
                 self._awaited[ticket] = prefill, self._shared_stop(prefill, ticket)
-            self._lend(ticket)
+            # The prefill goes by the waiting ticket's rank, so that others do not pass both.
+            self._lent.setdefault(self._awaited[ticket][0], ticket.rank)
         return found
-
-    def _lend(self, ticket: Ticket) -> None:
-        """Gives a waiting ticket's rank to the prefill that it waits for, so that others do not pass both."""
-        prefill, _ = self._awaited[ticket]
-        self._lent.setdefault(prefill, ticket.rank)
 
     def _waits_for_another(self, ticket: Ticket) -> bool:
         return ticket in self._awaited or self._predecessors.get(ticket) is not None
@@ -294,7 +274,7 @@ class Scheduler:
                 del self._predecessors[other]
 
     def _predecessor(self, ticket: Ticket) -> Ticket | None:
-        """Returns the request of the session that this one continues."""
+        """Returns the ticket of its session that a ticket continues."""
         found = self._predecessors.get(ticket)
         if ticket not in self._predecessors or (found is not None and found.is_unread):
             tickets = (other for other in self._of_session(ticket) if not other.is_unread)
@@ -304,9 +284,9 @@ class Scheduler:
 
 
 def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
-    """Whether a ticket's prompt begins with the whole prompt of an earlier ticket of its session, and is longer.
+    """Whether a ticket's prompt is longer than an earlier one's and begins with all of it: it may hold its answer.
 
-    The rest may contain the earlier answer. Nobody waits for a less urgent request, nor for state that is not shared.
+    Nobody waits for a less urgent request, nor for state that is not shared.
     """
     num = earlier.num_prompt
     return (
@@ -324,8 +304,7 @@ def _goes_on_from(ticket: Ticket, earlier: Ticket) -> bool:
 def choose_to_wait(running: Iterable[Ticket]) -> Ticket | None:
     """Returns the ticket to be preempted when the running sequences lack memory; None where only one runs.
 
-    The worst rank waits: background before interactive, then the youngest. So the oldest never waits, and all come to
-    an end: a sequence waits at most as often as others end.
+    The worst rank waits, so the oldest never does, and a sequence waits at most as often as others end.
     """
     ranked = sorted(running, key=lambda ticket: ticket.rank)
     return ranked[-1] if len(ranked) > 1 else None
@@ -339,17 +318,14 @@ NUM_ENDS = 64
 
 
 class QueuePace:
-    """How fast waiting requests get their turn. Its caller holds a lock; `now` is in seconds and never falls.
-
-    Counts only time in which requests wait: the pace of a server that is not full says nothing about a full one.
-    """
+    """How fast the queue moves while requests wait. Its caller holds a lock; `now` is in seconds and never falls."""
 
     def __init__(self) -> None:
         self._waiting_since: float | None = None
         self._counted_seconds = 0.0
-        """Seconds in which requests waited, until the queue was last empty."""
+        """Seconds in which requests waited, up to the last time the queue was empty."""
         self._ends = deque([0.0], maxlen=NUM_ENDS + 1)
-        """Start of the count, then the times of ends, in counted seconds."""
+        """Start of the count, then the ends of requests, in counted seconds."""
 
     def change(self, now: float, *, has_waiting: bool) -> None:
         """Notes whether requests wait from now on."""
@@ -365,9 +341,9 @@ class QueuePace:
             self._ends.append(self._counted_at(now))
 
     def retry_after_seconds(self, num_waiting: int, now: float) -> int:
-        """Returns the seconds, 1 to 60, until half of the waiting requests have had their turn.
+        """Returns the seconds, 1 to 60, until half of the waiting requests have begun.
 
-        Half: a client that comes back then finds a place, and the queue is not empty before.
+        A client that comes back then finds a place, and the queue is not empty before.
         """
         counted = self._counted_at(now) - self._ends[0]
         num_ends = len(self._ends) - 1

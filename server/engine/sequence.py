@@ -11,7 +11,7 @@ from cache.lease import Lease
 from cache.lookup import Lookup
 from models.inference.sampling_params import SamplingParams
 from models.output.pieces import TokenLogprob
-from server.engine.output import MakeDecoder, Output, TextDecoder
+from server.engine.output import Output, TextDecoder
 from server.engine.request import (
     Event,
     Finished,
@@ -43,15 +43,6 @@ class Sink(Protocol):
 
 
 @dataclass
-class Timestamps:
-    """Times of a request's milestones, in seconds of the engine's clock; 0 before."""
-
-    started: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-
-
-@dataclass
 class DecodeState:
     """Decoding state of a sequence. A replay begins with a new one."""
 
@@ -80,7 +71,9 @@ class Sequence:
         ends = request.stop_token_ids | (frozenset() if request.ignore_eos else eos_token_ids)
         # A request without a seed gets one, so that a replay samples the same tokens.
         sampling = _seeded(request.sampling).within(len(request.tokens) + request.max_tokens)
-        self.request = replace(request, sampling=_with_ends(sampling, ends))
+        if sampling.min_tokens:
+            sampling = replace(sampling, end_token_ids=tuple(sorted(ends)))
+        self.request = replace(request, sampling=sampling)
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.state_namespace)
@@ -96,7 +89,10 @@ class Sequence:
         self.was_out_of_memory = False
         """A step of the sequence lacked memory before: the next time it waits for others, or fails alone."""
         self.started: Started | None = None
-        self.times = Timestamps()
+        self.begun: float | None = None
+        """When the request got its slot, in seconds of the engine's clock; None before."""
+        self._first_token: float | None = None
+        self._last_token: float | None = None
         self._reported_tokens = 0
         """Evaluated prompt tokens in the last Progress."""
 
@@ -128,6 +124,11 @@ class Sequence:
         self.lease = None
         self.decode = DecodeState(num_launched=len(self.output.tokens), is_suspect=is_suspect)
 
+    def post(self, events: list[Event]) -> None:
+        """Hands events to the client."""
+        if events:
+            self.sink.post(events)
+
     def record(self) -> None:
         """Adds the token evaluated by the step just launched to the lease's log, if it is known yet."""
         if self.decode.unrecorded is not None and self.lease is not None:
@@ -145,8 +146,8 @@ class Sequence:
 
     def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
         """Takes the next token and returns its events, with Finished where the token ends the output."""
-        self.times.first_token = self.times.first_token or now
-        self.times.last_token = now
+        self._first_token = now if self._first_token is None else self._first_token
+        self._last_token = now
         if logprob is not None and self.request.prompt_logprobs is not None:
             self._output_logprobs.append(logprob)
         deltas: list[Event] = [*self.output.accept(token, logprob)]
@@ -177,31 +178,15 @@ class Sequence:
             self.prefetch = None
 
     def _timings(self, now: float) -> Timings:
-        times = self.times
         hit = self.started.hit_tokens if self.started else 0
-        started = times.started or now
-        first = times.first_token or now
+        first = now if self._first_token is None else self._first_token
         return Timings(
             cache_tokens=hit,
             evaluated_tokens=len(self.request.tokens) - hit,
-            prompt_ms=1000 * (first - started),
+            prompt_ms=1000 * (first - (now if self.begun is None else self.begun)),
             predicted_tokens=len(self.output.tokens),
-            predicted_ms=1000 * ((times.last_token or now) - first),
+            predicted_ms=1000 * ((now if self._last_token is None else self._last_token) - first),
         )
-
-
-class SequenceFactory:
-    """Makes sequences in the order of their arrival."""
-
-    def __init__(self, make_decoder: MakeDecoder, eos_token_ids: frozenset[int]) -> None:
-        self._make_decoder = make_decoder
-        self._eos = eos_token_ids
-        self._num_arrivals = 0
-
-    def __call__(self, request: GenerationRequest, sink: Sink) -> Sequence:
-        """Returns the sequence of a request that has just arrived."""
-        self._num_arrivals += 1
-        return Sequence(request, sink, self._make_decoder(), self._eos, arrival=self._num_arrivals)
 
 
 def _seeded(sampling: SamplingParams) -> SamplingParams:
@@ -210,11 +195,5 @@ def _seeded(sampling: SamplingParams) -> SamplingParams:
     return replace(sampling, seed=secrets.randbits(SEED_BITS))
 
 
-def _with_ends(sampling: SamplingParams, ends: frozenset[int]) -> SamplingParams:
-    return replace(sampling, end_token_ids=tuple(sorted(ends))) if sampling.min_tokens else sampling
-
-
 def _tokens_to_evaluate(request: GenerationRequest) -> TokenArray:
-    if not request.is_prime:
-        return request.tokens
-    return np.append(request.tokens, np.int32(NO_TOKEN))
+    return np.append(request.tokens, np.int32(NO_TOKEN)) if request.is_prefix_only else request.tokens

@@ -1,12 +1,11 @@
 """The unfinished sequences, how each ends or starts over, and what the engine keeps of sessions.
 
-Invariants:
-
-* each sequence gets exactly one Finished or Failed, and each of its leases ends exactly once;
-* what a sequence computed stays in the cache, except after a failed step, which may have damaged its caches.
+Each sequence gets exactly one Finished or Failed, and each of its leases ends exactly once. What a sequence computed
+stays in the cache, except after a failed step, which may have damaged its caches.
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,12 +13,11 @@ import numpy as np
 from cache.lease import Lease
 from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
+from cache.types import common_prefix_length
 from server.engine.request import (
-    Event,
     Failed,
     FinishReason,
     OutOfMemory,
-    SessionHistory,
     StepFailed,
     TokenArray,
     is_out_of_memory,
@@ -31,15 +29,52 @@ from server.engine.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 
-class EngineSessions:
-    """Sessions by namespace of their states and id: last turn, pins, claim to a slot. Worker thread only.
+MAX_SESSIONS = 1024
+MAX_BYTES = 64 << 20
+"""Memory for the turns of all sessions: some 160 of 100 000 tokens."""
+_TURN_BYTES = 512
 
-    Holds all that the engine keeps of a session beyond the state of its tokens.
+
+class SessionHistory:
+    """The tokens of each session's last turn, bounded in number and bytes; the least recently used are dropped."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[tuple[str, str], TokenArray] = OrderedDict()
+        self.num_bytes = 0
+
+    def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
+        """Keeps the tokens of a turn, unless they are a mere beginning of the kept ones."""
+        last = self.forget(namespace, session_id)
+        if last is not None and common_prefix_length(tokens, last) == len(tokens):
+            tokens = last
+        # A view would keep a longer array alive.
+        tokens = tokens if tokens.base is None else tokens.copy()
+        self._turns[namespace, session_id] = tokens
+        self.num_bytes += tokens.nbytes + _TURN_BYTES
+        while len(self._turns) > MAX_SESSIONS or self.num_bytes > MAX_BYTES:
+            self.forget(*next(iter(self._turns)))
+
+    def forget(self, namespace: str, session_id: str) -> TokenArray | None:
+        """Drops the turn of a session, and returns its tokens if there are any."""
+        tokens = self._turns.pop((namespace, session_id), None)
+        if tokens is not None:
+            self.num_bytes -= tokens.nbytes + _TURN_BYTES
+        return tokens
+
+    def last(self, namespace: str, session_id: str) -> TokenArray | None:
+        """Returns the tokens of the last turn."""
+        return self._turns.get((namespace, session_id))
+
+
+class EngineSessions:
+    """All that the engine keeps of a session beyond the state of its tokens: last turn, pins, claim to a slot.
+
+    Sessions are told apart by the namespace of their states and their id. Worker thread only.
     """
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
         self._prefix_cache = prefix_cache
-        self._history = SessionHistory()
+        self.history = SessionHistory()
 
     def record(self, sequence: Sequence) -> None:
         """Keeps the tokens of a finished turn. The lease must still be open."""
@@ -47,21 +82,12 @@ class EngineSessions:
         if request.is_idle_work or request.session_id is None or not request.cache_prompt or lease is None:
             return
         tokens = np.concatenate([request.tokens, np.array(sequence.output.tokens, np.int32)])
-        self._history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
-
-    def last_turn(self, namespace: str, session_id: str) -> TokenArray | None:
-        """Returns the tokens of a session's last turn; None for an unknown session."""
-        return self._history.last(namespace, session_id)
+        self.history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
 
     def pin(self, namespace: str, session_id: str) -> int:
-        """Keeps the state of a session's last turn, and of its later turns, from being evicted.
-
-        Returns the number of pinned tokens, 0 where nothing of the session is held. Raises PinLimit.
-        """
-        tokens = self.last_turn(namespace, session_id)
-        if tokens is None:
-            return 0
-        return self._prefix_cache.pin(PinName(namespace, session_id), tokens)
+        """Pins a session's last turn and its later turns; returns the number of pinned tokens. Raises PinLimit."""
+        tokens = self.history.last(namespace, session_id)
+        return 0 if tokens is None else self._prefix_cache.pin(PinName(namespace, session_id), tokens)
 
     def unpin(self, namespace: str, session_id: str) -> bool:
         """Ends a session's pin; returns whether there was one."""
@@ -72,7 +98,7 @@ class EngineSessions:
 
     def forget(self, namespace: str, session_id: str) -> None:
         """Drops last turn, pins and slot claim; the state of the tokens stays for others."""
-        self._history.forget(namespace, session_id)
+        self.history.forget(namespace, session_id)
         for is_soft in (False, True):
             self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
         for slot in self._prefix_cache.slots:
@@ -130,17 +156,12 @@ class SequenceTable:
         self._sequences[sequence.request.request_id] = sequence
         self._scheduler.add(sequence.ticket)
 
-    def post(self, sequence: Sequence, events: list[Event]) -> None:
-        """Hands events to the client."""
-        if events:
-            sequence.sink.post(events)
-
     # -- endings
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends the sequence, and its answer unless that has ended already; computed state stays."""
         if sequence.output.reason is None:
-            self.post(sequence, sequence.end(reason, self._clock()))
+            sequence.post(sequence.end(reason, self._clock()))
         self.close(sequence)
 
     def end_truncated(self, sequence: Sequence) -> None:
@@ -151,7 +172,7 @@ class SequenceTable:
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence with an error; computed state stays."""
         if sequence.output.reason is None:
-            self.post(sequence, [Failed(error)])
+            sequence.post([Failed(error)])
         self.close(sequence)
 
     def close(self, sequence: Sequence) -> None:
@@ -177,7 +198,7 @@ class SequenceTable:
         if sequence.output.reason is None:
             reported = StepFailed(f"the model failed on this request: {error}")
             no_memory = OutOfMemory("there is not enough memory for this request now")
-            self.post(sequence, [Failed(no_memory if lacks_memory else reported)])
+            sequence.post([Failed(no_memory if lacks_memory else reported)])
         self._forget(sequence)
         if sequence.lease is not None:
             sequence.lease.discard()
@@ -198,7 +219,7 @@ class SequenceTable:
         self._requeue(sequence, is_suspect=False)
 
     def hold_youngest(self, sequences: list[Sequence]) -> None:
-        """Makes the youngest replayed sequence wait for the end of another: together they would fail again."""
+        """Makes the youngest replayed sequence wait for the end of another: together they might fail again."""
         waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
         if waits is not None:
             self._hold(waits)

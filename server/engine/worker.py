@@ -3,12 +3,11 @@
 A step is: prompt tokens up to one prefill chunk, memory for the tokens to come, then one decode step for all live
 rows. The parts are `prefill`, `decode` and `sequence_table`; `scheduler` makes the choices.
 
-Invariants:
-
-* only the worker and its parts touch the runner and the prefix cache, and one thread runs them;
-* what happens depends only on the messages, their order and the clock handed in, so a seed is a history.
+Only the worker and its parts touch the runner and the prefix cache, on one thread. What happens depends only on the
+messages, their order and the clock handed in, so a seed is a history.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -21,7 +20,7 @@ from server.engine.prefill import Prefill
 from server.engine.request import EngineStats, EngineStopped, FinishReason, GenerationRequest, RequestCounts
 from server.engine.runner_port import RunnerPort
 from server.engine.scheduler import Phase, Scheduler, choose_to_wait
-from server.engine.sequence import Sequence, SequenceFactory, Sink
+from server.engine.sequence import Sequence, Sink
 from server.engine.sequence_table import EngineSessions, SequenceTable
 
 logger = logging.getLogger(__name__)
@@ -65,17 +64,14 @@ class Worker:
         )
         aside = SetAside(prefix_cache.ledger, prefix_cache.sizes, prefix_cache.reclaimer)
         self._embeddings = Embeddings(embedder, aside, chunk_tokens)
-        self._make_sequence = SequenceFactory(make_decoder, eos_token_ids)
+        self._make_decoder = make_decoder
+        self._eos = eos_token_ids
+        self._arrivals = itertools.count(1)
         self._close_runner = runner.close
 
     @property
     def has_work(self) -> bool:
         return len(self._table) > 0 or self._embeddings.has_work
-
-    @property
-    def num_preempted(self) -> int:
-        """Times that a running sequence had to wait for memory."""
-        return self._table.num_suspended
 
     # -------------------------------------------------------------------------------------------- messages
 
@@ -83,7 +79,7 @@ class Worker:
         """Queues a request."""
         if not request.is_idle_work:
             self._end_idle_work()
-        sequence = self._make_sequence(request, sink)
+        sequence = Sequence(request, sink, self._make_decoder(), self._eos, arrival=next(self._arrivals))
         self._table.add(sequence)
         if request.cache_prompt:
             sequence.prefetch = self.prefix_cache.prefetch(sequence.tokens, lookup=sequence.lookup)
@@ -103,13 +99,8 @@ class Worker:
         if sequence is not None:
             self._table.end(sequence, FinishReason.CANCELLED)
 
-    def forget_session(self, namespace: str, session_id: str) -> None:
-        """Drops a session's turns, pins and slot claim; the state of its tokens stays for others."""
-        self.close_answered(namespace)  # else its turn would be recorded after this
-        self.sessions.forget(namespace, session_id)
-
     def close_answered(self, namespace: str) -> None:
-        """Ends sequences whose clients have the whole answer; they stayed for one more token only."""
+        """Ends sequences whose clients have the whole answer, and which stayed for one more token only."""
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
@@ -119,9 +110,9 @@ class Worker:
         self._embeddings.fail_all(error)
 
     def stop(self, *, parks: bool = False) -> None:
-        """Ends every request because the engine ends, and releases the runner's device.
+        """Ends every request, and releases the runner's device.
 
-        With `parks` the state in memory is detached from the model: another worker may go on with it, or drop it.
+        With `parks` the state in memory is detached from the model, for another worker.
         """
         try:
             self.fail_all(EngineStopped("the server is shutting down"))
@@ -135,14 +126,14 @@ class Worker:
         """Returns current counts and bytes, for reports."""
         count = self._scheduler.count
         requests = RequestCounts(count(Phase.WAITING), count(Phase.PREFILLING), count(Phase.DECODING))
-        return EngineStats(requests, self.num_preempted, self.prefix_cache.stats())
+        return EngineStats(requests, self._table.num_suspended, self.prefix_cache.stats())
 
     def idle_work(self) -> Iterator[None]:
-        """Does one piece of work that can wait for a time without requests: idle state is written to disk."""
+        """Writes idle state to disk, piece by piece, in a time without requests."""
         return self.prefix_cache.save()
 
     def _end_idle_work(self) -> None:
-        """Ends idle work for a request that somebody waits for; evaluated tokens stay."""
+        """Ends idle work, because somebody waits for a request; evaluated tokens stay."""
         for sequence in self._table:
             if sequence.request.is_idle_work:
                 self.cancel(sequence.request.request_id)
@@ -160,28 +151,28 @@ class Worker:
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
 
     def _give_memory_to_answers(self) -> None:
-        """Makes a text give its memory to a request that could not begin, unless the request waits for a slot."""
+        """Gives the memory of a text that is being embedded to a request that could not begin for lack of memory."""
         if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
-            self._scheduler.resume()
+            self._scheduler.is_stalled = False
 
     def _has_free_slot(self) -> bool:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
     def _update_tickets(self) -> None:
-        """Tells the scheduler whose state is still being read from disk, and whose client reads slowly."""
+        """Tells the scheduler whose state is being read from disk, and whose client reads slowly."""
         for sequence in self._table:
             sequence.ticket.is_unread = sequence.sink.is_behind
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the launched step and closes ended sequences, since a chunk would delay both."""
+        """Reads the launched step and closes ended sequences, which a chunk would delay."""
         self._decode.read()
         self._table.close_finished(list(self._table))
 
     # -- memory
 
     def _reserve_next_step(self) -> None:
-        """Sets memory aside for the tokens of the next decode step; without enough memory, the youngest waits."""
+        """Reserves memory for the tokens of the next decode step; where it is short, the youngest waits."""
         for sequence in self._decode.next_sequences():
             if sequence.lease is not None and not sequence.lease.has_capacity:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
@@ -189,7 +180,7 @@ class Worker:
                 self._grow(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Grows the buffers of a sequence. Others, or it, wait for the memory; a sequence that runs alone ends."""
+        """Grows the buffers of a sequence, or has a sequence wait or end where memory is short."""
         while sequence.lease is not None and sequence.lease.is_open:
             try:
                 if sequence.lease.try_grow(sequence.max_offset):
@@ -200,7 +191,7 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Frees memory of a text, of ended sequences, or of the worst rank; a sequence that runs alone ends."""
+        """Frees the memory of a text, of ended sequences, or of the worst rank; a sequence that runs alone ends."""
         if self._embeddings.give_way():
             return
         running = self._table.leased()
@@ -215,11 +206,11 @@ class Worker:
             self._table.end_truncated(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's slot. It goes on after another has ended, from what the trie still has."""
+        """Takes a running sequence's slot until another sequence has ended; idle work ends."""
         request_id = sequence.request.request_id
         if sequence.request.is_idle_work:
             self.cancel(request_id)
             return
         logger.info("request %s waits for memory after %d tokens", request_id, sequence.ticket.offset)
         self._table.suspend(sequence)
-        self._scheduler.stall()
+        self._scheduler.is_stalled = True

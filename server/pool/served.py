@@ -23,7 +23,6 @@ from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax,
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool
 from models.store.stored_model import ModelDefaults
-from server.engine.command import Command
 from server.engine.embeddings import Vector
 from server.engine.generation import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
@@ -195,7 +194,7 @@ class EnginePort(Protocol):
         """Returns counters and gauges at once, never waiting for the worker."""
         ...
 
-    async def execute(self, command: Command[Any, Any]) -> Any:
+    async def execute(self, command: Callable[[Any], Any]) -> Any:
         """Runs a command on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
         ...
 
@@ -205,7 +204,7 @@ class EnginePort(Protocol):
         """Returns the vectors of texts; raises QueueFull, EngineStopped, PromptTooLarge or EmbeddingUnsupported."""
         ...
 
-    def execute_later(self, command: Command[Any, Any]) -> None:
+    def execute_later(self, command: Callable[[Any], Any]) -> None:
         """Runs a command like `execute`, without waiting; its error is only logged."""
         ...
 

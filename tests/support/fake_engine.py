@@ -19,7 +19,6 @@ from models.formats import Judgement, Reading
 from models.output.tool_calls import ToolFormat
 from models.prompt.chat_template import ChatTemplateError, Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool, ToolDefinitions
-from server.engine.command import Command
 from server.engine.diagnosis import Miss, Reuse
 from server.engine.generation import Generation, Mailbox
 from server.engine.request import (
@@ -80,7 +79,7 @@ class FakeEngine:
     requests: list[GenerationRequest] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     finished: set[str] = field(default_factory=set)
-    commands: list[Command[Any, Any]] = field(default_factory=list)
+    commands: list[Callable[[Any], Any]] = field(default_factory=list)
     cancel_seen: threading.Event = field(default_factory=threading.Event)
     budget_bytes: int | None = None
     """What it was given last by `try_resize`."""
@@ -111,7 +110,7 @@ class FakeEngine:
         task.add_done_callback(self._tasks.discard)
         return generation
 
-    async def execute(self, command: Command[Any, Any]) -> Any:
+    async def execute(self, command: Callable[[Any], Any]) -> Any:
         if not self.is_running:
             raise EngineStopped("stopped")
         self.commands.append(command)
@@ -143,7 +142,7 @@ class FakeEngine:
     def park(self) -> None:
         self.stop()
 
-    def execute_later(self, command: Command[Any, Any]) -> None:
+    def execute_later(self, command: Callable[[Any], Any]) -> None:
         self.commands.append(command)
 
     def stats(self) -> EngineStats:

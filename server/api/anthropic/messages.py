@@ -217,7 +217,7 @@ class MessageExchange(Exchange):
     ) -> None:
         """`go_on` returns the exchange of a longer body, for the part with the given number."""
         # A prompt that is only evaluated has no answer for the next turn.
-        held = None if request.is_prime else conversation
+        held = None if request.is_prefix_only else conversation
         super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=held)
         self._body = body
         searches = {tool.name for tool in body.tools or () if tool.is_search}

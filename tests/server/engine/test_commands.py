@@ -46,23 +46,23 @@ def known(harness: Harness, tokens: list[int]) -> int:
 def test_the_cache_is_described_with_its_first_tokens() -> None:
     harness = Harness()
     harness.run(harness.submit(STORY, namespace="ours", max_tokens=0))
-    (edge,) = DescribeCache("ours", 10).run(harness.worker).nodes
+    (edge,) = DescribeCache("ours", 10)(harness.worker).nodes
     assert edge.stop == 40 and edge.first_tokens.tolist() == STORY[:24]
-    assert DescribeCache("theirs", 10).run(harness.worker).nodes == []
+    assert DescribeCache("theirs", 10)(harness.worker).nodes == []
 
 
 def test_an_edge_is_looked_at_closely_by_its_number() -> None:
     harness = Harness()
     for number in range(3):
         harness.run(harness.submit([*STORY, number], namespace="ours", session_id=f"s{number % 2}", max_tokens=2))
-    nodes = DescribeCache("ours", 10).run(harness.worker).nodes
+    nodes = DescribeCache("ours", 10)(harness.worker).nodes
     head = next(node for node in nodes if node.start == 0)
-    edge = DescribeEdge("ours", head.number, 30).run(harness.worker)
+    edge = DescribeEdge("ours", head.number, 30)(harness.worker)
     assert edge is not None and (edge.start, edge.stop) == (0, 40)
     assert edge.first_tokens.tolist() == STORY[:30] and edge.sessions == ["s0", "s1"]
     assert edge.num_uses == head.num_uses == 2, "the first request evaluated it"
-    assert DescribeEdge("theirs", head.number, 30).run(harness.worker) is None
-    assert DescribeEdge("ours", 999, 30).run(harness.worker) is None
+    assert DescribeEdge("theirs", head.number, 30)(harness.worker) is None
+    assert DescribeEdge("ours", 999, 30)(harness.worker) is None
 
 
 def test_clearing_says_what_it_freed_and_frees_no_more() -> None:
@@ -71,11 +71,11 @@ def test_clearing_says_what_it_freed_and_frees_no_more() -> None:
         harness.run(harness.submit(STORY, namespace=namespace, max_tokens=0))
     ledger = harness.prefix_cache.ledger
     before = ledger.stored_bytes + ledger.live_bytes
-    freed = ClearCache("ours").run(harness.worker)
+    freed = ClearCache("ours")(harness.worker)
     harness.prefix_cache.check()
     assert freed.num_tokens == 40 and freed.disk_bytes == 0
     assert freed.memory_bytes == before - ledger.stored_bytes - ledger.live_bytes > 0
-    assert ClearCache("ours").run(harness.worker).memory_bytes == 0
+    assert ClearCache("ours")(harness.worker).memory_bytes == 0
     assert harness.prefix_cache.peek(np.array([*STORY, 9], np.int32), namespace="theirs") == 40
 
 
@@ -84,7 +84,7 @@ def test_a_request_that_runs_is_not_harmed_by_a_clear() -> None:
     sink = harness.submit(STORY, max_tokens=12, ignore_eos=True)
     for _ in range(30):
         harness.step()
-        ClearCache("").run(harness.worker)
+        ClearCache("")(harness.worker)
         harness.prefix_cache.check()
     harness.run()
     assert sink.tokens == reference(STORY, 12, ignore_eos=True)
@@ -94,13 +94,13 @@ def test_a_pinned_session_stays_with_all_its_turns_until_it_is_unpinned() -> Non
     harness = budgeted(300)
     first = harness.submit(STORY, session_id="s", max_tokens=4, ignore_eos=True)
     harness.run()
-    assert PinSession("", "s").run(harness.worker) >= len(STORY)
+    assert PinSession("", "s")(harness.worker) >= len(STORY)
     longer = [*STORY, *first.tokens, 7, 8, 9]
     harness.run(harness.submit(longer, session_id="s", max_tokens=4, ignore_eos=True))
     fill(harness)
     assert known(harness, longer) == len(longer)
-    assert UnpinSession("", "s").run(harness.worker)
-    assert not UnpinSession("", "s").run(harness.worker)
+    assert UnpinSession("", "s")(harness.worker)
+    assert not UnpinSession("", "s")(harness.worker)
     fill(harness)
     assert known(harness, longer) == 0
 
@@ -108,15 +108,15 @@ def test_a_pinned_session_stays_with_all_its_turns_until_it_is_unpinned() -> Non
 def test_a_session_of_another_namespace_or_none_cannot_be_pinned() -> None:
     harness = Harness()
     harness.run(harness.submit(STORY, session_id="s", namespace="theirs"))
-    assert PinSession("ours", "s").run(harness.worker) == 0
-    assert PinSession("theirs", "t").run(harness.worker) == 0
+    assert PinSession("ours", "s")(harness.worker) == 0
+    assert PinSession("theirs", "t")(harness.worker) == 0
 
 
 def test_a_forgotten_session_is_pinned_no_longer() -> None:
     harness = budgeted(300)
     harness.run(harness.submit(STORY, session_id="s", max_tokens=2))
-    PinSession("", "s").run(harness.worker)
-    harness.worker.forget_session("", "s")
+    PinSession("", "s")(harness.worker)
+    ForgetSession("", "s")(harness.worker)
     fill(harness)
     assert known(harness, STORY) == 0
 
@@ -126,7 +126,7 @@ def test_a_turn_is_held_for_as_long_as_most_tools_take(seconds: float) -> None:
     harness = budgeted(300)
     sink = harness.submit(STORY, max_tokens=6, ignore_eos=True)
     harness.run()
-    HoldTurn("", "s", np.array(STORY, np.int32), sink.tokens).run(harness.worker)
+    HoldTurn("", "s", np.array(STORY, np.int32), sink.tokens)(harness.worker)
     harness.now += seconds
     fill(harness)
     assert (known(harness, STORY) > 0) == (seconds < HOLD_SECONDS)
@@ -135,7 +135,7 @@ def test_a_turn_is_held_for_as_long_as_most_tools_take(seconds: float) -> None:
 def test_a_turn_that_is_held_keeps_nobody_waiting() -> None:
     harness = budgeted(300)
     harness.run(harness.submit(STORY, max_tokens=2))
-    HoldTurn("", "s", np.array(STORY, np.int32), []).run(harness.worker)
+    HoldTurn("", "s", np.array(STORY, np.int32), [])(harness.worker)
     large = harness.submit(list(range(50, 330)), max_tokens=2)
     harness.run()
     assert large.started.hit_tokens == 0 and known(harness, STORY) == 0
@@ -150,7 +150,7 @@ def ask(harness: Harness, prompt: list[int], session_id: str, namespace: str = "
 def test_a_forgotten_session_has_no_turn_before_but_its_tokens_are_still_reused() -> None:
     harness = Harness()
     ask(harness, PROMPT, "s")
-    ForgetSession("", "s").run(harness.worker)
+    ForgetSession("", "s")(harness.worker)
     again = ask(harness, PROMPT, "s").started
     assert again.hit_tokens == len(PROMPT) - 1
     assert again.reuse.kept is None
@@ -160,10 +160,10 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
     harness = Harness()
     for namespace in ("ours", "theirs"):
         ask(harness, PROMPT, "s", namespace)
-    ForgetSession("ours", "s").run(harness.worker)
+    ForgetSession("ours", "s")(harness.worker)
     harness.step(2)
-    assert harness.worker.sessions.last_turn("ours", "s") is None
-    assert harness.worker.sessions.last_turn("theirs", "s") is not None
+    assert harness.worker.sessions.history.last("ours", "s") is None
+    assert harness.worker.sessions.history.last("theirs", "s") is not None
     assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "ours"] == [None]
     assert [slot.turn.session_id for slot in harness.prefix_cache.slots if slot.namespace == "theirs"] == ["s"]
 
@@ -171,7 +171,7 @@ def test_the_same_name_in_another_namespace_is_left_alone() -> None:
 def test_an_answer_that_has_just_ended_is_cleared_with_the_rest() -> None:
     harness = Harness()
     ask(harness, PROMPT, "s")
-    ClearCache("").run(harness.worker)
+    ClearCache("")(harness.worker)
     harness.step(2)
     harness.prefix_cache.check()
     assert known(harness, PROMPT) == 0
@@ -180,15 +180,15 @@ def test_an_answer_that_has_just_ended_is_cleared_with_the_rest() -> None:
 def test_a_session_can_be_pinned_as_soon_as_its_first_answer_has_ended() -> None:
     harness = Harness()
     ask(harness, PROMPT, "s")
-    assert PinSession("", "s").run(harness.worker) >= len(PROMPT)
+    assert PinSession("", "s")(harness.worker) >= len(PROMPT)
 
 
 def test_a_running_request_of_a_forgotten_session_goes_on() -> None:
     harness = Harness()
     sink = harness.submit(PROMPT, session_id="s", max_tokens=6, ignore_eos=True)
     harness.step(4)
-    ForgetSession("", "s").run(harness.worker)
+    ForgetSession("", "s")(harness.worker)
     harness.run(sink)
     assert len(sink.tokens) == 6
     harness.step(2)
-    assert harness.worker.sessions.last_turn("", "s") is not None
+    assert harness.worker.sessions.history.last("", "s") is not None

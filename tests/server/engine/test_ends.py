@@ -97,7 +97,7 @@ def test_an_answer_that_waits_for_memory_keeps_its_least_length() -> None:
     sampling = SamplingParams(min_tokens=100)
     sinks = [harness.submit(prompt, max_tokens=100, sampling=sampling) for prompt in prompts]
     harness.run(limit=20_000)
-    assert harness.worker.num_preempted > 0
+    assert harness.worker.stats().num_preempted > 0
     for prompt, sink in zip(prompts, sinks, strict=True):
         assert sink.tokens == without_early_ends(prompt, 100, 100, [EOS])
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,6 @@ class Served:
     def _make_worker(self) -> Worker:
         self.threads.add(threading.current_thread().name)
         return make_worker(self.runner)
-
-
-@dataclass(frozen=True)
-class Do:
-    """A command made of a function."""
-
-    run: Callable[[Worker], Any]
 
 
 @pytest.fixture
@@ -230,7 +223,7 @@ def test_a_bug_between_requests_fails_them_and_the_engine_goes_on(served: Served
         worker.step = step_once  # type: ignore[method-assign]
 
     async def run() -> None:
-        await served.engine.execute(Do(sabotage))
+        await served.engine.execute(sabotage)
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("a"))), 10))[-1], Failed)
         assert isinstance((await asyncio.wait_for(collect(served.engine.submit(request("b"))), 10))[-1], Finished)
 
@@ -246,7 +239,7 @@ def stop_while_asking(served: Served) -> list[Any]:
         await asyncio.sleep(0.05)
         stopping = asyncio.ensure_future(asyncio.to_thread(served.engine.stop))
         await asyncio.sleep(0.05)
-        asked = [asyncio.ensure_future(served.engine.execute(Do(lambda worker: 1))) for _ in range(3)]
+        asked = [asyncio.ensure_future(served.engine.execute(lambda worker: 1)) for _ in range(3)]
         await asyncio.sleep(0.05)
         served.runner.gate.set()
         await stopping
@@ -257,7 +250,7 @@ def stop_while_asking(served: Served) -> list[Any]:
 
 def test_a_command_runs_on_the_worker_thread_of_an_idle_engine(served: Served) -> None:
     async def run() -> Any:
-        return await asyncio.wait_for(served.engine.execute(Do(lambda worker: threading.current_thread().name)), 10)
+        return await asyncio.wait_for(served.engine.execute(lambda worker: threading.current_thread().name), 10)
 
     assert asyncio.run(run()) == "mlx-serve-engine"
 
@@ -270,10 +263,10 @@ def test_commands_and_requests_are_handled_in_the_order_of_their_arrival(served:
     async def run() -> list[int]:
         served.runner.gate.clear()
         served.engine.submit(request("a"))
-        before = asyncio.ensure_future(served.engine.execute(Do(waiting)))
+        before = asyncio.ensure_future(served.engine.execute(waiting))
         await asyncio.sleep(0)
         served.engine.submit(request("b"))
-        after = asyncio.ensure_future(served.engine.execute(Do(waiting)))
+        after = asyncio.ensure_future(served.engine.execute(waiting))
         await asyncio.sleep(0)
         served.runner.gate.set()
         return list(await asyncio.wait_for(asyncio.gather(before, after), 10))
@@ -288,7 +281,7 @@ def test_the_error_of_a_command_reaches_who_asked_and_nobody_else(served: Served
     async def run() -> Event:
         generation = served.engine.submit(request())
         with pytest.raises(LookupError, match="not there"):
-            await asyncio.wait_for(served.engine.execute(Do(fail)), 10)
+            await asyncio.wait_for(served.engine.execute(fail), 10)
         return (await asyncio.wait_for(collect(generation), 10))[-1]
 
     assert isinstance(asyncio.run(run()), Finished)
@@ -301,13 +294,13 @@ def test_a_command_that_nobody_waits_for_runs_and_its_error_is_logged(
         raise LookupError("not there")
 
     async def run() -> int:
-        served.engine.execute_later(Do(fail))
-        return await asyncio.wait_for(served.engine.execute(Do(lambda worker: 1)), 10)
+        served.engine.execute_later(fail)
+        return await asyncio.wait_for(served.engine.execute(lambda worker: 1), 10)
 
     assert asyncio.run(run()) == 1
     assert "not there" in caplog.text
     served.engine.stop()
-    served.engine.execute_later(Do(fail))  # the engine has ended: nobody is to know
+    served.engine.execute_later(fail)  # the engine has ended: nobody is to know
 
 
 def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Served) -> None:
@@ -317,15 +310,15 @@ def test_commands_that_wait_are_bounded_and_given_up_ones_do_not_run(served: Ser
         served.runner.gate.clear()
         generation = served.engine.submit(request())
         await asyncio.sleep(0.05)
-        asked = [asyncio.ensure_future(served.engine.execute(Do(lambda worker: ran.append(1)))) for _ in range(64)]
+        asked = [asyncio.ensure_future(served.engine.execute(lambda worker: ran.append(1))) for _ in range(64)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await served.engine.execute(Do(lambda worker: ran.append(1)))
+            await served.engine.execute(lambda worker: ran.append(1))
         asked[0].cancel()
         await asyncio.sleep(0)
         served.runner.gate.set()
         await asyncio.wait_for(asyncio.gather(*asked[1:], collect(generation)), 10)
-        await asyncio.wait_for(served.engine.execute(Do(lambda worker: ran.append(1))), 10)
+        await asyncio.wait_for(served.engine.execute(lambda worker: ran.append(1)), 10)
 
     asyncio.run(run())
     assert len(ran) == 64, "63 of those that waited, and one more once the queue had a place again"
@@ -335,14 +328,14 @@ def test_a_command_that_finds_the_engine_ended_or_ending_is_answered() -> None:
     served = Served()
     assert all(isinstance(outcome, EngineStopped) for outcome in stop_while_asking(served))
     with pytest.raises(EngineStopped):
-        asyncio.run(served.engine.execute(Do(lambda worker: 1)))
+        asyncio.run(served.engine.execute(lambda worker: 1))
 
 
 def last_events(served: Served, sabotage: Callable[[Any], None]) -> list[Event]:
     """Sabotages the worker and returns how three requests end."""
 
     async def run() -> list[Event]:
-        await served.engine.execute(Do(sabotage))
+        await served.engine.execute(sabotage)
         served.runner.gate.clear()
         generations = [served.engine.submit(request(name)) for name in ("a", "b", "c")]
         served.runner.gate.set()

@@ -155,6 +155,6 @@ def test_bound_rows_that_waited_for_memory_go_on_where_they_were() -> None:
     harness = Tight(300, num_slots=8)
     sinks = [harness.submit(prompt_of(seed, 20), max_tokens=120, grammar=BOUND) for seed in range(8)]
     harness.run(limit=20_000)
-    assert harness.worker.num_preempted > 0
+    assert harness.worker.stats().num_preempted > 0
     for seed, sink in enumerate(sinks):
         assert sink.tokens == bound_reference(prompt_of(seed, 20), 120)

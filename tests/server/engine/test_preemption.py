@@ -60,7 +60,7 @@ class Tight(Harness):
 
     def run_until_preempted(self) -> None:
         for _ in range(2000):
-            if self.worker.num_preempted:
+            if self.worker.stats().num_preempted:
                 return
             self.step()
         raise AssertionError("nobody had to wait")
@@ -89,7 +89,7 @@ def test_long_answers_together_stay_within_the_budget_and_are_right(layout: str,
     for seed, sink in enumerate(sinks):
         assert sink.tokens == reference(prompt_of(seed, 20), 120, ignore_eos=True)
         assert sink.last.reason is FinishReason.LENGTH and sink.last.timings.predicted_tokens == 120
-    assert harness.worker.num_preempted > 0
+    assert harness.worker.stats().num_preempted > 0
     assert harness.excess_bytes <= harness.snapshot_bytes, (
         "more is held than the budget and a restore point just taken"
     )
@@ -172,7 +172,7 @@ def test_a_sequence_that_is_over_makes_way_before_anybody_waits(count: int) -> N
     harness.run()
     assert first.tokens == reference(prompt_of(1, 20), 40, ignore_eos=True)
     assert second.tokens == reference(prompt_of(2, 20), count, ignore_eos=True)
-    assert harness.worker.num_preempted == 0
+    assert harness.worker.stats().num_preempted == 0
 
 
 def test_work_that_nobody_waits_for_ends_instead_of_waiting() -> None:
@@ -191,7 +191,7 @@ def test_a_private_request_that_waited_is_evaluated_again_from_its_beginning() -
         harness.submit(prompt_of(seed, 20), max_tokens=150, ignore_eos=True, cache_prompt=False) for seed in range(3)
     ]
     harness.run()
-    assert harness.worker.num_preempted > 0
+    assert harness.worker.stats().num_preempted > 0
     for seed, sink in enumerate(sinks):
         assert sink.tokens == reference(prompt_of(seed, 20), 150, ignore_eos=True)
     assert harness.prefix_cache.memory.num_nodes == 0
@@ -213,7 +213,7 @@ def test_progress_is_told_once() -> None:
     harness = Tight(200, num_slots=4)
     sinks = [harness.submit(prompt_of(seed, 40), max_tokens=120, ignore_eos=True) for seed in range(4)]
     harness.run()
-    assert harness.worker.num_preempted > 0
+    assert harness.worker.stats().num_preempted > 0
     for sink in sinks:
         told = [event.evaluated for event in sink.events if isinstance(event, Progress)]
         assert told == sorted(set(told)) and told[-1] == 39
@@ -294,8 +294,8 @@ def test_rows_that_the_device_cannot_hold_together_are_not_tried_together_again(
     harness.step(2)
     newcomer = harness.submit(prompt_of(9, 60), max_tokens=60, ignore_eos=True)
     harness.run()
-    assert 0 < harness.worker.num_preempted <= 3 + 5, "one is held after each failure, and let go at each end"
-    assert harness.num_prefilled <= (5 + 2 * harness.worker.num_preempted) * 120
+    assert 0 < harness.worker.stats().num_preempted <= 3 + 5, "one is held after each failure, and let go at each end"
+    assert harness.num_prefilled <= (5 + 2 * harness.worker.stats().num_preempted) * 120
     for seed, sink in zip((0, 1, 2, 3, 9), (*sinks, newcomer), strict=True):
         assert sink.tokens == reference(prompt_of(seed, 60), 60, ignore_eos=True)
 
@@ -378,4 +378,4 @@ def test_no_client_can_tell_that_it_waited(name: str, overlaps: bool, monkeypatc
 
     (wanted, roomy), (found, tight) = texts(is_tight=False), texts(is_tight=True)
     assert found == wanted
-    assert roomy.worker.num_preempted == 0 and tight.worker.num_preempted > 0
+    assert roomy.worker.stats().num_preempted == 0 and tight.worker.stats().num_preempted > 0

@@ -117,7 +117,7 @@ def test_interactive_before_background_until_it_has_waited_enough() -> None:
 def test_a_stalled_scheduler_begins_nothing_new_until_something_ends() -> None:
     running, waiting = ticket("a", 1, 9, phase=Phase.DECODING), ticket("b", 2, 9)
     scheduler = scheduler_with(running, waiting)
-    scheduler.stall()
+    scheduler.is_stalled = True
     assert chosen(scheduler) is None
     scheduler.remove(running)
     assert chosen(scheduler) == "b"

@@ -512,7 +512,7 @@ def test_a_prompt_that_finds_no_memory_twice_waits_for_the_end_of_another() -> N
     harness.run()
     for sink, seed, max_tokens in ((first, 1, 20), (second, 2, 8), (newcomer, 3, 8)):
         assert sink.tokens == reference(prompt_of(seed, 40), max_tokens, ignore_eos=True)
-    assert runner.failing == [] and harness.worker.num_preempted == 1
+    assert runner.failing == [] and harness.worker.stats().num_preempted == 1
 
 
 def test_a_prompt_that_finds_no_memory_alone_after_waiting_is_told_to_come_back() -> None:
@@ -635,9 +635,9 @@ def test_a_random_day_ends_with_every_answer_right(layout: str, seed: int) -> No
             label = rng.choice("ab")
             command = PinSession("", label) if rng.random() < 0.5 else UnpinSession("", label)
             with contextlib.suppress(PinLimit):
-                command.run(harness.worker)
+                command(harness.worker)
         if rng.random() < 0.05:
-            ClearCache("").run(harness.worker)
+            ClearCache("")(harness.worker)
         harness.prefix_cache.check()
         histories.append([*prompt, *reference(prompt, count)])
     harness.run()

@@ -405,7 +405,7 @@ def test_no_tokens_only_evaluate_the_prompt() -> None:
     with served.client:
         body = served.ask(max_tokens=0)
     assert (body["content"], body["stop_reason"]) == ([], "max_tokens")
-    assert served.engine.requests[0].is_prime
+    assert served.engine.requests[0].is_prefix_only
     assert served.engine.idle_requests == []
 
 

@@ -1,7 +1,7 @@
 """llama.cpp's endpoints: tokens, templates, slots and properties, in its shapes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +13,6 @@ from server.api.app import create_app
 from server.api.dialect import Treatment
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.app.config import ServerConfig
-from server.engine.command import Command
 from server.engine.commands import SlotState
 from server.engine.request import FinishReason
 from server.pool.served import ModelFacts
@@ -29,7 +28,7 @@ class SlotEngine(FakeEngine):
 
     busy: frozenset[int] = frozenset()
 
-    async def execute(self, command: Command[Any, Any]) -> Any:
+    async def execute(self, command: Callable[[Any], Any]) -> Any:
         await super().execute(command)
         return tuple(SlotState(index, index in self.busy) for index in range(2))
 
