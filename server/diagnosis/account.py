@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from cache.types import TokenArray, common_prefix_length
 from models.prompt.shapes import NO_OUTLINE, Outline
 from models.texts import shared_length
-from server.diagnosis.compare import Change, Turn, find_changes_between, find_volatile_head, is_version
+from server.diagnosis.compare import Turn, find_changes_between, find_volatile_head, is_version
 from server.diagnosis.prompt import Prompt, with_parts_of
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
@@ -101,14 +101,10 @@ def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: i
     lost = reach - hit
     if not changes or lost <= EDGE_TOKENS:
         return _of_first(request, match, hit)
-    first, *hidden = map(_miss_of, changes)
+    first, *hidden = changes
     common = common_prefix_length(previous.tokens, request.tokens)
     misses = (replace(first, token=common, lost_tokens=lost), *hidden)
     return Reuse(match, hit, None, misses[0], lost, misses)
-
-
-def _miss_of(change: Change) -> Miss:
-    return Miss(change.reason, change.index, change.role, None, change.before, change.after, cause=change.cause)
 
 
 def _state_miss(request: Rendered, hit: int, lost: int, reason: MissReason, cause: Cause) -> Miss:
@@ -138,7 +134,7 @@ class _Loss:
         state = [self._state_miss(by_state)] if by_state else []
         return [*state, *self._change_misses(changes, by_change)]
 
-    def _is_consequence(self, changes: Sequence[Change], by_state: int) -> bool:
+    def _is_consequence(self, changes: Sequence[Miss], by_state: int) -> bool:
         """Whether state is missing only because of the change: state is kept for prompts that go on unchanged.
 
         Where a template changes a reply, prompts part within the answer's header; the restore point is before it.
@@ -161,14 +157,14 @@ class _Loss:
             reason, cause = MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE
         return _state_miss(self._request, self._hit, lost, reason, cause)
 
-    def _change_misses(self, changes: Sequence[Change], lost: int) -> list[Miss]:
+    def _change_misses(self, changes: Sequence[Miss], lost: int) -> list[Miss]:
         if not lost:
             return []
         if not changes:
             index, role = self._request.outline.message_at(self._common)
             miss = Miss(MissReason.TEMPLATE, index, role, self._common, cause=Cause.TEMPLATE, lost_tokens=lost)
             return [miss]
-        first, *hidden = map(_miss_of, changes)
+        first, *hidden = changes
         return [replace(first, token=self._common, lost_tokens=lost), *hidden]
 
 

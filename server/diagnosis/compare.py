@@ -17,7 +17,7 @@ from unicodedata import normalize
 
 from models.texts import shared_length
 from server.diagnosis.prompt import PLAIN, Part, Prompt
-from server.engine.diagnosis import Cause, MissReason
+from server.engine.diagnosis import Cause, Miss, MissReason
 
 WINDOW_CHARACTERS = 120
 """Characters considered on either side of a change."""
@@ -224,19 +224,6 @@ _THOUGHTS = re.compile(r"<(think|thinking|thought|reasoning)>.*?(</\1>|\Z)|^.*?<
 
 
 @dataclass(frozen=True)
-class Change:
-    """One difference between two requests, in the order of the prompt."""
-
-    cause: Cause
-    reason: MissReason
-    index: int | None = None
-    """The message of the later request; for removed messages, the index where they stood."""
-    role: str | None = None
-    before: str = ""
-    after: str = ""
-
-
-@dataclass(frozen=True)
 class Turn:
     """A request and its answer."""
 
@@ -258,7 +245,18 @@ class Turn:
         return self.reply is not None and bool(self.reply.shown)
 
 
-def find_changes_between(earlier: Turn, later: Prompt) -> list[Change]:
+def _miss(
+    cause: Cause,
+    reason: MissReason,
+    index: int | None = None,
+    role: str | None = None,
+    before: str = "",
+    after: str = "",
+) -> Miss:
+    return Miss(reason, index, role, None, before, after, cause)
+
+
+def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
     """Returns the changes that keep `later` from continuing `earlier`, in the order of the prompt."""
     origin = _origin_change(earlier.prompt, later)
     if origin is not None:
@@ -269,7 +267,7 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Change]:
     return [*changes, *_MessageDiff(earlier, later).changes()]
 
 
-def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Change]:
+def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
     """Returns the value that changes by itself in the system messages of two conversations with the same
     beginning.
 
@@ -281,35 +279,35 @@ def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Change]:
     return _MessageDiff(Turn(earlier), later).volatile_head(only=True)
 
 
-def _origin_change(earlier: Prompt, later: Prompt) -> Change | None:
+def _origin_change(earlier: Prompt, later: Prompt) -> Miss | None:
     if earlier.model != later.model:
-        return Change(Cause.MODEL, MissReason.MODEL_CHANGED, before=earlier.model, after=later.model)
+        return _miss(Cause.MODEL, MissReason.MODEL_CHANGED, before=earlier.model, after=later.model)
     if earlier.namespace != later.namespace:
-        return Change(Cause.NAMESPACE, MissReason.NAMESPACE_CHANGED)
+        return _miss(Cause.NAMESPACE, MissReason.NAMESPACE_CHANGED)
     return None
 
 
-def _argument_changes(earlier: Prompt, later: Prompt) -> Iterator[Change]:
+def _argument_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
     if earlier.arguments != later.arguments:
         before, after = earlier.arguments, later.arguments
-        yield Change(Cause.TEMPLATE_ARGUMENTS, MissReason.TEMPLATE_CHANGED, before=before, after=after)
+        yield _miss(Cause.TEMPLATE_ARGUMENTS, MissReason.TEMPLATE_CHANGED, before=before, after=after)
 
 
-def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Change]:
+def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
     ours, theirs = earlier.tools, later.tools
     if ours == theirs:
         return
     before, after = earlier.tools_text, later.tools_text
     names = [[_tool_name(tool) for tool in tools] for tools in (ours, theirs)]
     if sorted(names[0]) != sorted(names[1]):
-        yield Change(Cause.TOOLS, MissReason.TOOLS_CHANGED, before=", ".join(names[0]), after=", ".join(names[1]))
+        yield _miss(Cause.TOOLS, MissReason.TOOLS_CHANGED, before=", ".join(names[0]), after=", ".join(names[1]))
     elif sorted(map(_canonical, ours)) == sorted(map(_canonical, theirs)):
         start = shared_length(before, after)
         words = (excerpt(before, start), excerpt(after, start))
-        yield Change(Cause.REORDERED, MissReason.TOOLS_CHANGED, None, None, *words)
+        yield _miss(Cause.REORDERED, MissReason.TOOLS_CHANGED, None, None, *words)
     else:
         for found in find_changes(_unescaped(before), _unescaped(after)):
-            yield Change(found.cause, MissReason.TOOLS_CHANGED, None, None, found.before, found.after)
+            yield _miss(found.cause, MissReason.TOOLS_CHANGED, None, None, found.before, found.after)
 
 
 def _unescaped(text: str) -> str:
@@ -327,14 +325,14 @@ def _canonical(text: str) -> str:
     return json.dumps(json.loads(text), sort_keys=True)
 
 
-def _plain_changes(earlier: Turn, later: Prompt) -> Iterator[Change]:
+def _plain_changes(earlier: Turn, later: Prompt) -> Iterator[Miss]:
     before = "".join(part.text for part in earlier.parts)
     after = later.parts[0].text
     own = earlier.prompt.parts[0].text
     if after.startswith((before, own)) or own.startswith(after):
         return
     for found in find_changes(before[: len(after)], after[: len(before)]):
-        yield Change(found.cause, MissReason.MESSAGES_CHANGED, None, None, found.before, found.after)
+        yield _miss(found.cause, MissReason.MESSAGES_CHANGED, None, None, found.before, found.after)
 
 
 class _MessageDiff:
@@ -348,7 +346,7 @@ class _MessageDiff:
         self._prompt = earlier.prompt
         self._is_related = earlier.num_shared(later) > 0 or (_is_answered(later.parts) and self._are_similar())
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[Miss]:
         ours, theirs = self._ours, self._theirs
         if len(theirs) <= len(ours) and ours[: len(theirs)] == theirs:
             return []
@@ -362,18 +360,18 @@ class _MessageDiff:
         firsts = [next((part for part in parts if not part.is_system), None) for parts in (self._ours, self._theirs)]
         return firsts[0] is not None and firsts[1] is not None and is_version(firsts[0], firsts[1])
 
-    def _side_request(self, *, behind: int) -> Change:
+    def _side_request(self, *, behind: int) -> Miss:
         """Returns the change of another conversation, shown from `behind` the messages already reported."""
         index = min(max(shared_length(self._ours, self._theirs), behind), len(self._theirs) - 1)
         part = self._theirs[index]
-        return Change(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
+        return _miss(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
-    def volatile_head(self, *, only: bool = False) -> list[Change]:
+    def volatile_head(self, *, only: bool = False) -> list[Miss]:
         """Returns the value that changes by itself in a head that even another conversation would share.
 
         With `only`, None where anything else of the head differs.
         """
-        found: list[Change] = []
+        found: list[Miss] = []
         for index in range(min(self._head, self._prompt.num_head)):
             if self._ours[index] == self._theirs[index]:
                 continue
@@ -394,7 +392,7 @@ class _MessageDiff:
             if kind != "equal":
                 yield head + i1, head + i2, head + j1, head + j2
 
-    def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Change]:
+    def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
         """Yields the changes of one block: versions of a message first, then added or removed messages."""
         if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, self._ours[i1], self._theirs[j1])
@@ -402,7 +400,7 @@ class _MessageDiff:
         while i1 < i2 and j1 < j2 and self._is_pair(i1, j1):
             yield from self._edits(i1, j1)
             i1, j1 = i1 + 1, j1 + 1
-        tail = list[Change]()
+        tail = list[Miss]()
         while i1 < i2 and j1 < j2 and i2 < len(self._ours) and self._is_pair(i2 - 1, j2 - 1):
             i2, j2 = i2 - 1, j2 - 1
             tail = [*self._edits(i2, j2), *tail]
@@ -421,7 +419,7 @@ class _MessageDiff:
             return False
         return i == self._reply or (one.is_system and i < self._prompt.num_head) or is_version(one, other)
 
-    def _edits(self, i: int, j: int) -> Iterator[Change]:
+    def _edits(self, i: int, j: int) -> Iterator[Miss]:
         one, other = self._ours[i], self._theirs[j]
         is_reply = one.role == "assistant"
         if one.is_system and j < self._head:
@@ -430,12 +428,12 @@ class _MessageDiff:
             reason = MissReason.REPLY_CHANGED if is_reply else MissReason.MESSAGES_CHANGED
         for cause, before, after in _part_changes(one, other):
             if cause is Cause.THOUGHTS:
-                yield Change(cause, MissReason.THOUGHTS_REMOVED, j, other.role, before, after)
+                yield _miss(cause, MissReason.THOUGHTS_REMOVED, j, other.role, before, after)
             else:
                 named = Cause.REPLY if is_reply and cause is Cause.EDITED else cause
-                yield Change(named, reason, j, other.role, before, after)
+                yield _miss(named, reason, j, other.role, before, after)
 
-    def _removed(self, i1: int, i2: int, j: int) -> Iterator[Change]:
+    def _removed(self, i1: int, i2: int, j: int) -> Iterator[Miss]:
         """Yields the change of messages missing before others."""
         if i2 == len(self._ours):
             is_reply_missing = self._reply == i1 and j < len(self._theirs)
@@ -459,7 +457,7 @@ class _MessageDiff:
         """Whether the assistant said nothing from message `i` to the end of the prompt."""
         return all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
 
-    def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Change]:
+    def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
         ours, theirs = self._ours[i1:i2], self._theirs[j1:j2]
         part, other = ours[0], theirs[0]
         if i1 == self._reply:
@@ -476,11 +474,11 @@ class _MessageDiff:
             yield self._change(Cause.EDITED, MissReason.MESSAGES_CHANGED, j1, part, other)
 
     @staticmethod
-    def _change(cause: Cause, reason: MissReason, index: int, part: Part, other: Part | None = None) -> Change:
+    def _change(cause: Cause, reason: MissReason, index: int, part: Part, other: Part | None = None) -> Miss:
         if cause is Cause.INSERTED:
-            return Change(cause, reason, index, part.role, "", excerpt(part.shown, 0))
+            return _miss(cause, reason, index, part.role, "", excerpt(part.shown, 0))
         after = excerpt(other.shown, 0) if other is not None else ""
-        return Change(cause, reason, index, (other or part).role, excerpt(part.shown, 0), after)
+        return _miss(cause, reason, index, (other or part).role, excerpt(part.shown, 0), after)
 
 
 def _is_answered(parts: Sequence[Part]) -> bool:

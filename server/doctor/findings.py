@@ -1,19 +1,19 @@
-"""The losses of one session's turns, added up by cause, alike for a server and for recorded requests. Pure.
+"""The losses of one conversation's turns, added up by cause, for a server and for recorded requests alike. Pure.
 
-Reads a session's JSON values as of `/v1/sessions/{id}`, and asks nobody. When a request changes earlier messages,
-only later turns show what the change was. If they continue the version before it, it was a request beside the
-conversation. If they continue the changed version, and never again the one before, the conversation began anew.
+When a request changes earlier messages, only later turns show what the change was. If they continue the version
+before it, it was a request beside the conversation. If they continue the changed version only, the conversation began
+anew.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from server.diagnosis.advice import TOOLS, advice
-from server.engine.diagnosis import UNBLAMED, Cause, MissReason
+from server.engine.diagnosis import UNBLAMED, Cause, Miss, MissReason
 
 NEGLIGIBLE_TOKENS = 128
-"""Up to so many lost tokens need no cure: state is kept at some offsets only, and requests may share a name."""
+"""Fewer lost tokens need no cure: state is kept at some offsets only, and requests may share a name."""
 SECONDS_PER_DAY = 86_400
 SHORTEST_SECONDS = 60.0
 """Turns within a shorter time give no rate per day."""
@@ -163,26 +163,22 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
     return sorted(findings, key=lambda finding: (finding.is_hidden, -finding.tokens))
 
 
-def loss_of(
-    turn: int,
-    *,
-    reason: MissReason,
-    cause: Cause,
-    index: int | None,
-    role: str | None,
-    tokens: int,
-    seconds: float | None,
-    before: str,
-    after: str,
-    is_hidden: bool,
-) -> Loss | None:
-    """Returns the loss of a turn, or None where there is nothing to mend."""
-    limit = NEGLIGIBLE_TOKENS if cause in _SMALL else 0
-    if cause in UNBLAMED or (tokens <= limit and not is_hidden):
-        return None
-    place = TOOLS if reason is MissReason.TOOLS_CHANGED else None if cause in _PLACELESS else role
-    where = TOOLS if place == TOOLS else place_name(index, place)
-    return Loss(turn, cause, place, where, tokens, seconds, before, after, is_hidden)
+def losses_of(
+    turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None
+) -> tuple[Loss, ...]:
+    """Returns the losses of a turn that can be mended. `tokens_of` tells the tokens of a miss's `lost_tokens`."""
+    found = list[Loss]()
+    for miss in misses:
+        tokens, is_hidden = tokens_of(miss.lost_tokens), miss.lost_tokens == 0
+        limit = NEGLIGIBLE_TOKENS if miss.cause in _SMALL else 0
+        if miss.cause in UNBLAMED or (tokens <= limit and not is_hidden):
+            continue
+        is_of_tools = miss.reason is MissReason.TOOLS_CHANGED
+        place = TOOLS if is_of_tools else None if miss.cause in _PLACELESS else miss.role
+        where = TOOLS if place == TOOLS else place_name(miss.message_index, place)
+        seconds = None if seconds_per_token is None else tokens * seconds_per_token
+        found.append(Loss(turn, miss.cause, place, where, tokens, seconds, miss.before, miss.after, is_hidden))
+    return tuple(found)
 
 
 def place_name(index: int | None, role: str | None) -> str:
@@ -192,18 +188,8 @@ def place_name(index: int | None, role: str | None) -> str:
     return "system message" if role == "system" and index == 0 else f"message {index} ({role})"
 
 
-_VERSIONS = frozenset(
-    {
-        Cause.EDITED,
-        Cause.TOOLS,
-        Cause.TRIMMED,
-        Cause.SUMMARISED,
-        Cause.REMOVED,
-        Cause.MERGED,
-        Cause.INSERTED,
-        Cause.TEMPLATE_ARGUMENTS,
-    }
-)
+_VERSIONS = frozenset({Cause.EDITED, Cause.TOOLS, Cause.TRIMMED, Cause.SUMMARISED, Cause.REMOVED})
+_VERSIONS |= {Cause.MERGED, Cause.INSERTED, Cause.TEMPLATE_ARGUMENTS}
 """Changes that make another version of a conversation."""
 
 
@@ -215,6 +201,14 @@ class LinkedTurn:
     previous: str | None
     """None where there was none, or nobody knows."""
     losses: tuple[Loss, ...]
+    kept: float | None = None
+    """Share of the prompt before that was reused, 0 to 1; None where there was none."""
+
+
+def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
+    """Returns the losses of a conversation."""
+    kept = [turn.kept for turn in turns if turn.kept is not None]
+    return Checkup(name, len(turns), sum(kept) / len(kept) if kept else None, tuple(in_hindsight(turns)))
 
 
 def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
@@ -242,58 +236,41 @@ def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
         yield replace(costliest, cause=Cause.SIDE_REQUEST, place=None, where="", is_hidden=False)
 
 
-_Turn = Mapping[str, Any]
-
-
 def checkup_of(session: Mapping[str, Any]) -> Checkup:
     """Returns the losses of a session. Raises KeyError, TypeError or ValueError for what is no session."""
-    turns: Sequence[_Turn] = session["turns"]
-    first = int(session["num_turns"]) - len(turns) + 1
-    linked = [
-        LinkedTurn(str(turn.get("id")), turn.get("previous"), tuple(_losses(turn, number)))
-        for number, turn in enumerate(turns, first)
-    ]
-    kept = [turn["kept"] for turn in turns if turn["kept"] is not None]
-    return Checkup(
-        name=str(session["id"]),
-        num_turns=int(session["num_turns"]),
-        kept=sum(kept) / len(kept) if kept else None,
-        losses=tuple(in_hindsight(linked)),
+    turns, num_turns = session["turns"], int(session["num_turns"])
+    linked = [_linked(turn, number) for number, turn in enumerate(turns, num_turns - len(turns) + 1)]
+    return replace(
+        checkup_from(str(session["id"]), linked),
+        num_turns=num_turns,
         num_seen=len(turns),
         began=float(session["created"]),
         ended=float(session["last_used"]),
     )
 
 
+def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
+    evaluated = int(turn["evaluated_tokens"])
+    seconds_per_token = float(turn["prompt_ms"]) / 1000 / evaluated if evaluated else 0.0
+    misses = [
+        Miss(
+            MissReason(miss["reason"]),
+            miss["message_index"],
+            miss["role"],
+            before=miss["before"],
+            after=miss["after"],
+            cause=Cause(miss["cause"]),
+            lost_tokens=int(miss["lost_tokens"]),
+        )
+        for miss in turn["misses"]
+    ]
+    losses = losses_of(number, misses, lambda lost: min(lost, evaluated), seconds_per_token)
+    return LinkedTurn(str(turn.get("id")), turn.get("previous"), losses, turn["kept"])
+
+
 def refused_of(refusal: Mapping[str, Any]) -> Refused:
     """Returns a refused request. Raises KeyError, TypeError or ValueError for what is no refusal."""
     session_id = refusal["session_id"]
-    return Refused(
-        str(refusal["path"]),
-        None if session_id is None else str(session_id),
-        int(refusal["status"]),
-        str(refusal["code"]),
-        str(refusal["message"]),
-        int(refusal["count"]),
-    )
-
-
-def _losses(turn: _Turn, number: int) -> Iterator[Loss]:
-    evaluated = int(turn["evaluated_tokens"])
-    seconds_per_token = float(turn["prompt_ms"]) / 1000 / evaluated if evaluated else 0.0
-    for miss in turn["misses"]:
-        tokens = min(int(miss["lost_tokens"]), evaluated)
-        loss = loss_of(
-            number,
-            reason=MissReason(miss["reason"]),
-            cause=Cause(miss["cause"]),
-            index=miss["message_index"],
-            role=miss["role"],
-            tokens=tokens,
-            seconds=tokens * seconds_per_token,
-            before=miss["before"],
-            after=miss["after"],
-            is_hidden=not miss["lost_tokens"],
-        )
-        if loss is not None:
-            yield loss
+    session_id = None if session_id is None else str(session_id)
+    path, status, code = str(refusal["path"]), int(refusal["status"]), str(refusal["code"])
+    return Refused(path, session_id, status, code, str(refusal["message"]), int(refusal["count"]))

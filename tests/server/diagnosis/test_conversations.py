@@ -50,7 +50,7 @@ def test_a_request_belongs_to_the_conversation_whose_words_it_holds(later: Promp
 
 
 def causes(earlier: Prompt, later: Prompt) -> list[tuple[Cause, int | None]]:
-    return [(change.cause, change.index) for change in find_changes_between(Turn(earlier), later)]
+    return [(change.cause, change.message_index) for change in find_changes_between(Turn(earlier), later)]
 
 
 def test_a_message_removed_before_an_edited_one_is_no_summary() -> None:
@@ -142,7 +142,7 @@ def test_what_was_lost_to_a_clock_is_what_the_system_said() -> None:
 
 def test_another_conversation_is_shown_from_behind_the_clock() -> None:
     changes = find_changes_between(Turn(asked("It is 09:16.", "Far?")), asked("It is 09:17.", "A title, please!"))
-    assert [(change.cause, change.index) for change in changes] == [(Cause.CLOCK, 0), (Cause.SIDE_REQUEST, 1)]
+    assert [(change.cause, change.message_index) for change in changes] == [(Cause.CLOCK, 0), (Cause.SIDE_REQUEST, 1)]
     assert changes[1].after == "A title, please!"
 
 
