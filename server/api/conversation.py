@@ -17,6 +17,7 @@ from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
 from server.api.errors import ApiError, Code
+from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel
 
@@ -99,7 +100,7 @@ class Conversation:
     renderer: PromptRenderer
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
-    """The tools at the head of the prompt, unchanged, so the prompt keeps the client's order and wording."""
+    """The tools at the head of the prompt, in the client's order and wording."""
     template_arguments: Mapping[str, Any]
     namespace: str
     changed_tools: Sequence[Mapping[str, Any]] | None = None
@@ -166,8 +167,16 @@ def open_conversation(
     changed_tools: Sequence[Mapping[str, Any]] | None = None,
     continues: bool = False,
     forbids_calls: bool = False,
+    hygiene: bool = False,
 ) -> Conversation:
-    """Returns a request's conversation, with the defaults of the model's name for what the request leaves out."""
+    """Returns a request's conversation, with the defaults of the model's name for what the request leaves out.
+
+    With `hygiene` its head is kept the same as in earlier requests, see `server.app.prompt_hygiene`.
+    """
+    if hygiene:
+        messages = with_constant_headers(messages)
+        tools = model.tool_orders.settle(namespace, tools)
+        changed_tools = None if changed_tools is None else model.tool_orders.settle(namespace, changed_tools)
     defaults = model.defaults
     arguments = {**defaults.template_arguments, **(template_arguments or {})}
     shown, forbids = defaults.conversation(messages), forbids_calls and bool(tools or changed_tools)

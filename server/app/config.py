@@ -209,7 +209,7 @@ class ServerConfig:
     prompt_hygiene: bool = _setting(
         True,
         "Keep each request's head as the client sent it; by default headers that Claude Code changes each time are "
-        "made constant, so that prompts are reused.",
+        "made constant, and tools keep the first order of their keys, so that prompts are reused.",
         flag="--no-prompt-hygiene",
     )
     default_max_tokens: int | None = _setting(

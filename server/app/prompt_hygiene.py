@@ -1,17 +1,18 @@
-"""Replaces values at the head of the prompt that a client changes with every request by constants. Pure.
+"""Keeps the head of a prompt the same where a client changes it without meaning anything by it. Pure.
 
-One such value makes every prompt differ from the last one in its first line, so that nothing could be reused; no
-answer depends on it. A known line is matched as a whole, and only as the first line of a leading system message. Only
-the changing values become constants. Knows messages, no client, no tokens.
+Such a change makes all that follows differ from the prompt before, so nothing of it could be reused:
 
-Known lines:
-
-* Claude Code's `x-anthropic-billing-header: cc_version=2.1.15.7b4; cc_entrypoint=cli; cch=eb6c6;`: `cch`, and the
-  last part of the version, which differs from one conversation to the next.
+* the first line of Claude Code's system message, `x-anthropic-billing-header: cc_version=2.1.15.7b4;
+  cc_entrypoint=cli; cch=eb6c6;`: `cch` and the last part of the version become constants. The line is matched as a
+  whole, and only as the first one of a leading system message;
+* the order of keys in the definition of a tool: a tool is shown as it was first sent.
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
@@ -39,6 +40,33 @@ def with_constant_header(text: str) -> str:
     for pattern, constant in _CHANGING_VALUES:
         header = pattern.sub(constant, header)
     return header + text[line.end() :]
+
+
+MAX_TOOLS = 512
+"""Tools whose order is remembered; those used longest ago are forgotten."""
+MAX_TOOL_BYTES = 16 << 10
+"""A tool with a longer definition is shown as it is sent. All remembered ones take 8 MiB at the most."""
+
+
+class ToolOrders:
+    """The order of keys in which each tool was first sent in its namespace. For any thread."""
+
+    def __init__(self) -> None:
+        # The cache has a lock of its own, and so has `setdefault`: two threads agree on one order.
+        self._first = lru_cache(MAX_TOOLS)(lambda _namespace, _digest: dict[str, str]())
+
+    def settle(self, namespace: str, tools: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Returns the tools, each with its keys in the order in which it was first sent."""
+        return [self._settle(namespace, tool) for tool in tools]
+
+    def _settle(self, namespace: str, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = json.dumps(tool)
+        if len(text) > MAX_TOOL_BYTES:
+            return tool
+        digest = hashlib.sha256(json.dumps(tool, sort_keys=True).encode()).digest()
+        first = self._first(namespace, digest).setdefault("text", text)
+        settled: Mapping[str, Any] = tool if first == text else json.loads(first)
+        return settled
 
 
 def _cleaned(message: Message) -> Message:

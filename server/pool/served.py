@@ -23,6 +23,7 @@ from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax,
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.prompt.tool_definitions import Tool
 from models.store.stored_model import ModelDefaults
+from server.app.prompt_hygiene import ToolOrders
 from server.engine.embeddings import Vector
 from server.engine.generation import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray
@@ -242,6 +243,8 @@ class ServedModel:
     """The base model of a variant."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     """Other defaults for requests; sampling and context have their own fields."""
+    tool_orders: ToolOrders = field(default_factory=ToolOrders)
+    """The order of keys in which tools are shown; shared with variants and other names of the model."""
 
     def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
         """Returns the model under another name with that name's defaults; all state is shared."""

@@ -39,7 +39,6 @@ from server.api.params import (
     json_grammar,
 )
 from server.app.config import ServerConfig
-from server.app.prompt_hygiene import with_constant_headers
 from server.pool.served import ServedModel
 
 _ERROR_PREFIX = "Error: "
@@ -74,10 +73,11 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
         tools=[] if is_hidden else [as_function(tool) for tool in body.tools or () if not tool.defer_loading],
         changed_tools=reader.callable_tools(),
         forbids_calls=body.forbids_calls,
-        messages=with_constant_headers(messages) if config.prompt_hygiene else messages,
+        messages=messages,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
         continues=continues,
+        hygiene=config.prompt_hygiene,
     )
 
 

@@ -42,8 +42,6 @@ from server.api.ollama.dialect import (
 from server.api.ollama.fields import IN_CHAT, IN_EMBED, IN_EMBEDDING, IN_GENERATE, IN_MESSAGE
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, costs_of
-from server.app.config import ServerConfig
-from server.app.prompt_hygiene import with_constant_headers
 from server.engine.embeddings import Vector
 from server.engine.request import Finished, GenerationRequest
 from server.pool.served import ServedModel
@@ -331,11 +329,12 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady 
     tools = offered_tools(incoming.fields.get("tools"), model)
     conversation = open_conversation(
         model,
-        messages=_messages(body.messages, context.config),
+        messages=_messages(body.messages),
         tools=tools,
         template_arguments=template_arguments(body, model),
         namespace=namespace,
         continues=_continues(body.messages, model),
+        hygiene=context.config.prompt_hygiene,
     )
     prompt = conversation.render()
     params = read_params(body, model)
@@ -364,12 +363,11 @@ def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
     return last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model)
 
 
-def _messages(messages: Sequence[OllamaMessage], config: ServerConfig) -> list[Message]:
+def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
     """Returns the messages in the template's form; raises ApiError for content that no message may hold."""
     for index, message in enumerate(messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
-    shown = [_template_message(message) for message in messages]
-    return with_constant_headers(shown) if config.prompt_hygiene else shown
+    return [_template_message(message) for message in messages]
 
 
 def _template_message(message: OllamaMessage) -> Message:

@@ -53,7 +53,6 @@ from server.api.params import (
     forced_calls,
 )
 from server.app.config import ServerConfig
-from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import Finished, GenerationRequest
 from server.pool.served import ServedModel
 
@@ -106,15 +105,16 @@ def read_conversation(
         model,
         tools=_offered_tools(body, incoming, model),
         forbids_calls=body.forbids_calls,
-        messages=_messages(body, config),
+        messages=_messages(body),
         template_arguments=_template_arguments(body),
         namespace=namespace,
         continues=continues,
+        hygiene=config.prompt_hygiene,
     )
 
 
 def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> list[Mapping[str, Any]]:
-    """Returns the tools unchanged, so the prompt keeps the client's order and wording."""
+    """Returns the tools in the client's order and wording."""
     if not body.tools or (body.forbids_calls and not can_forbid_calls(model)):
         return []
     if not model.renderer.reads_tools:
@@ -136,7 +136,7 @@ def _grammar(
     return replace(answer_or_calls(model, tools, wanted) if tools else wanted, begun=conversation.begun)
 
 
-def _messages(body: ChatBody, config: ServerConfig) -> list[Message]:
+def _messages(body: ChatBody) -> list[Message]:
     """Returns the messages in the template's form; raises ApiError for content that no message may hold."""
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
@@ -144,7 +144,7 @@ def _messages(body: ChatBody, config: ServerConfig) -> list[Message]:
     if body.num_explicit_points() > MAX_EXPLICIT_POINTS:
         reason = f"messages: at most {MAX_EXPLICIT_POINTS} may carry cache_control"
         raise ApiError(Code.INVALID_VALUE, reason, "messages")
-    return with_constant_headers(messages) if config.prompt_hygiene else messages
+    return messages
 
 
 def _template_arguments(body: ChatBody) -> dict[str, Any]:

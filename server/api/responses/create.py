@@ -45,8 +45,6 @@ from server.api.responses.output import AnswerOutput, Event, ItemBody, ThoughtSt
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
 from server.api.responses.types import ENCRYPTED_THOUGHTS, InputBody, ReasoningWish, ResponsesBody, read_tools
 from server.api.wire import MAX_MESSAGES, sse_event
-from server.app.config import ServerConfig
-from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ServedModel
 
@@ -382,12 +380,13 @@ def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespa
     tools, found = _found_tools(_offered_tools(body, model), items, model, namespace)
     conversation = open_conversation(
         model,
-        messages=_messages(body, items, found, context.config),
+        messages=_messages(body, items, found),
         tools=tools.shown,
         changed_tools=tools.callable_tools,
         forbids_calls=body.forbids_calls,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
+        hygiene=context.config.prompt_hygiene,
     )
     return ReadInput(items, tools, conversation)
 
@@ -429,11 +428,11 @@ def _found_tools(
     return tools, definitions
 
 
-def _messages(body: InputBody, items: RequestItems, found: Mapping[str, str], config: ServerConfig) -> list[Message]:
+def _messages(body: InputBody, items: RequestItems, found: Mapping[str, str]) -> list[Message]:
     messages = read_messages([*_instructions(body), *items.history.items, *items.new], found)
     if not messages:
         raise ApiError(Code.MISSING_PARAMETER, "input: Field required", "input")
-    return with_constant_headers(messages) if config.prompt_hygiene else messages
+    return messages
 
 
 def _instructions(body: InputBody) -> list[dict[str, Any]]:
