@@ -71,7 +71,7 @@ from server.pool.pool import ModelPool
 from server.pool.served import ServedModel
 
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
-"""The dialects. The first one also answers paths that belong to no dialect."""
+"""The dialects; the first one also answers paths of none."""
 
 _ADMIN = (
     Route("/sessions", list_sessions, methods=["GET"]),
@@ -135,14 +135,14 @@ def create_app(
     apis: Sequence[Api] = APIS,
     keys: KeyRing | None = None,
 ) -> Starlette:
-    """Returns the application that serves one model, and no other, by `engine`; see `create_pool_app`."""
+    """Returns the application that serves one model by `engine`."""
     return create_pool_app(ModelPool.of(OpenedModel(model, engine)), config, apis, keys)
 
 
 def create_pool_app(
     pool: ModelPool, config: ServerConfig, apis: Sequence[Api] = APIS, keys: KeyRing | None = None
 ) -> Starlette:
-    """Returns the application that serves the models of `pool`. `app.state.api` is its `ApiContext`.
+    """Returns the application that serves the models of `pool`; `app.state.api` is its `ApiContext`.
 
     `keys` are the keys of `config`, where they were read already.
     """
@@ -185,11 +185,11 @@ def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
 
 
 def replace_keys(app: Starlette, keys: KeyRing) -> None:
-    """Replaces the accepted keys; running answers go on. Call it on the event loop."""
+    """Replaces the accepted keys, on the event loop; running answers go on."""
     app.state.api.keys = keys
 
 
 def start_draining(app: Starlette) -> None:
-    """Refuses new requests from now on; running answers go on. Call it on the event loop."""
+    """Refuses new requests from now on, on the event loop; running answers go on."""
     app.state.api.is_draining = True
     app.state.api.activity.log.close()

@@ -1,8 +1,7 @@
-"""Log entries about requests: figures for programs, and the same in words for people, with line breaking. Pure.
+"""Log entries about requests: figures for programs, and the same in words for people. Pure.
 
-An entry is handed to `logging` as the message itself. Its `str` is one line for a file; `parts` are the pieces of a
-line for a terminal, each with its tone. A long line is broken between its parts first. Contains no text of a prompt
-and no key; knows no clock and no stream.
+An entry is handed to `logging` as the message itself: `str` is one line for a file, `parts` are pieces of a line for
+a terminal, which breaks between its parts first. No text of a prompt and no key is in it.
 """
 
 import re
@@ -37,10 +36,13 @@ class EntryPart:
     tone: Tone = Tone.PLAIN
 
 
+@dataclass(frozen=True)
 class LogEntry:
-    """One event of the log. The fields of the dataclass are what `--log-format json` writes."""
+    """One event of a request; its fields are what `--log-format json` writes."""
 
     event: ClassVar[str]
+
+    request_id: str
 
     def parts(self) -> list[EntryPart]:
         """Returns the line for people, without its time."""
@@ -48,7 +50,7 @@ class LogEntry:
 
     def figures(self) -> dict[str, Any]:
         """Returns all known figures, ready for JSON."""
-        return {"event": self.event, **asdict(self)}  # type: ignore[call-overload]
+        return {"event": self.event, **asdict(self)}
 
     def __str__(self) -> str:
         """Returns the line for a file, with the request's whole name."""
@@ -56,7 +58,7 @@ class LogEntry:
 
     def names(self) -> list[str]:
         """Returns the full names of which `parts` shows an abbreviation only."""
-        return []
+        return [self.request_id]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,6 @@ class PrefillProgress(LogEntry):
 
     event: ClassVar[str] = "prefill"
 
-    request_id: str
     session_id: str | None
     evaluated_tokens: int
     """Evaluated prompt tokens, restored ones included."""
@@ -75,7 +76,7 @@ class PrefillProgress(LogEntry):
     """Number of earlier progress entries of the request."""
 
     def parts(self) -> list[EntryPart]:
-        """Returns progress and time left first, then the request and its speed."""
+        """Returns progress and time left, the request and its speed."""
         share, left = percent_text(self.evaluated_tokens, self.prompt_tokens), ""
         amount = f"{grouped(self.evaluated_tokens)} of {grouped(self.prompt_tokens)} tokens"
         if self.tokens_per_second > 0:
@@ -84,10 +85,6 @@ class PrefillProgress(LogEntry):
             amount += f", {rate_text(self.tokens_per_second)} tokens/s"
         name = label(self.request_id, self.session_id)
         return [EntryPart(f"prefill {share}{left}", Tone.QUIET), EntryPart(name), EntryPart(amount, Tone.QUIET)]
-
-    def names(self) -> list[str]:
-        """Returns the request's name."""
-        return [self.request_id]
 
 
 @dataclass(frozen=True)
@@ -105,11 +102,10 @@ class MissFigures:
 
 @dataclass(frozen=True)
 class RequestEnded(LogEntry):
-    """An accepted request that has ended in any way. Times count from its arrival, in milliseconds."""
+    """An accepted request that has ended in any way; times in milliseconds from its arrival."""
 
     event: ClassVar[str] = "request"
 
-    request_id: str
     session_id: str | None
     model: str
     turn: int | None
@@ -125,7 +121,7 @@ class RequestEnded(LogEntry):
     finish: str
     error: str | None
     kept: float | None
-    """Share of the session's previous prompt that was reused, 0 to 1."""
+    """Share of the previous prompt that was reused, 0 to 1."""
     tier: str | None
     miss: MissFigures | None
     key: str | None = None
@@ -175,7 +171,6 @@ class RequestRefused(LogEntry):
 
     event: ClassVar[str] = "refused"
 
-    request_id: str
     method: str
     path: str
     """Path without the query, which may hold a key."""
@@ -195,18 +190,13 @@ class RequestRefused(LogEntry):
             EntryPart(f"{self.status} {self.reason}", tone),
         ]
 
-    def names(self) -> list[str]:
-        """Returns the request's name."""
-        return [self.request_id]
-
 
 @dataclass(frozen=True)
 class TextsEmbedded(LogEntry):
-    """A request that was answered with vectors, or with an order of texts by their vectors."""
+    """A request for vectors, or for an order of texts."""
 
     event: ClassVar[str] = "embedded"
 
-    request_id: str
     path: str
     model: str
     num_texts: int
@@ -225,10 +215,6 @@ class TextsEmbedded(LogEntry):
             EntryPart(seconds_text(self.total_ms / 1000)),
         ]
 
-    def names(self) -> list[str]:
-        """Returns the request's name."""
-        return [self.request_id]
-
 
 # ------------------------------------------------------------------------------------------------------- words
 
@@ -238,27 +224,27 @@ def _key_parts(key: str | None) -> list[EntryPart]:
 
 
 def label(request_id: str, session_id: str | None) -> str:
-    """Returns a request's label for people: its session, or the beginning of its own name."""
+    """Returns a request's label for people: its session, else the beginning of its id."""
     return cut(session_id, MAX_SESSION_LENGTH) if session_id else short_id(request_id)
 
 
 def short_id(request_id: str) -> str:
-    """Returns the first letters of the unique part of `chatcmpl-3f9a…` and the like."""
+    """Returns the first letters of what is unique in `chatcmpl-3f9a…` and the like."""
     return request_id.replace("_", "-").rpartition("-")[2][:SHORT_ID_LENGTH]
 
 
 def cut(text: str, length: int) -> str:
-    """Returns a text of at most `length` letters, with a sign where it was cut."""
+    """Returns a text of at most `length` letters, with `…` where it was cut."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def grouped(number: int) -> str:
-    """Returns a whole number with its thousands set apart, such as `12 340`."""
+    """Returns a whole number such as `12 340`."""
     return f"{number:,}".replace(",", " ")
 
 
 def percent_text(part: int, whole: int) -> str:
-    """Returns a share such as `98 %`; 100 % only for the whole, 0 % only for nothing."""
+    """Returns a share such as `98 %`: 100 % for the whole only, 0 % for nothing only."""
     percent = 100 * part / whole if whole else 0.0
     rounded = round(percent)
     if part and rounded == 0:
@@ -267,7 +253,7 @@ def percent_text(part: int, whole: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Returns a time as people say it: `0.03 s`, `0.3 s`, `41 s`, `3 min 20 s`."""
+    """Returns a time such as `0.03 s`, `0.3 s`, `41 s`, `3 min 20 s`."""
     if 0 < seconds < 0.095:
         return f"{max(seconds, 0.01):.2f} s"
     if seconds < 9.95:
@@ -282,7 +268,7 @@ def rate_text(per_second: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text with escapes in place of characters that move a cursor, break a line or reverse a direction."""
+    """Returns a text with escapes for characters that move a cursor or reverse a direction."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
@@ -291,17 +277,16 @@ def printable(text: str) -> str:
 GAP = "  "
 
 _BREAK = re.compile(r" (?!(?<=\d )(?:\d{3}\b|%|s\b|min\b))")
-"""A space where a line may end: not within a number, and not before its unit."""
+"""A space where a line may end: not in a number, nor before its unit."""
 
 Paint = Callable[[str, Tone], str]
 """Colours a piece of text."""
 
 
 def lay_out(head: str, parts: Sequence[EntryPart], width: int, paint: Paint) -> str:
-    """Returns `head` and the parts on lines of at most `width` cells; later lines are indented below the first
-    part.
+    """Returns `head` and the parts on lines of at most `width` cells; later lines are indented.
 
-    A part is broken, at spaces, only if it is longer than a line of its own. Words are never broken.
+    A part is broken, at spaces, only if it is longer than a line; a word never.
     """
     indent = " " * cell_len(head + GAP)
     columns = max(width - len(indent), 1)

@@ -1,4 +1,4 @@
-"""From settings to a model that can be asked: finds it, loads it, and puts an engine behind it."""
+"""From settings to a model that can be asked: finds it, loads it, puts an engine behind it."""
 
 import copy
 import json
@@ -53,26 +53,26 @@ from server.pool.served import ListedModel, ModelFacts, ServedModel, architectur
 logger = logging.getLogger(__name__)
 
 FLOAT32_SHARE = 0.5
-"""The share of the memory for weights and state that float32 weights may take; the rest is for state."""
+"""The share of all memory for weights and state that float32 weights may take."""
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """One model, ready to answer, with the facts of its start-up report. The engine is not started yet."""
+    """One model, ready to answer, with the facts of its start-up report; the engine is not started."""
 
     model: ServedModel
     engine: Engine
     num_parameters: int
-    """Number of weights; a quantized matrix counts the weights that it represents."""
+    """Number of weights; a quantized matrix counts those that it represents."""
     memory: MemoryPlan
     precision: Precision
     """How the weights are held."""
     stored_bytes: int
     """Size of the weights on disk."""
     seconds_per_token: float | None
-    """About how long a token of an answer takes, measured on one matrix; None on a graphics processor."""
+    """About how long a token takes, measured on one matrix; None on a GPU."""
     model_context_tokens: int
     """The model's own limit; `model.context_tokens` may be lower."""
     release: Callable[[], object] = lambda: None
@@ -80,7 +80,7 @@ class Service:
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each of its adapters, by the adapter's name."""
     named: ServedModel | None = None
-    """The model under our own name, if it was asked for by that name."""
+    """The model under the name of our own that it was asked for by."""
 
     @property
     def asked_for(self) -> ServedModel:
@@ -95,10 +95,9 @@ class Service:
 def open_service(
     config: ServerConfig, others: Sequence[Claim] = (), tell: Callable[[str], object] = lambda step: None
 ) -> Service:
-    """Loads the first of the configured models, blocking.
+    """Loads the first configured model, blocking. `others` are servers that have claimed memory.
 
-    `others` are servers that have claimed memory; `tell` is told each step. Raises ModelError, and StartError for a
-    model or a budget that this machine cannot hold.
+    Raises ModelError, and StartError for a model or a budget that this machine cannot hold.
     """
     name = config.models[0]
     source = source_of(name)
@@ -144,7 +143,7 @@ def pool_memory(config: ServerConfig, machine: Machine, others: Sequence[Claim])
 
 @dataclass(frozen=True)
 class ServiceOpener:
-    """Loads models while the server runs. For any thread, but one model at a time."""
+    """Loads models while the server runs, one at a time, on any thread."""
 
     config: ServerConfig
     memory: PoolMemory
@@ -204,10 +203,8 @@ class ServiceOpener:
         return OpenedModel(served, engine, weights_bytes, partial(_release, loaded), _variants(served, loaded))
 
     def _float32_bytes(self, others: Sequence[int]) -> int:
-        """Returns the most that float32 weights may take: the same at each loading, unless other models leave
-        less.
-
-        Stored state fits weights of the same precision only.
+        """Returns the most that float32 weights may take: the same at each loading, unless other models leave less,
+        since state fits weights of the same precision only.
         """
         return min(int(self.memory.total_bytes * FLOAT32_SHARE), self.memory.largest_weights_bytes(others))
 
@@ -249,7 +246,7 @@ def _engine_config(config: ServerConfig, budget_bytes: int, served: ServedModel)
 
 
 def _active_share(config: dict[str, Any]) -> float:
-    """Returns which part of the experts a token goes through; 1 where there are none, or nothing says so."""
+    """Returns the part of the experts that a token goes through; 1 where nothing says so."""
     found = {**config, **(config.get("text_config") or {})}
     active = found.get("num_experts_per_tok")
     experts = found.get("num_experts") or found.get("num_local_experts") or found.get("n_routed_experts")
@@ -257,15 +254,14 @@ def _active_share(config: dict[str, Any]) -> float:
 
 
 def _bound_pool(num_bytes: int) -> None:
-    """Limits MLX's freed buffers; a lower limit of MLX, as on a CPU, stays."""
+    """Limits MLX's freed buffers; a lower limit stays."""
     mx.set_cache_limit(min(num_bytes, mx.set_cache_limit(num_bytes)))
 
 
 def model_id(name: str) -> str:
-    """Returns the id of the model that was named `name` on the command line. Raises ModelError.
+    """Returns the id of the model named `name` on the command line. Raises ModelError.
 
-    A folder is its own id; `models.names.resolve` decides what is a folder. The id of a name of our own is the id of
-    its weights.
+    A folder is its own id, if `models.names.resolve` takes it for one; a name of our own has the id of its weights.
     """
     stored = find_stored(name)
     if stored is not None:
@@ -278,7 +274,7 @@ def model_id(name: str) -> str:
 
 
 def source_of(name: str) -> ModelSource:
-    """Returns the model that was named `name` on the command line, with its defaults. Raises ModelError."""
+    """Returns the model named `name` on the command line, with its defaults. Raises ModelError."""
     stored = find_stored(name)
     if stored is not None:
         return stored_source(stored)
@@ -359,15 +355,15 @@ def _describe_tokenizer(loaded: LoadedModel) -> str:
 
 
 def _template_owner(loaded: LoadedModel) -> Any:
-    """Returns the renderer of conversations: the tokenizer, whose template decides by itself whether to think.
+    """Returns the renderer of conversations: the tokenizer, whose template decides whether to think.
 
-    mlx-lm's wrapper asks every template to think; it is needed for the models whose template is code of mlx-lm.
+    mlx-lm's wrapper asks every template to think; templates that are code of mlx-lm need it.
     """
     return loaded.tokenizer if loaded.tokenizer.chat_template else loaded.tokenizer_wrapper
 
 
 def read_sampling(path: Path, vocab_size: int) -> SamplingParams:
-    """Returns the sampling recommended by a model's makers; the usual defaults where that is missing or unusable."""
+    """Returns the sampling that a model's makers recommend, else the usual defaults."""
     try:
         recommended: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         given = {key: recommended[key] for key in _SAMPLING_KEYS if recommended.get(key) is not None}
@@ -399,7 +395,7 @@ def _weights_bytes(loaded: LoadedModel) -> int:
 
 
 def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[str], object]) -> LoadedModel:
-    """Returns the model with the configured adapters, which belong to the first model. Raises ModelError."""
+    """Returns the model with the configured adapters, which are the first model's. Raises ModelError."""
     if not config.adapters or loaded.name != model_id(config.models[0]):
         return loaded
     # Imports all of mlx-lm's training.

@@ -1,1 +1,1 @@
-"""Why a prompt was not reused: one comparison of requests, for the running server and for recorded requests."""
+"""Why a prompt was not reused: the comparison of requests, for the server and for recordings."""

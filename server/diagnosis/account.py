@@ -1,12 +1,8 @@
 """Why a prompt was evaluated again: the account of one prompt, and the conversation that it continues. Pure.
 
-Every token of a prompt is restored, new, or evaluated again for a reason that is named: `evaluated = new + lost`,
-with `new` the tokens beyond what the turn before could have given.
-
-A request continues the conversation of its name, else the one that it shares most with. A prompt with a clock in its
-head shares no tokens with the turn before, so messages are compared. Of each conversation the last turns are kept,
-since one name may stand for several (an agent and its sub-agents). Event loop only, or one thread of the doctor's; no
-clock, no engine.
+Every token is restored, new, or lost for a named cause: `evaluated = new + lost`, with `new` what the turn before
+could not have given. A request continues the conversation of its name, else the one that it shares most messages
+with; of each the last turns are kept, since an agent and its sub-agents may share a name. One thread at a time.
 """
 
 import hashlib
@@ -23,7 +19,7 @@ from server.diagnosis.prompt import Prompt, with_parts_of
 from server.engine.diagnosis import Cause, Miss, MissReason, Reuse
 
 EDGE_TOKENS = 16
-"""The most tokens of an answer's header. A prompt that is restorable only up to this header is no miss."""
+"""The most tokens of an answer's header; a prompt that is restorable up to this header is no miss."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +36,11 @@ class EvaluatedTurn:
     """Whether the model was unloaded since, and its conversations dropped."""
     request_id: str = ""
     is_neighbour: bool = False
-    """Whether the turn is of another conversation with the same system messages except for a clock, say."""
+    """Whether the turn is of another conversation with the same system messages but for a clock, say."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory to keep the turn, with text that other turns may share."""
+        """Bytes to keep the turn, text that other turns may share included."""
         reply = self.turn.reply.num_bytes if self.turn.reply is not None else 0
         return self.tokens.nbytes + self.turn.prompt.num_bytes + reply
 
@@ -82,7 +78,7 @@ def declined(previous: EvaluatedTurn | None, request: Rendered) -> Reuse:
 
 
 def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
-    """Returns the account of a request that continues no turn, though other requests may share its beginning."""
+    """Returns the account of a request that continues no turn, but may share other requests' beginning."""
     if match - hit > EDGE_TOKENS:
         miss = _state_miss(request, hit, match - hit, MissReason.NO_RESTORE_POINT, Cause.NOT_RESTORABLE)
         return Reuse(match, hit, None, miss, miss.lost_tokens, (miss,))
@@ -90,11 +86,7 @@ def _of_first(request: Rendered, match: int, hit: int) -> Reuse:
 
 
 def _of_neighbour(previous: EvaluatedTurn, request: Rendered, match: int, hit: int) -> Reuse:
-    """Returns the account of a conversation's first request, whose system messages match another's except for a
-    clock.
-
-    The two could have shared only these messages.
-    """
+    """Returns the account of a first request with another conversation's system messages but for a clock, say."""
     starts, num_head = request.outline.starts, request.prompt.num_head
     reach = starts[num_head] if len(starts) > num_head else min(len(previous.tokens), len(request.tokens) - 1)
     changes = find_volatile_head(previous.turn.prompt, request.prompt)
@@ -135,9 +127,9 @@ class _Loss:
         return [*state, *self._change_misses(changes, by_change)]
 
     def _is_consequence(self, changes: Sequence[Miss], by_state: int) -> bool:
-        """Whether state is missing only because of the change: state is kept for prompts that go on unchanged.
+        """Whether state is missing only because of the change: it is kept for prompts that go on unchanged.
 
-        Where a template changes a reply, prompts part within the answer's header; the restore point is before it.
+        Where a template changes a reply, prompts part within the answer's header, behind the restore point.
         """
         if self._match < self._common or self._previous.was_cleared or self._previous.was_unloaded:
             return False
@@ -169,10 +161,10 @@ class _Loss:
 
 
 MAX_TURNS = 4
-"""Turns kept of one conversation: one for each conversation that shares its name."""
+"""Turns kept of one conversation: as many may share its name."""
 MAX_CONVERSATIONS = 1024
 MAX_UNNAMED_LOOKED_AT = 256
-"""Latest unnamed conversations of a namespace among which a request's is searched."""
+"""Latest unnamed conversations of a namespace that are searched for a request's."""
 MAX_NEIGHBOURS = 8
 """Latest conversations of a namespace whose system messages are compared with a new one's."""
 MAX_BYTES = 64 << 20
@@ -210,7 +202,7 @@ class Conversations:
         return name, previous or self._find_elsewhere(session_id, request) or self._find_neighbour(request)
 
     def record(self, name: Name, turn: EvaluatedTurn) -> None:
-        """Keeps a turn. It replaces the turn that it continues if nothing in that was changed."""
+        """Keeps a turn, in place of the turn that it continues unchanged."""
         turns = self._take(name)
         request = Rendered(turn.turn.prompt, turn.tokens, NO_OUTLINE)
         previous = self._closest(turns, request)
@@ -278,7 +270,7 @@ class Conversations:
     def _find_elsewhere(self, session_id: str | None, request: Rendered) -> EvaluatedTurn | None:
         """Returns a turn of the same name under another key or salt, if the request contains its reply.
 
-        A client that sends the reply has seen the conversation, so nobody learns of another client's conversation.
+        Who sends the reply has seen the conversation, so nothing is told of another client's.
         """
         for name, turns in reversed(self._turns.items()):
             is_same = name.id == session_id if session_id is not None else not name.is_named
@@ -289,10 +281,9 @@ class Conversations:
         return None
 
     def _find_neighbour(self, request: Rendered) -> EvaluatedTurn | None:
-        """Returns the last turn of a namespace that begins like the request except for a clock, a counter or an
-        id.
+        """Returns the last turn of a namespace that begins like the request but for a clock, a counter or an id.
 
-        None where one of the latest turns has the same beginning: then nothing keeps the two from sharing.
+        None where a latest turn has the same beginning: the two share it.
         """
         head = request.prompt.parts[: request.prompt.num_head]
         found: EvaluatedTurn | None = None
@@ -317,8 +308,7 @@ class Conversations:
 def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
     """Returns how close a request is to a turn: messages in common first, then tokens.
 
-    A request that continues a turn contains its newest message and its reply; one that lacks them may continue an
-    earlier turn.
+    One that lacks the turn's newest message or its reply may continue an earlier turn.
     """
     earlier, said = turn.turn, request.prompt.said
     newest = earlier.prompt.said.intersection(earlier.prompt.parts[-1:])
@@ -329,7 +319,7 @@ def _score(turn: EvaluatedTurn, request: Rendered) -> tuple[int, int]:
 def _is_beside(earlier: Turn, later: Prompt) -> bool:
     """Whether a turn is a title or a summary under the name of the request's conversation.
 
-    Such a turn has instructions of its own; the request has the same question with other instructions, or with tools.
+    It has instructions of its own; the request has the same question with others, or with tools.
     """
     if earlier.is_answered and earlier.reply in later.said:
         return False
@@ -340,7 +330,7 @@ def _is_beside(earlier: Turn, later: Prompt) -> bool:
 
 
 def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
-    """Whether an unnamed request contains a turn's reply, contains most of its messages, or begins like it."""
+    """Whether an unnamed request has a turn's reply or most of its messages, or begins like it."""
     earlier, later = turn.turn, request.prompt
     if earlier.is_answered and earlier.reply in later.said:
         return True
@@ -353,7 +343,7 @@ def _belongs(turn: EvaluatedTurn, request: Rendered) -> bool:
 
 
 def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
-    """Whether the first messages of two conversations are versions of one: more than half of the text is the same."""
+    """Whether the first messages of two conversations have more than half of their text in common."""
     is_later = len(later.parts) >= len(earlier.parts) and any(part.role == "assistant" for part in later.parts)
     if not is_later:
         return False
@@ -364,9 +354,9 @@ def _starts_alike(earlier: Prompt, later: Prompt) -> bool:
 
 
 def _goes_on(earlier: Turn, later: Prompt) -> bool:
-    """Whether a turn replaces an earlier one: the newer continues it unchanged, and is not just its beginning.
+    """Whether a turn continues an earlier one unchanged, and so replaces it.
 
-    Only later turns show which of two versions the conversation continues, so both are kept.
+    Of two versions both are kept: later turns show which one goes on.
     """
     before = earlier.prompt
     is_same = (before.tools, before.arguments) == (later.tools, later.arguments)
@@ -375,7 +365,7 @@ def _goes_on(earlier: Turn, later: Prompt) -> bool:
 
 
 def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:
-    """Returns the turn with its own copy of the tokens, if they are a view that would keep a longer array alive."""
+    """Returns the turn with tokens of its own: a view keeps a longer array alive."""
     return turn if turn.tokens.base is None else replace(turn, tokens=turn.tokens.copy())
 
 

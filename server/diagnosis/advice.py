@@ -1,4 +1,4 @@
-"""What to do about each cause, by the place it was found in. The only place for these words."""
+"""What to do about each cause, by its place. The only place for these words."""
 
 from collections.abc import Mapping
 
@@ -68,5 +68,5 @@ _BY_PLACE: Mapping[tuple[Cause, str], str] = {
 
 
 def advice(cause: Cause, place: str | None) -> str:
-    """Returns what to change, in one sentence. `place` is the role of the message, or `TOOLS`."""
+    """Returns what to change; `place` is the role of the message, or `TOOLS`."""
     return _BY_PLACE.get((cause, place or ""), _ADVICE[cause])

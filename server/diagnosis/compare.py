@@ -1,8 +1,8 @@
 """What a client changed between two turns of a conversation, from their parts. Pure.
 
-Messages are aligned first: kept, edited, removed, put in, merged, summed up. Then the changed words within a message
-tell the kind of change, not the words around them: `09:16` that becomes `09:17` is a clock in any place. A change of
-no known kind is an edit. A request that only adds messages to the turn before changes nothing.
+Messages are aligned: kept, edited, removed, inserted, merged, summed up. Within a message the changed words tell the
+kind of change: `09:16` that becomes `09:17` is a clock in any place. A request that only adds messages changes
+nothing.
 """
 
 import json
@@ -26,7 +26,7 @@ AROUND_WORDS = 8
 MAX_WORD_CHARACTERS = 80
 """A longer word is shown in part."""
 MAX_WORDS = 2000
-"""With more words between the first and the last change, only the first change is searched."""
+"""With more words between first and last change, only the first change is searched."""
 MAX_ADDED_WORDS = 6
 """More added or removed words are an edit, whatever their content."""
 MAX_CHARACTERS = 1 << 18
@@ -63,17 +63,17 @@ _ID_PREFIX = re.compile(
 
 @dataclass(frozen=True)
 class WordChange:
-    """One place where two texts differ: its kind, and the words around it in both."""
+    """A place where two texts differ, and the words around it."""
 
     cause: Cause
     offset: int
-    """Characters that both texts share before the change, counted in the earlier one."""
+    """Characters before the change, in the earlier text."""
     before: str
     after: str
 
 
 def find_changes(before: str, after: str) -> list[WordChange]:
-    """Returns the places where a text changed, in order, one per cause; none for equal texts only."""
+    """Returns the places where a text changed, in order, one per cause."""
     if before == after:
         return []
     whole = _cause_of_whole(before, after)
@@ -96,7 +96,7 @@ def classify_text(before: str, after: str) -> Cause:
 
 
 def _cause_of_addition(before: str, after: str, start: int) -> Cause:
-    """Returns the kind of a few words that only one of two texts has there."""
+    """Returns the kind of a few words that only one of two texts has."""
     tail = shared_length(before[start:][::-1], after[start:][::-1])
     inner, other = before[start : len(before) - tail], after[start : len(after) - tail]
     added = inner or other
@@ -110,7 +110,7 @@ def _cause_of_addition(before: str, after: str, start: int) -> Cause:
 
 
 def _cause_of_whole(before: str, after: str) -> Cause | None:
-    """Returns the cause where two texts say the same in another form; None where their content differs."""
+    """Returns the cause where two texts say the same in another form; else None."""
     if max(len(before), len(after)) > MAX_CHARACTERS:
         return None
     if "".join(before.split()) == "".join(after.split()):
@@ -121,7 +121,7 @@ def _cause_of_whole(before: str, after: str) -> Cause | None:
 
 
 def _decoded(text: str) -> str:
-    """Returns a text without differences of encoding: entities, forms of characters, kinds of quotes, spaces."""
+    """Returns a text without differences of encoding, quotes and spaces."""
     return "".join(normalize("NFKC", unescape(text)).translate(_QUOTES).split())
 
 
@@ -149,7 +149,7 @@ def _random_word(text: str, start: int) -> str | None:
 
 
 def _looks_random(word: str) -> bool:
-    """Whether a word looks like an id: hexadecimal, a UUID, base64, or digits too many to count with."""
+    """Whether a word looks like an id: hexadecimal, a UUID, base64, or too many digits to count with."""
     core = re.sub(r"^[a-z]{2,12}[_-](?=\w)", "", word)
     parts = [part for part in re.split(r"[-_]+", core) if part]
     letters, digits = sum(map(str.isalpha, core)), sum(map(str.isdigit, core))
@@ -162,7 +162,6 @@ def _looks_random(word: str) -> bool:
 
 
 def _num_runs(word: str) -> int:
-    """Returns how often letters and digits, or their cases, take turns in a word."""
     kinds = [(c.isdigit(), c.isupper()) for c in word]
     return 1 + sum(one != other for one, other in pairwise(kinds))
 
@@ -182,7 +181,7 @@ def _is_same_words(before: str, after: str) -> bool:
 
 
 def _places(before: str, after: str) -> Iterator[tuple[int, str, str]]:
-    """Yields changed stretches with some context: the offset in `before`, and both texts."""
+    """Yields changed stretches with context: the offset in `before`, and both texts."""
     ours, theirs = (re.findall(r"\S+|\s+", text) for text in (before, after))
     head = shared_length(ours, theirs)
     tail = shared_length(ours[head:][::-1], theirs[head:][::-1])
@@ -204,7 +203,7 @@ def _change_at(before: str, after: str, cause: Cause) -> WordChange:
 
 
 def excerpt(text: str, offset: int) -> str:
-    """Returns the words around an offset, about `WINDOW_CHARACTERS` on either side: whole ones."""
+    """Returns whole words around an offset, about `WINDOW_CHARACTERS` on either side."""
     begin, end = max(0, offset - WINDOW_CHARACTERS), min(len(text), offset + WINDOW_CHARACTERS)
     # The offset itself may stand within a word that is longer than the window's rest.
     while begin > 0 and not text[begin - 1].isspace() and offset - begin < WINDOW_CHARACTERS + MAX_WORD_CHARACTERS:
@@ -215,9 +214,9 @@ def excerpt(text: str, offset: int) -> str:
 
 
 MAX_ALIGNED = 400
-"""With more messages between the first difference and the end, only the first difference is searched."""
+"""With more messages behind the first difference, only that difference is searched."""
 SIMILAR = 0.5
-"""Share of the longer text that two texts must have in common to be two versions of one message."""
+"""The share of the longer text that two versions of one message have in common."""
 MAX_COMPARED_CHARACTERS = 1 << 16
 _VOLATILE = frozenset({Cause.CLOCK, Cause.COUNTER, Cause.NONCE})
 _THOUGHTS = re.compile(r"<(think|thinking|thought|reasoning)>.*?(</\1>|\Z)|^.*?</think>", re.DOTALL | re.IGNORECASE)
@@ -237,7 +236,7 @@ class Turn:
         return self.prompt.parts if self.reply is None else (*self.prompt.parts, self.reply)
 
     def num_shared(self, later: Prompt) -> int:
-        """Returns how many messages, except system messages, are also in a later request."""
+        """Returns how many messages, system messages aside, a later request also has."""
         return len((self.prompt.said | ({self.reply} if self.is_answered else frozenset())) & later.said)
 
     @property
@@ -268,8 +267,7 @@ def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
 
 
 def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
-    """Returns the value that changes by itself in the system messages of two conversations with the same
-    beginning.
+    """Returns the values that change by themselves in the system messages of two conversations.
 
     None where anything else of their beginnings differs, or nothing does.
     """
@@ -311,7 +309,6 @@ def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
 
 
 def _unescaped(text: str) -> str:
-    """Returns JSON text with real line breaks and tabs in its strings."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
@@ -356,21 +353,16 @@ class _MessageDiff:
         return [change for block in self._blocks() for change in self._changes_of(*block)]
 
     def _are_similar(self) -> bool:
-        """Whether the first messages of both turns, system messages aside, are versions of each other."""
         firsts = [next((part for part in parts if not part.is_system), None) for parts in (self._ours, self._theirs)]
         return firsts[0] is not None and firsts[1] is not None and is_version(firsts[0], firsts[1])
 
     def _side_request(self, *, behind: int) -> Miss:
-        """Returns the change of another conversation, shown from `behind` the messages already reported."""
         index = min(max(shared_length(self._ours, self._theirs), behind), len(self._theirs) - 1)
         part = self._theirs[index]
         return _miss(Cause.SIDE_REQUEST, MissReason.SIDE_REQUEST, index, part.role, "", excerpt(part.shown, 0))
 
     def volatile_head(self, *, only: bool = False) -> list[Miss]:
-        """Returns the value that changes by itself in a head that even another conversation would share.
-
-        With `only`, None where anything else of the head differs.
-        """
+        """Returns the values that change by themselves in the system messages; with `only`, none if others do too."""
         found: list[Miss] = []
         for index in range(min(self._head, self._prompt.num_head)):
             if self._ours[index] == self._theirs[index]:
@@ -382,7 +374,6 @@ class _MessageDiff:
         return [] if only and len(volatile) < len(found) else volatile
 
     def _blocks(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yields the ranges of our and their messages between unchanged ones."""
         head = shared_length(self._ours, self._theirs)
         ours, theirs = self._ours[head:], self._theirs[head:]
         if len(ours) + len(theirs) > MAX_ALIGNED:
@@ -393,7 +384,7 @@ class _MessageDiff:
                 yield head + i1, head + i2, head + j1, head + j2
 
     def _changes_of(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
-        """Yields the changes of one block: versions of a message first, then added or removed messages."""
+        """Yields the changes of one block: versions of messages, then added or removed ones."""
         if i1 < i2 and j1 < j2 and self._is_asked_anew(i1, i2, j1):
             yield self._change(Cause.BRANCHED, MissReason.BRANCHED, j1, self._ours[i1], self._theirs[j1])
             return
@@ -413,7 +404,6 @@ class _MessageDiff:
         yield from tail
 
     def _is_pair(self, i: int, j: int) -> bool:
-        """Whether a message of theirs is a version of one of ours."""
         one, other = self._ours[i], self._theirs[j]
         if one.role != other.role:
             return False
@@ -434,7 +424,6 @@ class _MessageDiff:
                 yield _miss(named, reason, j, other.role, before, after)
 
     def _removed(self, i1: int, i2: int, j: int) -> Iterator[Miss]:
-        """Yields the change of messages missing before others."""
         if i2 == len(self._ours):
             is_reply_missing = self._reply == i1 and j < len(self._theirs)
             if is_reply_missing:
@@ -449,12 +438,11 @@ class _MessageDiff:
             yield self._change(Cause.REMOVED, MissReason.HISTORY_TRIMMED, j, part)
 
     def _is_asked_anew(self, i: int, stop: int, j: int) -> bool:
-        """Whether only the newest messages differ, and the later request holds no answer to them."""
+        """Whether only the newest messages differ, and no answer to them is there."""
         is_last = stop == len(self._ours) and i != self._reply and i >= self._prompt.num_head
         return is_last and self._is_newest(i) and not _is_answered(self._theirs[j:])
 
     def _is_newest(self, i: int) -> bool:
-        """Whether the assistant said nothing from message `i` to the end of the prompt."""
         return all(part.role in ("user", "tool", "system") for part in self._prompt.parts[i:])
 
     def _replaced(self, i1: int, i2: int, j1: int, j2: int) -> Iterator[Miss]:
@@ -486,7 +474,7 @@ def _is_answered(parts: Sequence[Part]) -> bool:
 
 
 def _part_changes(one: Part, other: Part) -> Iterator[tuple[Cause, str, str]]:
-    """Yields what changed between two versions of a message, with the words around it."""
+    """Yields what changed between two versions of a message, with the words around."""
     if _lacks_thoughts(one, other):
         yield Cause.THOUGHTS, excerpt(one.shown, 0), excerpt(other.shown, 0)
         return
@@ -527,7 +515,7 @@ def _holds_all(part: Part, others: Sequence[Part]) -> bool:
 
 
 def is_version(one: Part, other: Part) -> bool:
-    """Whether two messages of one role are versions of each other: most of the words are the same."""
+    """Whether two messages of one role have most of their words in common."""
     if one.role != other.role:
         return False
     ours, theirs = one.shown, other.shown

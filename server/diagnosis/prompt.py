@@ -1,8 +1,4 @@
-"""A request as a sequence of parts, before any template. Pure.
-
-A request on its way through the server and one recorded in a file become the same parts, so that the same fault gets
-the same name.
-"""
+"""A request as a sequence of parts, before any template: the same for a server's and a recorded one. Pure."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +23,7 @@ class Part:
     text: str
     thoughts: str = ""
     calls: tuple[str, ...] = ()
-    """Name and arguments of each tool call, as JSON text with keys in their written order."""
+    """Name and arguments of each tool call, as JSON text in the written order of keys."""
     call_ids: tuple[str, ...] = ()
 
     @property
@@ -67,7 +63,7 @@ class Prompt:
         return frozenset(part for part in self.parts if not part.is_system and part.shown)
 
     def shares_state_with(self, other: "Prompt") -> bool:
-        """Whether evaluated state of one can be reused for the other at all."""
+        """Whether state of one can be reused for the other at all."""
         return (self.model, self.namespace) == (other.model, other.namespace)
 
     @property
@@ -103,7 +99,7 @@ def plain_prompt(text: str, *, model: str = "", namespace: str = "") -> Prompt:
 
 
 def part_of(message: Mapping[str, Any]) -> Part:
-    """Returns the part of a message as a client sends it, or as a template gets it."""
+    """Returns the part of a message, as a client sends it or as a template gets it."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     ids = [call.get("id") for call in calls] + [message.get("tool_call_id")]
     role = str(message.get("role"))
@@ -122,13 +118,13 @@ def text_bytes(text: str) -> int:
 
 
 def with_parts_of(prompt: Prompt, earlier: Prompt) -> Prompt:
-    """Returns the prompt with equal parts taken from an earlier one, so that their text is kept once."""
+    """Returns the prompt with an earlier one's equal parts, so that their text is kept once."""
     known = {part: part for part in earlier.parts}
     return replace(prompt, parts=tuple(known.get(part, part) for part in prompt.parts))
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    """Returns name and arguments. JSON arguments are parsed, as the server does, so spacing changes nothing."""
+    """Returns name and arguments, parsed so that their spacing changes nothing."""
     function = call.get("function")
     function = function if isinstance(function, Mapping) else {}
     arguments = function.get("arguments")

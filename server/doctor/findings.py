@@ -1,8 +1,7 @@
 """The losses of one conversation's turns, added up by cause, for a server and for recorded requests alike. Pure.
 
-When a request changes earlier messages, only later turns show what the change was. If they continue the version
-before it, it was a request beside the conversation. If they continue the changed version only, the conversation began
-anew.
+Only later turns show what a change of earlier messages was. If they continue the version before it, it was a request
+beside the conversation; if they continue the changed version only, the conversation began anew.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,19 +12,19 @@ from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import UNBLAMED, Cause, Miss, MissReason
 
 NEGLIGIBLE_TOKENS = 128
-"""Fewer lost tokens need no cure: state is kept at some offsets only, and requests may share a name."""
+"""So many lost tokens or fewer need no cure: state is kept at some offsets only."""
 SECONDS_PER_DAY = 86_400
 SHORTEST_SECONDS = 60.0
 """Turns within a shorter time give no rate per day."""
 _SMALL = frozenset({Cause.NOT_RESTORABLE, Cause.EVICTED, Cause.SIDE_REQUEST})
 """Causes that are reported only above `NEGLIGIBLE_TOKENS`."""
 _PLACELESS = _SMALL | {Cause.CLEARED, Cause.UNLOADED, Cause.DECLINED}
-"""Causes that no single message has."""
+"""Causes without a message."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Tokens of one turn evaluated although the turn before had them, and the text that caused it."""
+    """Tokens of one turn evaluated although the turn before had them, and what caused it."""
 
     turn: int
     """From 1."""
@@ -40,7 +39,7 @@ class Loss:
     before: str = ""
     after: str = ""
     is_hidden: bool = False
-    """Whether it changed behind another change of the same turn, so it cost nothing by itself."""
+    """Whether it stands behind another change of the turn, so that it cost nothing by itself."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Checkup:
     name: str
     num_turns: int
     kept: float | None
-    """Average share of the prompt before that a turn reused, 0 to 1; None for a single turn."""
+    """The share of the prompt before that turns reused on average, 0 to 1; None for a single turn."""
     losses: tuple[Loss, ...]
     num_seen: int | None = None
     """Turns considered, where not all are kept."""
@@ -127,7 +126,7 @@ class Savings:
     seconds: float | None
     """None where no speed is known."""
     seconds_per_day: float | None
-    """At the rate of the turns; None where they took less than a minute, or no time is known."""
+    """At the rate of the turns; None where no rate is known."""
 
     @property
     def seconds_per_turn(self) -> float | None:
@@ -152,10 +151,7 @@ def _days(checkups: Sequence[Checkup]) -> float | None:
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
-    """Returns the losses by cause and role, the costliest first.
-
-    A change at another message in each turn, as of replies, is one finding.
-    """
+    """Returns the losses by cause and role, the costliest first."""
     groups: dict[tuple[Cause, str | None], list[Loss]] = {}
     for loss in losses:
         groups.setdefault((loss.cause, loss.place), []).append(loss)
@@ -166,7 +162,7 @@ def findings_of(losses: Iterable[Loss]) -> list[Finding]:
 def losses_of(
     turn: int, misses: Iterable[Miss], tokens_of: Callable[[int], int], seconds_per_token: float | None
 ) -> tuple[Loss, ...]:
-    """Returns the losses of a turn that can be mended. `tokens_of` tells the tokens of a miss's `lost_tokens`."""
+    """Returns the losses of a turn that can be mended; `tokens_of` turns `lost_tokens` into tokens."""
     found = list[Loss]()
     for miss in misses:
         tokens, is_hidden = tokens_of(miss.lost_tokens), miss.lost_tokens == 0
@@ -195,14 +191,14 @@ _VERSIONS |= {Cause.MERGED, Cause.INSERTED, Cause.TEMPLATE_ARGUMENTS}
 
 @dataclass(frozen=True)
 class LinkedTurn:
-    """One turn with its losses, and the turn that it was compared with."""
+    """One turn, its losses, and the turn that it was compared with."""
 
     id: str
     previous: str | None
     """None where there was none, or nobody knows."""
     losses: tuple[Loss, ...]
     kept: float | None = None
-    """Share of the prompt before that was reused, 0 to 1; None where there was none."""
+    """Share of the prompt before that was reused; None where there was none."""
 
 
 def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
@@ -212,7 +208,7 @@ def checkup_from(name: str, turns: Sequence[LinkedTurn]) -> Checkup:
 
 
 def in_hindsight(turns: Sequence[LinkedTurn]) -> list[Loss]:
-    """Returns the losses of all turns, with causes corrected by the later turns."""
+    """Returns the losses of all turns, with causes that later turns correct."""
     return [loss for index, turn in enumerate(turns) for loss in _with_later(turn, turns[index + 1 :])]
 
 
@@ -228,7 +224,7 @@ def _with_later(turn: LinkedTurn, later: Sequence[LinkedTurn]) -> Iterator[Loss]
 
 
 def _as_aside(turn: LinkedTurn) -> Iterator[Loss]:
-    """Yields the losses, with those of another version combined into one of a request beside the conversation."""
+    """Yields the losses, with those of another version as one of a request beside the conversation."""
     versions = [loss for loss in turn.losses if loss.cause in _VERSIONS]
     yield from (loss for loss in turn.losses if loss.cause not in _VERSIONS)
     costliest = max(versions, key=lambda loss: loss.tokens)

@@ -1,9 +1,8 @@
-"""Recorded requests: JSON lines to requests, and answers where they are there. Pure but for reading
-the file.
+"""Recorded requests, from JSON lines. Pure but for reading the file.
 
-A line is the body of a chat completion, or an object that holds one as `body` or `request`, and its answer as
-`response`. The session is named as for the server. Requests count in the order of `timestamp`, `time` or `created`
-where every line has one, else in that of the file.
+A line is the body of a chat completion, or an object with the body as `body` or `request` and the answer as
+`response`. Sessions are named as for the server. The order is that of `timestamp`, `time` or `created` where every
+line has one, else the file's.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ class Recorded:
 
 
 def read_requests(path: Path) -> list[Recorded]:
-    """Returns the requests of a file in their order. Raises DoctorError with the line that cannot be read."""
+    """Returns a file's requests in order. Raises DoctorError with the line that cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +82,7 @@ def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Pr
 
 
 def _namespace(outer: Mapping[str, Any], body: Mapping[str, Any]) -> str:
-    """Returns a stand-in for the key and the salt of a request; never the key itself."""
+    """Returns a stand-in for key and salt, never the key itself."""
     key = next((value for name, value in _headers(outer).items() if name.lower() == "authorization"), "")
     digest = hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""
     return f"{digest}/{body.get('cache_salt') or ''}"

@@ -1,7 +1,4 @@
-"""What `mlx-serve doctor` prints, from a running server's sessions or a file of recorded requests.
-
-Raises DoctorError, one sentence each, for whatever is in the way.
-"""
+"""What `mlx-serve doctor` prints, of a running server's sessions or of recorded requests. Raises DoctorError."""
 
 import json
 import re
@@ -32,7 +29,7 @@ class Sessions:
     """The sessions of one server that a key and a salt may see."""
 
     def __init__(self, url: str, api_key: str | None = None, cache_salt: str | None = None) -> None:
-        """`url` is the server's address, with or without `http://` and `/v1`. Raises DoctorError for no address."""
+        """`url` is the server's address, with or without `http://` and `/v1`."""
         self.url = _base_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._query = f"?{urlencode({'cache_salt': cache_salt})}" if cache_salt else ""
@@ -40,7 +37,7 @@ class Sessions:
         self._opener = build_opener(ProxyHandler({}))
 
     def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Returns every session with its turns, and the refusals, the last first."""
+        """Returns every session with its turns, and the refusals."""
         listed = self._get("/v1/sessions")
         if listed is None or not isinstance(listed.get("data"), list):
             raise self._is_another()
@@ -49,7 +46,7 @@ class Sessions:
         return [session for session in found if session is not None], list(listed.get("refused", ()))
 
     def _read_one(self, session_id: str, namespace: str | None) -> dict[str, Any] | None:
-        """Returns one session. A request with neither key nor salt may see several namespaces, so it names one."""
+        """Returns one session; without key and salt, which limit what is seen, it needs its namespace."""
         is_named = namespace and not self._headers and not self._query
         query = f"?{urlencode({'namespace': namespace})}" if is_named else ""
         return self._get(f"/v1/sessions/{quote(session_id, safe='')}{query}")
@@ -110,7 +107,7 @@ LEAD_CHARACTERS = 20
 
 
 def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_json: bool = False) -> None:
-    """Prints the losses of a running server's sessions, for a person or as JSON. Raises DoctorError."""
+    """Prints the losses of a server's sessions, for a person or as JSON."""
     sessions = Sessions(url, api_key, cache_salt)
     try:
         read, refused = sessions.read()
@@ -135,7 +132,7 @@ def examine_server(url: str, api_key: str | None, cache_salt: str | None, *, as_
 
 
 def examine_file(path: Path, tokens_per_second: float | None, *, as_json: bool = False) -> None:
-    """Prints what recorded requests would lose, for a person or as JSON. Raises DoctorError."""
+    """Prints what recorded requests would lose, for a person or as JSON."""
     requests = read_requests(path)
     from server.doctor.compare import checkups_of  # needs NumPy, which takes its time
 
@@ -154,7 +151,7 @@ def _print_json(checkups: Sequence[Checkup], refused: Sequence[Refused] = ()) ->
 
 
 def body_of(checkups: Sequence[Checkup], refused: Sequence[Refused] = ()) -> dict[str, Any]:
-    """Returns the whole report as JSON values."""
+    """Returns the report as JSON values."""
     savings = savings_of(checkups)
     return {
         "conversations": [_checkup_body(one) for one in checkups],
@@ -236,12 +233,12 @@ def _finding(finding: Finding) -> RenderableType:
 
 
 def _in_place(where: str) -> str:
-    """Returns a place with its preposition: `in the tools`, `in message 3 (user)`; empty for none."""
+    """Returns a place with its preposition; empty for none."""
     return f" in {'' if where.startswith('message ') else 'the '}{where}" if where else ""
 
 
 def _excerpts(before: str, after: str) -> Iterator[tuple[str, Text]]:
-    """Yields both texts around their first difference, on one line each, with the changed word in bold."""
+    """Yields both texts on a line each, around their first difference, with the changed word in bold."""
     start = shared_length(before, after)
     for label, text in (("before", before), ("after", after)):
         if text:
@@ -278,7 +275,6 @@ def _summary(checkups: Sequence[Checkup], num_ailing: int) -> str:
 
 
 def _saved(savings: Savings) -> str:
-    """Returns what all cures would save, where a speed is known."""
     if not savings.seconds_per_turn:
         return ""
     per_day = "" if savings.seconds_per_day is None else f", {_seconds(savings.seconds_per_day)} per day at this rate"

@@ -28,7 +28,7 @@ def give_back() -> None:
 
 @cache
 def _trim() -> Callable[[], object]:
-    """Returns the function that trims the heap: glibc's, macOS's, or one that does nothing."""
+    """Returns the function that trims the heap, if the C library has one."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
         library.malloc_trim.argtypes = [ctypes.c_size_t]
@@ -41,7 +41,7 @@ def _trim() -> Callable[[], object]:
 
 
 HOLD_SECONDS = 120.0
-"""How long a turn that ended in tool calls is kept: most tools answer within that time."""
+"""How long the state of a turn that ended in tool calls is kept for their results."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class DescribeSlots:
 
 @dataclass(frozen=True)
 class PinSession:
-    """Keeps the state of a session's last turn, and of its later turns, from being evicted.
+    """Pins the state of a session's last turn and of later ones.
 
     Returns the number of pinned tokens, 0 where nothing of the session is held. Raises PinLimit.
     """
@@ -148,7 +148,7 @@ class UnpinSession:
 
 @dataclass(frozen=True)
 class ForgetSession:
-    """Drops a session's last turn, pins and slot claim; the state of its tokens stays for others."""
+    """Drops a session's last turn, pins and slot claim; the state of its tokens stays."""
 
     namespace: str
     session_id: str
@@ -160,7 +160,7 @@ class ForgetSession:
 
 @dataclass(frozen=True, eq=False)
 class HoldTurn:
-    """Keeps the state of a turn that a request will soon continue, unless a running request needs the memory."""
+    """Pins a turn that a request will soon continue, unless a running request needs the memory."""
 
     namespace: str
     label: str
@@ -175,10 +175,7 @@ class HoldTurn:
 
 @dataclass(frozen=True)
 class ResizeBudget:
-    """Changes the budget for the state of past tokens; returns the bytes by which running requests exceed it.
-
-    If there are any, the budget stays as before.
-    """
+    """Changes the budget for state. Returns by how many bytes running requests exceed it; if any, it stays."""
 
     budget_bytes: int
 

@@ -1,22 +1,16 @@
 """Decode steps, double-buffered: a step is prepared before the tokens of the step before it are read.
 
-Stages of a step:
+* *launch*: the runner prepares the step and, where it overlaps, starts it before the previous step is read;
+* *sample*: a step with a row bound to a grammar samples only once the previous tokens are read. Where the runner
+  overlaps, the model is evaluated meanwhile;
+* *record*: the token that a step evaluates is added to the lease's log, at the launch or once it is known, and before
+  it is evaluated a second time;
+* *read*: the sampled tokens become text and events;
+* *recover*: every row of a failed step loses its live state and is replayed from the trie, decoding alone until one
+  step has succeeded. A row that fails alone is at fault and ends.
 
-* *launch*: the runner prepares the step for all rows and starts it, before the previous step is read where the runner
-  overlaps. Where the runner does not overlap, starting first would delay the read;
-* *sample*: a step with a row bound to a grammar depends on the previous tokens, so it samples only once they are
-  read. Where the runner overlaps, the model is evaluated meanwhile;
-* *record*: the token that a step evaluates is added to the lease's log, at the launch or once it is known;
-* *read*: the sampled tokens become text and events. A token is recorded before it is evaluated a second time, and the
-  caches never run ahead of the log;
-* *recover*: a failed step ends no sequence but the one at fault. Every row of the step loses its live state and is
-  replayed from what the trie still holds, decoding alone until one step has succeeded. A row that fails alone is at
-  fault.
-
-A forced token (`output.py`) replaces the sampled one: the next step feeds it to the row, even where that step is
-prepared before the sampling step is read, and the forced token is recorded and accepted.
-
-A sequence whose last token is not yet evaluated stays for one more step, so the next turn can restore that token.
+A forced token (`output.py`) replaces the sampled one: it is fed to the next step, recorded and accepted. A sequence
+whose last token is not yet evaluated stays for one more step, so that the next turn can restore that token.
 """
 
 import logging
@@ -43,7 +37,7 @@ class InFlightStep:
     sequences: list[Sequence]
     is_read: bool = False
     waits: bool = False
-    """Whether the step samples only after the tokens of the step before are read."""
+    """Whether the step samples only once the tokens of the step before are read."""
 
 
 class DecodePipeline:
@@ -102,7 +96,7 @@ class DecodePipeline:
         self._in_flight = InFlightStep(step, sequences, waits=waits)
 
     def _feed(self, sequence: Sequence, previous: InFlightStep | None) -> None:
-        """Sets the token fed to a row, where it is not the token that `previous` samples for the row."""
+        """Sets the token of a row, unless `previous` samples it."""
         if previous is None or previous.is_read or sequence not in previous.sequences:
             sequence.decode.row.next_token = sequence.decode.unrecorded
             return
@@ -134,7 +128,7 @@ class DecodePipeline:
             self._start()
 
     def _mask_of(self, sequence: Sequence) -> MaskWords | None:
-        """Returns which tokens a sequence may sample. Ends a sequence whose grammar cannot be followed further."""
+        """Returns which tokens a sequence may sample; fails a sequence whose grammar cannot say."""
         if sequence not in self._table:
             return None
         try:
@@ -183,9 +177,7 @@ class DecodePipeline:
     # -- recover
 
     def _recover(self, sequences: list[Sequence], error: Exception) -> None:
-        """Drops the live state of every row of a failed step, then replays the rows, unless only one can be at
-        fault.
-        """
+        """Replays every row of a failed step without its live state, unless only one can be at fault."""
         alive = [sequence for sequence in sequences if sequence in self._table and sequence.lease is not None]
         if len(alive) == 1:
             self._table.fail_step(alive[0], error)
@@ -202,7 +194,7 @@ class DecodePipeline:
 
 
 def _error_of(act: Callable[[], None]) -> Exception | None:
-    """Returns the error of a part of a launch, so it can be handled after the step before is read."""
+    """Returns the error of a part of a launch, which is handled after the step before is read."""
     try:
         act()
     except Exception as error:  # an error of the model: replaying the rows shows which one is at fault

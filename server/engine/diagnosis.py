@@ -1,14 +1,11 @@
-"""The types that say why a prompt was not reused whole: reasons, causes, tokens lost to each.
-
-`server.diagnosis` finds them; `server.diagnosis.advice` says what to do about them.
-"""
+"""Why a prompt was not reused whole: reasons, causes, lost tokens. `server.diagnosis` finds them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """The part of a request that kept it from being reused, or what the server lacked."""
+    """What kept a request from being reused: a part of it, or something the server lacked."""
 
     COLD = "cold"
     SYSTEM_CHANGED = "system_changed"
@@ -32,7 +29,7 @@ class MissReason(StrEnum):
 
 
 class Cause(StrEnum):
-    """What was changed, or is missing. The value is the cause's name for a person."""
+    """What was changed, or is missing; the value is its name for people."""
 
     CLOCK = "date or time"
     COUNTER = "counter or percentage"
@@ -68,16 +65,16 @@ class Cause(StrEnum):
 
 
 UNBLAMED = frozenset({Cause.BRANCHED, Cause.NOTE, Cause.TEMPLATE, Cause.COLD, Cause.LOGPROBS})
-"""Causes with nothing to mend: a well-made client and its model work this way."""
+"""Causes with nothing to mend."""
 
 
 @dataclass(frozen=True)
 class Miss:
-    """One cause of lost tokens, and where the prompt began to differ from the turn before, if it did."""
+    """One cause of lost tokens, and where the prompt differs from the turn before."""
 
     reason: MissReason
     message_index: int | None = None
-    """The message in this request; for removed messages, the index where they stood."""
+    """The message's index in this request; of removed messages, where they stood."""
     role: str | None = None
     token: int | None = None
     """Offset of the first token that differs or could not be restored."""
@@ -87,7 +84,7 @@ class Miss:
     """This prompt's text at the same place."""
     cause: Cause = Cause.EDITED
     lost_tokens: int = 0
-    """Prompt tokens evaluated because of the miss; 0 for a change behind another one, which cost all that follows."""
+    """Tokens evaluated for this cause; 0 for a change behind another one."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,10 @@ class Reuse:
     match_tokens: int
     hit_tokens: int
     kept: float | None = None
-    """Share of the previous turn's prompt and reply that was reused, 0 to 1; None without a previous turn."""
+    """Share of the previous turn that was reused, 0 to 1; None without one."""
     miss: Miss | None = None
     """The costliest of `misses`; None where nothing was lost."""
     lost_tokens: int = 0
-    """Prompt tokens evaluated although the previous turn held them: the sum over `misses`."""
+    """The sum over `misses`."""
     misses: tuple[Miss, ...] = ()
     """All misses, in the order of the prompt."""

@@ -1,13 +1,8 @@
-"""Vectors of texts, evaluated beside the generation of answers and with lower priority.
+"""Vectors of texts, evaluated beside the generation of answers and after it. Worker thread only, but for the futures.
 
-Invariants:
-
-* one step evaluates one piece: short texts together, or a chunk of a long text, never more than a prefill chunk;
-* while answers are prefilled or decoded, a piece runs only once in `STEPS_BEHIND_CHAT` steps, so both go on;
-* texts of several requests are evaluated together where their lengths allow it, the oldest first;
-* the layer caches of a long text stay within the memory budget: memory is set aside before anything is evaluated.
-
-Worker thread only, except the futures.
+* One step evaluates one piece: short texts together, the oldest first, or a chunk of a long text.
+* While answers are prefilled or decoded, a piece runs once in `STEPS_BEHIND_CHAT` steps, so both go on.
+* Memory for a long text is set aside within the budget before anything of it is evaluated.
 """
 
 import itertools
@@ -59,7 +54,7 @@ class AsidePort(Protocol):
     """Memory outside the conversations; `cache.reclaim.SetAside` is the real one."""
 
     def try_take(self, num_tokens: int, /) -> bool:
-        """Sets aside memory for a number of tokens; False if it is not available now."""
+        """Sets memory aside for a number of tokens; False if there is none now."""
 
     def give_back(self) -> None:
         """Releases the memory set aside."""
@@ -67,7 +62,7 @@ class AsidePort(Protocol):
 
 @dataclass(eq=False)
 class EmbeddingJob:
-    """The texts of one request, each of one token or more, and the future for their vectors in the same order."""
+    """The texts of one request, each of one token or more, and the future of their vectors, in the same order."""
 
     texts: Sequence[TokenArray]
     reading: Reading
@@ -92,7 +87,7 @@ class EmbeddingJob:
             self.settle(None)
 
     def settle(self, error: Exception | None) -> None:
-        """Answers the request, unless it was answered or its client has left."""
+        """Answers the request, unless it is answered or its client has left."""
         if self.vectors.done() or not self.vectors.set_running_or_notify_cancel():
             return
         if error is not None:
@@ -121,7 +116,7 @@ class _Running:
 
 
 class Embeddings:
-    """The queue of texts that wait for vectors, and the text being evaluated."""
+    """The texts that wait for vectors, and the long text being evaluated."""
 
     def __init__(self, embedder: EmbedderPort, aside: AsidePort, chunk_tokens: int) -> None:
         self._embedder = embedder
@@ -146,7 +141,7 @@ class Embeddings:
         self._forget_settled()
 
     def give_way(self) -> bool:
-        """Gives back the memory of a long text, which begins anew later; False if none is running."""
+        """Gives back the memory of a long text, which begins anew later; False if there is none."""
         if self._running is None:
             return False
         self._texts.appendleft(self._running.text)
@@ -154,9 +149,9 @@ class Embeddings:
         return True
 
     def step(self, *, is_behind_chat: bool, may_take_memory: bool) -> None:
-        """Evaluates one piece, unless answers go first. An error is told only to the requests of that piece.
+        """Evaluates one piece, unless answers go first. An error reaches only the requests of the piece.
 
-        Without `may_take_memory` no long text begins, because an answer waits for memory, or soon may.
+        Without `may_take_memory` no long text begins: an answer may need the memory.
         """
         self._forget_settled()
         if not self.has_work:
@@ -185,7 +180,7 @@ class Embeddings:
             text.job.take(text.place, vector)
 
     def _next_texts(self) -> list[_Text]:
-        """Returns the oldest text and those behind it that fit into a chunk, padded to the longest."""
+        """Returns the oldest text and those that fit into a chunk with it, padded to the longest."""
         chosen: list[_Text] = []
         longest = 0
         for text in itertools.islice(self._texts, MAX_TOGETHER):
@@ -207,9 +202,8 @@ class Embeddings:
             self._forget_settled()
 
     def _begin(self, text: _Text, *, is_behind_chat: bool) -> _Running | None:
-        """Removes the oldest text from the queue and returns it; None while running answers hold the memory.
-
-        Raises PromptTooLarge where the budget can never hold the text.
+        """Begins the oldest text; None while running answers hold the memory. Raises PromptTooLarge where none ever
+        will do.
         """
         if not self._aside.try_take(len(text.tokens)):
             if is_behind_chat:
@@ -247,7 +241,7 @@ class Embeddings:
 
 
 def _told(error: Exception) -> Exception:
-    """Returns the error that a request gets; errors of the device or an architecture's code become ours."""
+    """Returns the error that a request gets."""
     if isinstance(error, EngineError | ModelError):
         return error
     logger.warning("texts could not be embedded", exc_info=error)

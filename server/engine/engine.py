@@ -1,8 +1,7 @@
 """The engine as the rest of the server sees it: submit a request, iterate over its events.
 
-`Engine` owns the worker thread. Everything that touches the device happens on that thread, clean-up included; the
-engine's own methods only pass messages. `stats` and `is_running` answer at once, however busy the device is. When a
-model is unloaded, its conversations stay in memory as `DormantState`.
+`Engine` owns the worker thread, and only that thread touches the device, clean-up included. `stats` and `is_running`
+never wait for it. Of an unloaded model the conversations stay in memory, as `DormantState`.
 """
 
 import asyncio
@@ -43,14 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class DormantState:
-    """State without a model: arrays in memory, and the tries that index them, kept until the model is loaded again.
-
-    One thread at a time may use it: the thread of the worker that ended, then the holder, then the next worker's
-    thread.
-    """
+    """State of a model that is not loaded, kept in memory until it is. One thread at a time may use it."""
 
     def __init__(self, prefix_cache: PrefixCache, sessions: EngineSessions, fingerprint: str) -> None:
-        """The cache must be parked. `fingerprint` identifies the model, its precision and the libraries."""
+        """The cache must be parked. `fingerprint` identifies model, precision and libraries."""
         self.prefix_cache = prefix_cache
         self.sessions = sessions
         self.fingerprint = fingerprint
@@ -72,7 +67,7 @@ class DormantState:
         return num_tokens, before - self.num_bytes
 
     def drop(self) -> None:
-        """Drops all state now, even if somebody still refers to the cache."""
+        """Drops all state now, whoever still refers to the cache."""
         self.prefix_cache.clear()
         self.is_dropped = True
 
@@ -80,7 +75,7 @@ class DormantState:
 CALIBRATION_TOKENS = 8
 MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
-"""Seconds without requests before the worker does idle work: it writes idle state to disk."""
+"""Seconds without requests before idle state is written to disk."""
 IDLE_PAUSE_SECONDS = 0.005
 """Seconds between two pieces of idle work."""
 
@@ -102,7 +97,7 @@ class EngineConfig:
     max_waiting: int = 64
     """Requests that may wait beyond those that run."""
     expected_tokens: int = 512
-    """Output length that live buffers are sized for; a longer output grows them."""
+    """Output length for which live buffers are sized; they grow for a longer one."""
     disk_folder: Path | None = None
     """Folder for state that does not fit into memory; None for no disk."""
     disk_bytes: int = 0
@@ -114,10 +109,7 @@ class Engine:
     """One model being served. `submit` and `execute` belong to the event loop, the other methods to any thread."""
 
     def __init__(self, make_worker: Callable[[], Worker], config: EngineConfig, fingerprint: str = "") -> None:
-        """`make_worker` runs on the worker thread, so that whatever it builds on the device belongs to that thread.
-
-        `fingerprint` identifies the state that may be reused here.
-        """
+        """`make_worker` runs on the worker thread, to which all that it makes on the device belongs."""
         self._make_worker = make_worker
         self._config = config
         self._fingerprint = fingerprint
@@ -128,7 +120,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
         self._is_accepting = False
         self._idle_work_at: float | None = None
-        """When idle work may begin; None if it is done. Worker thread only."""
+        """When idle work may begin; None once it is done. Worker thread only."""
         self._ready = threading.Event()
         self._start_error: BaseException | None = None
         self._stats = EngineStats()
@@ -139,8 +131,8 @@ class Engine:
     def for_model(cls, loaded: LoadedModel, config: EngineConfig, dormant: DormantState | None = None) -> "Engine":
         """Returns an engine for a loaded model; call `start` to begin.
 
-        `dormant` is what the model's last engine left, and is consumed. State of other weights, another tokenizer or
-        another precision is dropped.
+        Consumes `dormant`, what the model's last engine left; state of other weights, tokenizer or precision is
+        dropped.
         """
         resumed = dormant
         if dormant is not None and dormant.fingerprint != loaded.state_fingerprint:
@@ -174,7 +166,7 @@ class Engine:
         return self._is_accepting and self._thread.is_alive()
 
     def start(self) -> None:
-        """Starts the worker and returns when it is ready. Raises any error of its start."""
+        """Starts the worker and waits until it is ready. Raises any error of its start."""
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
@@ -194,7 +186,7 @@ class Engine:
             self._thread.join()
 
     def park(self) -> DormantState | None:
-        """Stops, and returns the state in memory for the next engine of this model; None where the disk has it."""
+        """Stops, and returns the state in memory for the model's next engine; None where the disk has it."""
         self._parks = True
         self.stop()
         dormant, self._dormant = self._dormant, None
@@ -203,10 +195,8 @@ class Engine:
     # ----------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queues a request and returns its `Generation`.
-
-        Raises EngineStopped while not running, QueueFull when too many wait, ValueError for a prompt that is empty or
-        leaves no room in the context.
+        """Queues a request and returns its `Generation`. Raises EngineStopped, QueueFull, and ValueError for a prompt
+        that is empty or leaves no room in the context.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
@@ -226,8 +216,7 @@ class Engine:
     async def embed(self, texts: Sequence[TokenArray], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
         """Returns the vectors of texts, each of one token or more and within the context. A cancel ends the work.
 
-        Raises EngineStopped while not running, QueueFull when too many wait, PromptTooLarge, and EmbeddingUnsupported
-        for a model that makes no vectors.
+        Raises EngineStopped, QueueFull, PromptTooLarge, and EmbeddingUnsupported for a model that makes no vectors.
         """
         if not self.is_running:
             raise EngineStopped("the engine is not running")
@@ -244,23 +233,21 @@ class Engine:
         self._journal.tell = None if tell is None else partial(_post, self._mailbox_here(), tell)
 
     async def execute(self, command: Command[Result]) -> Result:
-        """Runs a command on the worker thread between two steps, and returns its result or raises its error.
+        """Runs a command on the worker thread between two steps; returns its result or raises its error.
 
-        Works while the engine is idle or draining. Raises QueueFull when too many commands wait, EngineStopped when
-        the engine never started, has ended, or ends before the command's turn.
+        Raises QueueFull when too many commands wait, and EngineStopped where the engine does not run or ends before.
         """
         return await asyncio.wrap_future(self._inbox.put_command(command))
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget for state; returns the bytes by which running requests exceed it.
-
-        If there are any, the budget stays as before. Raises as `execute` does.
+        """Changes the budget for state. Returns the bytes by which running requests exceed it; if any, nothing
+        changes.
         """
         own_bytes = max(budget_bytes - _disk_bytes_in_memory(self._config), budget_bytes // 2)
         return await self.execute(ResizeBudget(own_bytes))
 
     def execute_later(self, command: Command[object]) -> None:
-        """Runs a command like `execute`, without waiting; its error is only logged. For any thread."""
+        """Runs a command like `execute`, without waiting; its error is logged. For any thread."""
         with contextlib.suppress(QueueFull, EngineStopped):
             self._inbox.put_command(command).add_done_callback(_log_failure)
 
@@ -307,7 +294,7 @@ class Engine:
             worker.fail_all(StepFailed(f"the server failed: {error}"))
 
     def _handle_messages(self, worker: Worker) -> bool:
-        """Handles all messages, waiting for one while there is no other work; False to stop."""
+        """Handles all messages, waiting for one while nothing else is to do; False to stop."""
         while True:
             try:
                 message = self._next_message(worker)
@@ -318,9 +305,8 @@ class Engine:
             message.handle(worker)
 
     def _next_message(self, worker: Worker) -> WorkerMessage | None:
-        """Returns the next message, None for the end. Raises queue.Empty if none is there but requests have work.
-
-        Without requests it waits for a message, and does idle work during a long wait.
+        """Returns the next message, None for the end. Raises queue.Empty where requests have work and no message
+        waits.
         """
         if worker.has_work:
             self._idle_work_at = time.monotonic() + QUIET_SECONDS
@@ -335,9 +321,8 @@ class Engine:
             return self._work_idly(worker)
 
     def _work_idly(self, worker: Worker) -> WorkerMessage | None:
-        """Does idle work until a message comes, then returns or waits for one.
-
-        Commands do not count as work: a client that polls the cache every few seconds must not keep it off the disk.
+        """Does idle work until a message comes. Commands do not count as work: a client that polls the cache must not
+        keep state off the disk.
         """
         try:
             for _ in worker.idle_work():
@@ -352,13 +337,12 @@ class Engine:
 
 
 def _post(mailbox: Mailbox, tell: Tell, event: CacheEvent) -> None:
-    """Tells an event on the event loop. A closed loop is ignored, so a worker that is ending can go on."""
+    """Tells an event on the event loop; a closed loop is ignored."""
     with contextlib.suppress(RuntimeError):
         mailbox.post(partial(tell, event))
 
 
 def _log_failure(future: "Future[object]") -> None:
-    """Logs the error of a command that nobody waits for, unless the engine just ended."""
     error = None if future.cancelled() else future.exception()
     if error is not None and not isinstance(error, EngineStopped):
         logger.error("a command failed", exc_info=error)
@@ -369,7 +353,7 @@ def _in_flight_bytes(config: EngineConfig) -> int:
 
 
 def _disk_bytes_in_memory(config: EngineConfig) -> int:
-    """Returns the part of the budget for state between memory and disk."""
+    """Returns the part of the budget for state on its way to disk."""
     return 2 * _in_flight_bytes(config) if config.disk_folder is not None else 0
 
 
@@ -396,7 +380,6 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
 def _make_prefix_cache(
     runner: Runner, config: EngineConfig, loaded: LoadedModel, dormant: DormantState | None
 ) -> PrefixCache:
-    """Returns a new cache, or the cache of an earlier engine of the same model."""
     budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
     if dormant is not None:
         dormant.prefix_cache.resume(runner.make_caches, budget_bytes)
@@ -411,7 +394,7 @@ def _make_prefix_cache(
 
 
 def _calibrate(runner: Runner, prefix_cache: PrefixCache) -> None:
-    """Evaluates a few tokens once, to learn the size of their state and to compile kernels."""
+    """Evaluates a few tokens, to learn the size of their state and to compile kernels."""
     caches = runner.make_caches()
     runner.prefill(caches, np.ones(CALIBRATION_TOKENS, np.int32))
     prefix_cache.calibrate(caches)

@@ -13,10 +13,10 @@ from server.engine.request import Delta, Event, Failed, Finished, Progress
 
 
 class Mailbox:
-    """Runs deliveries on one event loop, in the order in which they were posted.
+    """Runs deliveries on one event loop, in the order of their posts.
 
-    Deliveries posted before the loop wakes run together: to wake the loop for each row of a decode step would cost a
-    system call, and a switch of the interpreter lock, per row.
+    Those posted before the loop wakes run together: waking it for each row of a step would cost a system call, and a
+    switch of the interpreter lock, per row.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -46,7 +46,7 @@ class Mailbox:
 
 
 MAX_PENDING = 64
-"""Events kept one by one for a slow reader; later text is joined into one piece."""
+"""Events kept one by one for a slow reader; later text is joined."""
 
 
 class Generation:
@@ -63,7 +63,7 @@ class Generation:
         self._mailbox = mailbox
         self._pending: deque[Event] = deque()
         self._joined: list[Delta] = []
-        """Text that came while `MAX_PENDING` events waited; read after them, as one piece."""
+        """Text that came while `MAX_PENDING` events waited, read after them as one piece."""
         self._arrived = asyncio.Event()
 
     @property
@@ -72,7 +72,7 @@ class Generation:
         return bool(self._joined)
 
     def post(self, events: list[Event]) -> None:
-        """Hands over events. Called on the worker thread; a closed loop means nobody listens any more."""
+        """Hands over events, on the worker thread; a closed loop means that nobody listens."""
         if any(isinstance(event, Finished | Failed) for event in events):
             self.is_over = True
             self.on_end()
@@ -82,7 +82,7 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """Stops the sequence at the next step; its progress stays cached. Safe from any thread, any time."""
+        """Ends the request at the next step; its progress stays cached. For any thread, at any time."""
         self._cancel(self.request_id)
 
     async def __aiter__(self) -> AsyncIterator[Event]:

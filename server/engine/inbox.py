@@ -1,7 +1,6 @@
-"""Messages to the worker thread: requests, cancels and commands, handled in the order of their arrival.
+"""Messages to the worker thread: requests, cancels and commands, handled in order.
 
-Waiting requests and commands are bounded in number. Every message is answered: handled by the worker, or refused when
-the inbox is closed.
+Requests and commands that wait are bounded in number. Each message is handled or, once the inbox is closed, refused.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ class Inbox:
         self._messages: queue.SimpleQueue[WorkerMessage | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_open = False
-        """Whether messages are read. A message put in under the lock while this is true gets an answer."""
+        """Whether messages are read. One put in under the lock while this is true is answered."""
         self.num_open = 0
         """Requests put in that have not ended."""
         self._num_commands = 0
@@ -141,11 +140,11 @@ class Inbox:
         self._is_open = True
 
     def get(self, timeout_seconds: float | None = None) -> WorkerMessage | None:
-        """Returns the next message, None for the end. Raises queue.Empty after the time, at once for 0 seconds."""
+        """Returns the next message, None for the end. Raises queue.Empty after the time."""
         return self._messages.get(timeout=timeout_seconds)
 
     def close(self) -> None:
-        """Takes no more messages and refuses those left, so no sender waits for ever."""
+        """Takes no more messages and refuses those left."""
         with self._lock:
             self._is_open = False
         error = EngineStopped("the server is shutting down")
@@ -157,7 +156,7 @@ class Inbox:
 
 
 def _submit(request: GenerationRequest, generation: Generation, worker: Worker) -> None:
-    """Submits a request. A bug of ours there fails every request, this one included."""
+    """Submits a request. A bug of ours there fails every request."""
     try:
         worker.submit(request, generation)
     except Exception as error:  # the engine goes on with the next request

@@ -95,7 +95,7 @@ class Output:
 
     @property
     def rest(self) -> Delta:
-        """The tokens whose text was not emitted, nor ever will be once the output has ended."""
+        """The tokens whose text was not emitted."""
         return Delta("", tuple(self._pending), tuple(self._logprobs))
 
     @property
@@ -105,7 +105,7 @@ class Output:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the next tokens depend on earlier ones, so the earlier ones must be read first."""
+        """Whether the next token depends on earlier ones, so that these must be read first."""
         return self._grammar is not None and self.reason is None
 
     def mask(self) -> MaskWords | None:
@@ -161,7 +161,6 @@ class Output:
             self._logprobs.append(logprob)
 
     def _decode(self, token: int) -> str:
-        """Returns the text that a token makes certain, once all that bind the output have accepted the token."""
         text = self._decoder.push(token)
         # The others read the thoughts, so they come after them.
         if self._thoughts is not None:
@@ -174,7 +173,6 @@ class Output:
 
     @property
     def _is_complete(self) -> bool:
-        """Whether only the end of the turn may follow, which needs no step to be known."""
         return any(bound is not None and bound.is_complete for bound in (self._grammar, self._calls))
 
     def _emit(self, text: str) -> list[Delta]:

@@ -20,7 +20,7 @@ from server.engine.sequence import Sequence
 from server.engine.sequence_table import SequenceTable
 
 MAX_SCORED_TOKENS = 128
-"""The longest chunk whose logits are all computed, in float32: 76 MiB with a vocabulary of 150 000 tokens."""
+"""The longest chunk whose logits are all computed: 76 MiB of float32 with 150 000 words."""
 COPIED_PER_EVALUATED = 64
 """Tokens whose state is copied while one is evaluated; most machines copy several times more."""
 
@@ -64,7 +64,7 @@ class Prefill:
                 left_tokens -= self._advance(sequence)
 
     def share_prefixes(self, sequence: Sequence) -> None:
-        """Asks each prefill that shares a prefix with this sequence to keep a restore point at the prefix's end."""
+        """Asks prefills that share a prefix with the sequence to keep a restore point at its end."""
         for other in self._table.others(sequence):
             prefills = [one for one in (sequence, other) if one.ticket.phase is Phase.PREFILLING]
             for one in prefills:
@@ -96,13 +96,13 @@ class Prefill:
         return taken_tokens
 
     def _restore_cost(self, lease: Lease) -> int:
-        """Returns how many tokens could be evaluated in the time of restoring a lease's state."""
+        """Returns the tokens that could be evaluated while a lease's state was restored."""
         if lease.tier is Tier.MEMORY:
             return math.ceil(lease.hit_tokens / COPIED_PER_EVALUATED)
         return self._chunk_tokens if lease.tier is Tier.DISK else 0
 
     def _evaluate(self, sequence: Sequence, lease: Lease, stop: int) -> int:
-        """Evaluates a prompt up to `stop` and posts progress; returns the number of tokens."""
+        """Evaluates a prompt up to `stop`; returns the number of tokens."""
         chunk, num_top = sequence.tokens[lease.offset : stop], sequence.request.prompt_logprobs
         try:
             if num_top is None:
@@ -122,7 +122,7 @@ class Prefill:
     # -- admission
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Gets a lease for a waiting sequence; False if the sequence must wait, or failed."""
+        """Gets a lease for a waiting sequence; False if it must wait, or failed."""
         begun = self._clock()
         self._prefix_cache.pins.release_expired(begun)
         try:
@@ -159,7 +159,7 @@ class Prefill:
         )
 
     def _refuse(self, sequence: Sequence, error: BudgetExceeded | PinnedFull) -> None:
-        """Ends a sequence that cannot get memory. Output generated before it had to wait is its answer."""
+        """Ends a sequence that cannot get memory, with the output that it has."""
         if sequence.output.tokens:
             self._table.end_truncated(sequence)
         else:

@@ -42,30 +42,28 @@ class Priority(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One prompt to continue. The creator has validated every field; the engine does not check again."""
+    """One prompt to continue. Its maker has validated every field."""
 
     request_id: str
     tokens: TokenArray
-    """The prompt, shape [num_tokens], int32, at least one token, read-only by agreement."""
+    """The prompt, shape [num_tokens], int32, one token or more, never written to."""
     max_tokens: int
-    """0 evaluates the whole prompt only, and keeps a restore point at its end."""
+    """0 evaluates the prompt only, and keeps a restore point at its end."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its `min_tokens` also holds back stop strings; the engine fills in its `end_token_ids`."""
+    """`min_tokens` also holds back stop strings; the engine fills in `end_token_ids`."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched on decoded text; none is empty."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the output in addition to the model's ends of turn, also where those are ignored."""
+    """Tokens that end the output beside the model's ends of turn, which may be ignored."""
     keeps_stop: bool = False
-    """Whether the output includes the stop string or stop token that ends it."""
+    """Whether the output ends with the stop string or stop token itself."""
     session_id: str | None = None
-    """A hint for slot affinity and order, never a key to other tokens."""
+    """A hint for affinity and order, never a key to tokens."""
     namespace: str = ""
-    """The client's namespace: only requests of one namespace and one adapter share state."""
+    """Only requests of one namespace and one adapter share state."""
     adapter: Adapter | None = None
     prompt_logprobs: int | None = None
-    """Number of likely tokens reported with each prompt token, at `Finished`; None for no report.
-
-    Needs every token evaluated, so `cache_prompt` is false where this is set.
+    """Likely tokens to report for each prompt token, at `Finished`; None for none. Needs `cache_prompt` to be false.
     """
     cache_prompt: bool = True
     """False: neither reuse nor keep state."""
@@ -74,17 +72,17 @@ class GenerationRequest:
     priority: Priority = Priority.INTERACTIVE
     restore_points: tuple[RestorePoint, ...] = ()
     outline: Outline = NO_OUTLINE
-    """The parts of the prompt, to explain what could not be reused."""
+    """The parts of the prompt, for the diagnosis."""
     is_idle_work: bool = False
-    """Nobody waits for it: it is not counted among the open requests, and any other request ends it."""
+    """Nobody waits for the answer; any other request ends this one."""
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
     thinking: Thinking | None = None
-    """How thoughts are marked, and their limit; None where thoughts cannot be told apart."""
+    """How thoughts are marked, and their limit; None where they cannot be told apart."""
     single_call: CallMarkers | None = None
-    """Markers of a tool call, where the output ends after the first call; None where it does not."""
+    """Markers of a tool call, where the output ends after the first; None where it goes on."""
     grammar: OutputGrammar | None = None
-    """The grammar of the answer without its thought; None where any answer is right."""
+    """The grammar of the answer behind its thought; None for any answer."""
 
     @property
     def state_namespace(self) -> str:
@@ -122,7 +120,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Started:
-    """The request holds a slot; its prefix is restored and prefill begins."""
+    """The request has a slot, and its prefix is restored."""
 
     slot: int
     prompt_tokens: int
@@ -131,7 +129,7 @@ class Started:
     restore_ms: float = 0.0
     """Time to make the restored part live."""
     tier: str | None = None
-    """Source of the restored part: `live` or `memory`; None if nothing was restored."""
+    """Where the restored part was; None if nothing was restored."""
 
     @property
     def match_tokens(self) -> int:
@@ -173,20 +171,18 @@ class Finished:
     reasoning_tokens: int | None = None
     """Thought tokens without markers; None where thoughts are not told apart."""
     token_ids: tuple[int, ...] = ()
-    """The tokens of all deltas, added by the reader of the answer."""
+    """The tokens of all deltas; filled in by the reader."""
     stop_token: int | None = None
-    """The token that ended the output, if one did: an end of turn, or a stop token of the request."""
+    """The token that ended the output, if one did."""
     rest: Delta = Delta("", ())
-    """The tokens behind the last delta, which completed no text: an end of turn, a stop string."""
+    """The tokens behind the last delta, without text: an end of turn, a stop string."""
     scored: tuple[TokenLogprob, ...] = ()
-    """Log-probabilities of all tokens of prompt and output but the first, where the request asks for those of its
-    prompt.
-    """
+    """Log-probabilities of all tokens but the first, where the request asks for its prompt's."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The last event of a request that could not be served; `error` is one of `server.engine.request`."""
+    """The last event of a request that could not be served, with an error of this module."""
 
     error: Exception
 
@@ -237,7 +233,7 @@ _NO_MEMORY = ("unable to allocate", "out of memory", "outofmemory", "insufficien
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of the device or the machine is a lack of memory; MLX has no class for it."""
+    """Whether an error is a lack of memory; MLX has no class for it."""
     return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _NO_MEMORY)
 
 
@@ -252,11 +248,11 @@ class RequestCounts:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts and bytes of one engine, as of its last step. Any thread may hold one."""
+    """Counts and bytes of one engine, as of its last step."""
 
     requests: RequestCounts = field(default_factory=RequestCounts)
     num_preempted: int = 0
     """Times that a running sequence had to wait for memory."""
     cache: CacheStats = field(default_factory=CacheStats)
     num_open: int = 0
-    """Requests submitted and not ended, including those that the worker has not seen yet."""
+    """Requests that have not ended, those that the worker has not seen included."""

@@ -14,10 +14,10 @@ class Step(Protocol):
     """A decode step under way."""
 
     def tokens(self) -> list[int]:
-        """Blocks until every row's next token is known and returns the tokens in row order."""
+        """Waits for every row's next token; returns the tokens in row order."""
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns the log-probability of `token` in a row, behind `tokens`; None where it was not asked for."""
+        """Returns the log-probability of `token` in a row, after `tokens`; None where it was not asked for."""
 
 
 class RunnerPort(Protocol):
@@ -27,12 +27,12 @@ class RunnerPort(Protocol):
     """Whether `start` returns while most of the step is still ahead."""
 
     def prefill(self, caches: list[LayerCache], tokens: TokenArray, adapter: int, /) -> None:
-        """Evaluates tokens of one sequence after the content of its caches, with an adapter by its index."""
+        """Evaluates tokens of one sequence behind its caches' content, with an adapter by its index."""
 
     def score(
         self, caches: list[LayerCache], tokens: TokenArray, following: TokenArray, num_top: int, adapter: int, /
     ) -> list[TokenLogprob]:
-        """As `prefill`; also returns the log-probability of each of `following` after the token at the same index."""
+        """As `prefill`; also returns the log-probability of each of `following` after its token."""
 
     def make_row(
         self,
@@ -44,22 +44,22 @@ class RunnerPort(Protocol):
         generated: Sequence[int],
         adapter: int,
     ) -> Any:
-        """Returns a row that decodes from `next_token` on. `generated` is the output after `prompt` so far."""
+        """Returns a row that decodes from `next_token` on; `generated` is its output so far."""
 
     def force(self, row: Any, token: int, *, prompt: TokenArray, generated: Sequence[int]) -> None:
-        """Feeds `token` to a row in the next step instead of the sampled token; it is the last of `generated`."""
+        """Has the next step of a row take `token`, the last of `generated`, for the sampled one."""
 
     def prepare(self, rows: Sequence[Any], previous: Any, *, samples: bool = True) -> Step:
-        """Returns a decode step; rows without a next token take the token that `previous` samples for them.
+        """Returns a decode step; a row without a next token takes what `previous` samples for it.
 
-        Without `samples` the step evaluates, and samples only when `sample` is called.
+        Without `samples` the step evaluates, and `sample` samples.
         """
 
     def sample(self, step: Any, masks: Sequence[MaskWords | None]) -> None:
-        """Samples a prepared step, each row within its mask. The step must then be started, or started again."""
+        """Samples a prepared step, each row within its mask; `start` must follow."""
 
     def start(self, step: Any) -> None:
-        """Starts the computation of the prepared part of a step, without waiting."""
+        """Starts what is prepared of a step, without waiting."""
 
     def detach(self, row: Any) -> None:
         """Evaluates all state of a row into the row's own caches."""

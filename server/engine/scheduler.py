@@ -33,9 +33,9 @@ MAX_PASSES = 4
 MAX_WAITS = 64
 """Times passed over after which a background request counts as interactive."""
 MIN_SHARED_TOKENS = 32
-"""A request waits for a prefix at least this much longer than its restorable tokens."""
+"""A request waits only for a prefix this much longer than what it can restore."""
 LOOKAHEAD = 16
-"""Number of waiting requests, of those able to run, considered for each choice."""
+"""Waiting requests, of those able to run, that a choice considers."""
 
 Rank: TypeAlias = tuple[int, int]
 """Class and arrival; the lowest goes first."""
@@ -60,20 +60,20 @@ class Ticket:
     namespace: str
     session_id: str | None
     num_prompt: int
-    """Number of `tokens` that are the prompt; the rest was generated before a replay."""
+    """The first `num_prompt` tokens are the prompt; the rest was generated before a replay."""
     shares: bool
     """Whether the request may reuse shared state and leave state for others."""
     phase: Phase = Phase.WAITING
     offset: int = 0
     """Tokens evaluated so far."""
     is_preempted: bool = False
-    """The request ran and made way for others; nothing of a worse rank begins until it goes on."""
+    """The request made way for others; nothing of a worse rank begins before it goes on."""
     is_held: bool = False
-    """The device had no memory for the request beside others; it begins only after one of them has ended."""
+    """The device had no memory beside others: the request begins once one of them has ended."""
     is_loading: bool = False
     """State of the request is being read from disk."""
     is_unread: bool = False
-    """The client has left much of the answer unread, so no other request waits for its end."""
+    """The client has left much unread, so no other request waits for the end."""
     num_passed: int = 0
     """Times that another request was chosen before this one."""
 
@@ -89,7 +89,7 @@ class Ticket:
 
 
 def ticket_for(request: GenerationRequest, arrival: int, tokens: TokenArray) -> Ticket:
-    """Returns the ticket of a request that evaluates `tokens`: its prompt, or more when it is replayed."""
+    """Returns the ticket of a request that evaluates `tokens`: its prompt and, in a replay, its output."""
     return Ticket(
         request_id=request.request_id,
         arrival=arrival,
@@ -103,7 +103,7 @@ def ticket_for(request: GenerationRequest, arrival: int, tokens: TokenArray) -> 
 
 
 class Scheduler:
-    """Tickets by phase, and the choice of the next prefill chunk. Worker thread only."""
+    """Tickets by phase, and the choice of the next chunk. Worker thread only."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -112,12 +112,12 @@ class Scheduler:
         self._predecessors: dict[Ticket, Ticket | None] = {}
         """The ticket that each one continues and waits for, once looked up."""
         self._awaited: dict[Ticket, tuple[Ticket, int]] = {}
-        """For each ticket that waits for a prefill: the prefill, and the offset where their common prefix ends."""
+        """For each ticket that waits for a prefill: the prefill, and the end of their common prefix."""
         self._lent: dict[Ticket, Rank] = {}
         """For each prefill that others wait for, the best rank among them."""
         self._common: dict[Ticket, dict[Ticket, int]] = {}
         self.is_stalled = False
-        """Whether no waiting request can begin until a running one ends or memory is given back."""
+        """Whether nothing can begin until a running request ends or memory is given back."""
 
     def add(self, ticket: Ticket) -> None:
         """Queues a request."""
@@ -129,14 +129,14 @@ class Scheduler:
         tickets.append(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """Forgets an ended request. Requests that waited for it, its slot or its memory may be tried again."""
+        """Forgets an ended request; what waited for it, its slot or its memory may be tried again."""
         self._take_out(ticket)
         held = [other for other in self._tickets.values() if other.is_held]
         if held:
             min(held, key=lambda other: other.rank).is_held = False
 
     def replace(self, ticket: Ticket, by: Ticket) -> None:
-        """Queues a request again that lost its state. Its slot and memory may be tried again."""
+        """Queues a request again that lost its state; its slot and memory may be tried again."""
         self._take_out(ticket)
         self.add(by)
 
@@ -162,7 +162,7 @@ class Scheduler:
         return sum(ticket.phase is phase for ticket in self._tickets.values())
 
     def common_tokens(self, one: Ticket, other: Ticket) -> int:
-        """Returns how many leading tokens two requests share, 0 if they may not share state."""
+        """Returns the number of leading tokens in common, 0 where state may not be shared."""
         if one.namespace != other.namespace or not (one.shares and other.shares):
             return 0
         found = self._common.setdefault(one, {})
@@ -218,7 +218,7 @@ class Scheduler:
     def _could_begin(
         self, waiting: list[Ticket], running: list[Ticket], restorable: Callable[[Ticket], int]
     ) -> dict[Ticket, int]:
-        """Returns the first tickets that wait for no other, with the number of tokens that each has to evaluate."""
+        """Returns the first tickets that wait for no other, and the tokens that each has to evaluate."""
         self._awaited = {ticket: goal for ticket, goal in self._awaited.items() if self._is_ahead(*goal)}
         self._lent = {}
         found: dict[Ticket, int] = {}
@@ -252,7 +252,7 @@ class Scheduler:
         return other.offset < self._shared_stop(other, ticket) and common - restorable >= MIN_SHARED_TOKENS
 
     def _shared_stop(self, other: Ticket, ticket: Ticket) -> int:
-        """Returns the offset where a prefill has passed all tokens shared with a waiting ticket."""
+        """Returns where a prefill has passed all tokens shared with a waiting ticket."""
         return min(self.common_tokens(ticket, other), len(ticket.tokens) - 1, len(other.tokens) - 1)
 
     # -- sessions

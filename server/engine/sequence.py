@@ -25,7 +25,7 @@ from server.engine.request import (
 from server.engine.scheduler import Ticket, ticket_for
 
 NO_TOKEN = -1
-"""Follows a prompt that is evaluated to its end; equal to no token of any model."""
+"""Stands behind a prompt that is evaluated to its end; equal to no token of a model."""
 
 SEED_BITS = 63
 
@@ -44,16 +44,16 @@ class Sink(Protocol):
 
 @dataclass
 class DecodeState:
-    """Decoding state of a sequence. A replay begins with a new one."""
+    """Decoding state; a replay begins with a new one."""
 
     row: Any = None
     """The runner's row; None until the sequence decodes."""
     unrecorded: int | None = None
-    """A known token that is not yet evaluated, hence not in the lease's log."""
+    """A known token that is not evaluated yet, hence not in the lease's log."""
     num_launched: int = 0
     """Tokens sampled by all steps so far, running steps included."""
     is_suspect: bool = False
-    """A step with this sequence failed: it decodes alone until one succeeds."""
+    """A step with the sequence failed: it decodes alone until one succeeds."""
 
 
 class Sequence:
@@ -77,20 +77,20 @@ class Sequence:
         self.sink = sink
         self.ticket: Ticket = ticket_for(request, arrival, _tokens_to_evaluate(request))
         self.lookup = Lookup(self.tokens, namespace=request.state_namespace)
-        """Last match in the cache, so that another match compares only new tokens."""
+        """The last match in the cache: the next one compares only new tokens."""
         self.lease: Lease | None = None
         self.prefetch: Prefetch | None = None
-        """State being read from disk for the sequence, until it has a lease."""
+        """State being read from disk, until there is a lease."""
         self.decode = DecodeState()
         self.output = Output(request, decoder, ends)
         self.prompt_logprobs: list[TokenLogprob] = []
         """Log-probabilities of the evaluated prompt tokens after the first, where requested."""
         self._output_logprobs: list[TokenLogprob] = []
         self.was_out_of_memory = False
-        """A step of the sequence lacked memory before: the next time it waits for others, or fails alone."""
+        """A step lacked memory before: the next time the sequence waits for others, or fails alone."""
         self.started: Started | None = None
         self.begun: float | None = None
-        """When the request got its slot, in seconds of the engine's clock; None before."""
+        """When the request got its slot, in seconds of the clock."""
         self._first_token: float | None = None
         self._last_token: float | None = None
         self._reported_tokens = 0
@@ -98,7 +98,7 @@ class Sequence:
 
     @property
     def tokens(self) -> TokenArray:
-        """The prompt and, after a replay, the output. All but the last must be evaluated before sampling."""
+        """The prompt and, after a replay, the output; all but the last are evaluated before sampling."""
         return self.ticket.tokens
 
     @property
@@ -112,9 +112,9 @@ class Sequence:
         return len(self.request.tokens) + self.request.max_tokens
 
     def replay(self, *, is_suspect: bool) -> None:
-        """Goes back to the queue: the state is lost, the text is kept, and prompt and output are evaluated again.
+        """Begins again: the text is kept, prompt and output are evaluated anew.
 
-        A sequence that is not suspect only made way for others, so it goes on before any newcomer begins.
+        A sequence that is not suspect only made way for others, and goes on before any newcomer.
         """
         tokens = np.concatenate([_tokens_to_evaluate(self.request), np.array(self.output.tokens, np.int32)])
         num_passed = self.ticket.num_passed
@@ -130,7 +130,7 @@ class Sequence:
             self.sink.post(events)
 
     def record(self) -> None:
-        """Adds the token evaluated by the step just launched to the lease's log, if it is known yet."""
+        """Adds the token that the last step evaluates to the lease's log, if it is known."""
         if self.decode.unrecorded is not None and self.lease is not None:
             self.lease.append(self.decode.unrecorded)
             self.decode.unrecorded = None
@@ -145,7 +145,7 @@ class Sequence:
         return [Progress(evaluated, num_prompt)]
 
     def accept(self, token: int, now: float, logprob: TokenLogprob | None = None) -> list[Event]:
-        """Takes the next token and returns its events, with Finished where the token ends the output."""
+        """Takes the next token; returns its events, with Finished where it ends the output."""
         self._first_token = now if self._first_token is None else self._first_token
         self._last_token = now
         if logprob is not None and self.request.prompt_logprobs is not None:

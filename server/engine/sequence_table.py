@@ -43,7 +43,7 @@ class SessionHistory:
         self.num_bytes = 0
 
     def record(self, namespace: str, session_id: str, tokens: TokenArray) -> None:
-        """Keeps the tokens of a turn, unless they are a mere beginning of the kept ones."""
+        """Keeps the tokens of a turn, unless they begin the kept ones."""
         last = self.forget(namespace, session_id)
         if last is not None and common_prefix_length(tokens, last) == len(tokens):
             tokens = last
@@ -55,7 +55,7 @@ class SessionHistory:
             self.forget(*next(iter(self._turns)))
 
     def forget(self, namespace: str, session_id: str) -> TokenArray | None:
-        """Drops the turn of a session, and returns its tokens if there are any."""
+        """Drops and returns the last turn."""
         tokens = self._turns.pop((namespace, session_id), None)
         if tokens is not None:
             self.num_bytes -= tokens.nbytes + _TURN_BYTES
@@ -67,9 +67,9 @@ class SessionHistory:
 
 
 class EngineSessions:
-    """All that the engine keeps of a session beyond the state of its tokens: last turn, pins, claim to a slot.
+    """What the engine keeps of sessions beside the state of their tokens: last turn, pins, claim to a slot.
 
-    Sessions are told apart by the namespace of their states and their id. Worker thread only.
+    A session is a namespace of states and an id. Worker thread only.
     """
 
     def __init__(self, prefix_cache: PrefixCache) -> None:
@@ -85,19 +85,19 @@ class EngineSessions:
         self.history.record(request.state_namespace, request.session_id, tokens[: lease.offset])
 
     def pin(self, namespace: str, session_id: str) -> int:
-        """Pins a session's last turn and its later turns; returns the number of pinned tokens. Raises PinLimit."""
+        """Pins the last turn and later ones; returns the number of pinned tokens, 0 if none. Raises PinLimit."""
         tokens = self.history.last(namespace, session_id)
         return 0 if tokens is None else self._prefix_cache.pin(PinName(namespace, session_id), tokens)
 
     def unpin(self, namespace: str, session_id: str) -> bool:
-        """Ends a session's pin; returns whether there was one."""
+        """Ends the pin; returns whether there was one."""
         name = PinName(namespace, session_id)
         was_pinned = name in self._prefix_cache.pins
         self._prefix_cache.pins.release(name)
         return was_pinned
 
     def forget(self, namespace: str, session_id: str) -> None:
-        """Drops last turn, pins and slot claim; the state of the tokens stays for others."""
+        """Drops last turn, pins and slot claim; the state of the tokens stays."""
         self.history.forget(namespace, session_id)
         for is_soft in (False, True):
             self._prefix_cache.pins.release(PinName(namespace, session_id, is_soft))
@@ -159,7 +159,7 @@ class SequenceTable:
     # -- endings
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends the sequence, and its answer unless that has ended already; computed state stays."""
+        """Ends the sequence, and its answer unless that has ended; computed state stays."""
         if sequence.output.reason is None:
             sequence.post(sequence.end(reason, self._clock()))
         self.close(sequence)
@@ -183,13 +183,13 @@ class SequenceTable:
             self._release(sequence, sequence.lease, sequence.lease.close)
 
     def close_finished(self, sequences: list[Sequence]) -> None:
-        """Closes sequences whose answer has ended and whose last token a step has now evaluated."""
+        """Closes sequences whose answer has ended and whose last token is evaluated."""
         for sequence in sequences:
             if sequence.output.reason is not None and sequence in self:
                 self.close(sequence)
 
     def fail_step(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence that the model failed on, unless it lacked memory that may be available later."""
+        """Ends a sequence that the model failed on, unless memory for it may come."""
         lacks_memory = is_out_of_memory(error)
         if lacks_memory and sequence.output.reason is None and self._try_later(sequence):
             logger.warning("request %s is tried again: %s", sequence.request.request_id, error)
@@ -206,13 +206,13 @@ class SequenceTable:
     # -- starting over
 
     def replay(self, sequence: Sequence) -> None:
-        """Queues a sequence again without its live state, which a failed step may have damaged."""
+        """Queues a sequence again without its live state, which may be damaged."""
         if sequence.lease is not None:
             sequence.lease.discard()
         self._requeue(sequence, is_suspect=True)
 
     def suspend(self, sequence: Sequence) -> None:
-        """Takes a sequence's slot and queues it; later it goes on from what the trie still has."""
+        """Takes a sequence's slot and queues it; the trie keeps its state."""
         assert sequence.lease is not None
         self.num_suspended += 1
         self._release(sequence, sequence.lease, sequence.lease.suspend)
@@ -225,10 +225,7 @@ class SequenceTable:
             self._hold(waits)
 
     def _try_later(self, sequence: Sequence) -> bool:
-        """Replays a sequence that lacked memory: at once the first time, later after another sequence has ended.
-
-        Returns False where all else was given up and no other sequence holds a slot.
-        """
+        """Replays a sequence that lacked memory, the second time only after another has ended; False if none can."""
         is_first = not sequence.was_out_of_memory
         if not is_first and all(other is sequence for other in self.leased()):
             return False

@@ -26,7 +26,7 @@ from server.engine.sequence_table import EngineSessions, SequenceTable
 logger = logging.getLogger(__name__)
 
 SAVE_SECONDS = 10.0
-"""Seconds that writing unsaved state to disk may take at the end of the engine."""
+"""Seconds for writing unsaved state to disk at the end."""
 
 
 class Worker:
@@ -100,7 +100,7 @@ class Worker:
             self._table.end(sequence, FinishReason.CANCELLED)
 
     def close_answered(self, namespace: str) -> None:
-        """Ends sequences whose clients have the whole answer, and which stayed for one more token only."""
+        """Ends sequences that have only their last token to evaluate: their clients have the answer."""
         self._table.close_finished([one for one in self._table if one.request.state_namespace == namespace])
 
     def fail_all(self, error: Exception) -> None:
@@ -141,7 +141,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------ steps
 
     def step(self) -> None:
-        """Evaluates up to one chunk of prompt tokens and runs one decode step, where there is work for each."""
+        """Evaluates up to one chunk of prompt tokens, and runs one decode step."""
         self._update_tickets()
         self._prefill.run_chunk(before_each=self._finish_decode_step)
         self._give_memory_to_answers()
@@ -151,7 +151,7 @@ class Worker:
         self._embeddings.step(is_behind_chat=len(self._table) > 0, may_take_memory=not wants_memory)
 
     def _give_memory_to_answers(self) -> None:
-        """Gives the memory of a text that is being embedded to a request that could not begin for lack of memory."""
+        """Gives the memory of a text being embedded to a request that waits for memory."""
         if self._scheduler.is_stalled and self._has_free_slot() and self._embeddings.give_way():
             self._scheduler.is_stalled = False
 
@@ -159,20 +159,19 @@ class Worker:
         return any(not slot.is_leased for slot in self.prefix_cache.slots)
 
     def _update_tickets(self) -> None:
-        """Tells the scheduler whose state is being read from disk, and whose client reads slowly."""
         for sequence in self._table:
             sequence.ticket.is_unread = sequence.sink.is_behind
             sequence.ticket.is_loading = sequence.prefetch is not None and not sequence.prefetch.is_done
 
     def _finish_decode_step(self) -> None:
-        """Reads the launched step and closes ended sequences, which a chunk would delay."""
+        """Reads the launched step and ends what has ended: a chunk would delay both."""
         self._decode.read()
         self._table.close_finished(list(self._table))
 
     # -- memory
 
     def _reserve_next_step(self) -> None:
-        """Reserves memory for the tokens of the next decode step; where it is short, the youngest waits."""
+        """Reserves memory for the next decode step; where it is short, the youngest waits."""
         for sequence in self._decode.next_sequences():
             if sequence.lease is not None and not sequence.lease.has_capacity:
                 # Recover from a fault of the running step first; a sequence that will wait must have its tokens.
@@ -180,7 +179,6 @@ class Worker:
                 self._grow(sequence)
 
     def _grow(self, sequence: Sequence) -> None:
-        """Grows the buffers of a sequence, or has a sequence wait or end where memory is short."""
         while sequence.lease is not None and sequence.lease.is_open:
             try:
                 if sequence.lease.try_grow(sequence.max_offset):
@@ -191,7 +189,7 @@ class Worker:
             self._make_way(sequence)
 
     def _make_way(self, sequence: Sequence) -> None:
-        """Frees the memory of a text, of ended sequences, or of the worst rank; a sequence that runs alone ends."""
+        """Frees memory of a text, of ended sequences or of the worst rank, else ends the sequence."""
         if self._embeddings.give_way():
             return
         running = self._table.leased()
@@ -206,7 +204,6 @@ class Worker:
             self._table.end_truncated(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a running sequence's slot until another sequence has ended; idle work ends."""
         request_id = sequence.request.request_id
         if sequence.request.is_idle_work:
             self.cancel(request_id)
