@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from server.app.app import create_app
+from server.api.app import create_app
 from server.app.config import ServerConfig
 from server.app.prompt_hygiene import MAX_TOOL_BYTES, MAX_TOOLS, ToolOrders
 from tests.server.api.test_live import Live, serving
