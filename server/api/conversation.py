@@ -16,8 +16,8 @@ from cache.snapshots import RestorePointKind
 from cache.types import common_prefix_length
 from models.output.tool_formats import HarmonyFormat
 from models.prompt.chat_template import RESERVED_TEMPLATE_ARGUMENTS, Message, RenderedPrompt, plain_text
+from models.prompt.hygiene import with_constant_headers
 from server.api.errors import ApiError, Code
-from server.app.prompt_hygiene import with_constant_headers
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel
 
@@ -171,7 +171,7 @@ def open_conversation(
 ) -> Conversation:
     """Returns a request's conversation, with the defaults of the model's name for what the request leaves out.
 
-    With `hygiene` its head is kept the same as in earlier requests, see `server.app.prompt_hygiene`.
+    With `hygiene` its head is kept the same as in earlier requests, see `models.prompt.hygiene`.
     """
     if hygiene:
         messages = with_constant_headers(messages)

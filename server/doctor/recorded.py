@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from models.prompt.hygiene import with_constant_header
 from server.api.session_id import SessionIdError, resolve_session_id
 from server.app.config import DoctorError
-from server.app.prompt_hygiene import with_constant_header
 from server.diagnosis.prompt import Part, Prompt, part_of, prompt_of
 
 TIME_FIELDS = ("timestamp", "time", "created")

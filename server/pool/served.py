@@ -21,9 +21,9 @@ from models.output.pieces import OutputParser, PlainParser
 from models.output.reasoning import ReasoningFormat, ReasoningParser, Thinking
 from models.output.tool_formats import HarmonyFormat, HarmonyParser, ToolSyntax, tool_parser
 from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.hygiene import ToolOrders
 from models.prompt.tool_definitions import Tool
 from models.store.stored_model import ModelDefaults
-from server.app.prompt_hygiene import ToolOrders
 from server.engine.embeddings import Vector
 from server.engine.generation import Generation
 from server.engine.request import EngineStats, GenerationRequest, TokenArray

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from models.prompt.hygiene import MAX_TOOL_BYTES, MAX_TOOLS, ToolOrders
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.app.prompt_hygiene import MAX_TOOL_BYTES, MAX_TOOLS, ToolOrders
 from tests.server.api.test_live import Live, serving
 from tests.support.fake_engine import FakeEngine, fake_model
 
