@@ -1,16 +1,12 @@
 """Where a tokenizer first cuts a text: at its added tokens (such as `<|im_start|>`). Pure.
 
-A tokenizer of the `tokenizers` library finds the added tokens that are not normalized in the raw text, leftmost first
-and longest first; one that strips white space includes it. A *border* is an added token that is found, with the same
-range, in any surroundings: the text between two borders is tokenized alike together and apart. Other added tokens are
-left inside the pieces, for the tokenizer itself to find:
+The `tokenizers` library finds added tokens that are not normalized in the raw text, leftmost and longest first, with
+the white space that they strip. A *border* is an added token that is found, with the same range, in any surroundings:
+texts between borders are tokenized alike together and apart. Other added tokens stay inside the pieces:
 
-* a normalized token is searched for in the pieces, after the others;
-* a token that must be a single word depends on the characters around it, and a border next to it may not look like
-  one;
+* a normalized token is searched for after the others;
+* a token that must be a single word depends on its neighbours, and so does a border next to it;
 * white space at the edge of a token can be taken by a neighbour that strips.
-
-Knows no model and no conversation.
 """
 
 import re
@@ -51,7 +47,7 @@ class Borders:
     def __init__(self, added: "Mapping[int, AddedToken]", template: str = "") -> None:
         """`added` maps ids to tokens. Borders are the special ones and those in `template`, if there are any.
 
-        Some tokenizers add thousands of tokens that are common in code and markup; cutting there would gain nothing.
+        Some tokenizers add thousands of tokens that are common in code; cutting there would gain nothing.
         """
         raw = {number: token for number, token in added.items() if not token.normalized and token.content}
         exact = _exact(raw)
@@ -63,16 +59,13 @@ class Borders:
         self._pattern = re.compile(_any_of(_entangled(self._borders, texts)))
         self.token_ids = frozenset(marks)
         self.opener = self._choose_opener(texts)
-        """A border that is found at the head of any piece after a border, and leaves the rest of the piece
-        unchanged.
-        """
+        """A border that is found before any piece, and leaves the rest of the piece unchanged."""
 
     def __bool__(self) -> bool:
         return bool(self._borders)
 
     @property
     def texts(self) -> Mapping[int, str]:
-        """The text of each border by its id."""
         return {border.token_id: text for text, border in self._borders.items()}
 
     def _choose_opener(self, texts: Sequence[str]) -> str | None:
@@ -85,9 +78,7 @@ class Borders:
         return None
 
     def cut(self, text: str) -> list[Cut]:
-        """Returns the ranges that make up `text`: the borders, with the white space they strip, and the text between
-        them.
-        """
+        """Returns the ranges of `text`: borders, with the white space they strip, and the text between."""
         cuts, position = list[Cut](), 0
         for match in self._pattern.finditer(text):
             border = self._borders.get(match[0])
@@ -154,10 +145,7 @@ def _spaces_before(text: str, position: int) -> int:
 
 
 def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """Returns the borders, and all texts that can keep a border from being found because they overlap it.
-
-    A text that overlaps one of these can hide it in turn, so it is included too, and so on.
-    """
+    """Returns the borders, and all texts that overlap one of these, which can keep it from being found."""
     found, left = list(borders), set(texts) - set(borders)
     fresh = found
     while fresh:
@@ -208,7 +196,7 @@ def _pattern(node: _Trie) -> str:
 
 
 def _chain(letter: str, node: _Trie) -> tuple[str, _Trie]:
-    """Returns the letters after `letter` up to the first choice, and the node there: fewer groups in the pattern."""
+    """Returns the letters up to the first choice, and the node there."""
     while len(node) == 1 and "" not in node:
         follower, node = next(iter(node.items()))
         letter += follower

@@ -1,11 +1,9 @@
 """Text to tokens: a model's own chat template, and where in its output a later prompt may branch off.
 
-A conversation is rendered to text once and tokenized once. The places worth restoring to are found with the template
-as a black box: the conversation is rendered again with one thing changed, and a later request can share the common
-part of both texts. A character boundary becomes the last token edge at or before it; next to an added token (such as
-`<|im_start|>`) that edge holds whatever text follows, so the nearest such edge is preferred.
-
-This module knows neither HTTP nor MLX. Everything here may run on any thread, several at once.
+Places worth restoring to are found with the template as a black box: the conversation is rendered again with one
+thing changed, and a later request can share the common part of both texts. A character boundary becomes the last
+token edge at or before it, preferably next to an added token (such as `<|im_start|>`), where the edge holds whatever
+text follows. Knows neither HTTP nor MLX. For any thread.
 """
 
 import copy
@@ -66,11 +64,11 @@ MAX_EDGE_DISTANCE = 16
 """The most tokens given up to move a restore point to an edge that holds whatever follows."""
 
 _MAX_ADDED_TOKENS = 70_000
-"""Speech models have 65 536 more tokens; above this limit, a text is cut at no added token."""
+"""Speech models have 65 536 more tokens; above this limit, no text is cut at added tokens."""
 _MAX_ADDED_SQUARES = 1 << 26
 """Limit of the tokens' squared lengths: the characters of their heads and tails."""
 _MAX_FAR_SEARCHES = 64
-"""Contents not found in the rendered text before the next ones are searched for nearby only."""
+"""Contents not found in the text before the next ones are searched for nearby only."""
 _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
@@ -85,27 +83,23 @@ class ChatTemplateError(ModelError):
 
 @dataclass(frozen=True, eq=False)
 class RenderedPrompt:
-    """Token ids of a prompt, int32 of shape [num_tokens], and the offsets worth restoring."""
+    """Token ids of a prompt, int32 `[num_tokens]`, and the offsets worth restoring."""
 
     tokens: NDArray[np.int32]
     restore_points: tuple[RestorePoint, ...] = ()
     text: str = ""
-    """The tokenized text."""
     outline: Outline = NO_OUTLINE
     tail: Tail | None = None
     """The context of a reply, if replies are remembered."""
     begun: str = ""
-    """The end of `text` with the assistant's unfinished message, including its header, if it is continued."""
+    """The end of `text` with the assistant's unfinished message, if it is continued."""
 
 
 class ChatRenderer:
-    """Renders conversations for one model. Remembers pieces of text and replies for later calls."""
+    """Renders conversations for one model. Remembers pieces of text and replies."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
-        """`tokenizer` is a Hugging Face tokenizer or mlx-lm's wrapper of one; it is borrowed.
-
-        A text of more than `max_tokens` is refused as soon as that is clear.
-        """
+        """Borrows a Hugging Face tokenizer or mlx-lm's wrapper. Refuses a text of more than `max_tokens`."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -136,9 +130,8 @@ class ChatRenderer:
     ) -> RenderedPrompt:
         """Returns the prompt for the next assistant message, with replies as they were generated for `namespace`.
 
-        If it `continues`, the last message is the assistant's, and the prompt ends after the message's text, or after
-        its thoughts if it has no text yet. Raises ChatTemplateError if the template refuses the conversation or the
-        model has no template, PromptTooLong, and Abandoned.
+        If it `continues`, the last message is the assistant's, and the prompt ends after its text, or its thoughts
+        without text. Raises ChatTemplateError, PromptTooLong and Abandoned.
         """
         adaptation = self._adaptation(with_tools=bool(tools))
         conversation = _Conversation(
@@ -179,7 +172,7 @@ class ChatRenderer:
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Records that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token.
 
-        A later conversation with the reply then gets these ids, whose state is cached, in place of the tokenizer's.
+        A later conversation with the reply gets these ids, whose state is cached.
         """
         if self._pieces is not None and prompt.tail is not None:
             self._pieces.remember_reply(prompt.tail, reply, reply_ids)
@@ -187,7 +180,7 @@ class ChatRenderer:
     def encode(self, text: str) -> RenderedPrompt:
         """Returns the tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
 
-        The restore point is before the last token, which may merge with text that is added later.
+        The restore point is before the last token, which may merge with later text.
         """
         bos, eos = self._tokenizer.bos_token, self._tokenizer.eos_token
         add_special = not (bos and text.startswith(bos))
@@ -200,11 +193,9 @@ class ChatRenderer:
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Returns the tokens of a text of any length.
+        """Returns the tokens of a text of any length; raises Abandoned, and PromptTooLong above `max_tokens`.
 
-        `add_special` adds the tokens that the tokenizer puts around a prompt. Without `parse_special` the names of
-        special tokens in the text are text. Raises PromptTooLong as soon as there are surely more than `max_tokens`,
-        and Abandoned.
+        `add_special` adds the tokens around a prompt. Without `parse_special`, names of special tokens are text.
         """
         frame = self._frame if add_special else ([], [])
         if frame is None:
@@ -221,7 +212,7 @@ class ChatRenderer:
 
     @cached_property
     def _plain_pieces(self) -> Pieces | None:
-        """Tokenization by a copy of the tokenizer that reads special tokens as text; None if it cannot be copied."""
+        """Tokenization by a copy of the tokenizer that reads special tokens as text; None without a copy."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
@@ -239,7 +230,7 @@ class ChatRenderer:
         return None
 
     def _encode_plain(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
-        """Returns the tokens of a text by calls of the tokenizer itself, each with the special tokens."""
+        """Returns the tokens of a text by the tokenizer itself, each part with the special tokens."""
         options = {} if parse_special else {"split_special_tokens": True}
         ids = list[int]()
         for part in TextCutter().cut(text):
@@ -297,7 +288,7 @@ class _Conversation:
         raise ChatTemplateError("the last message is not shown as it is, so it cannot be continued")
 
     def begun(self, text: str) -> str:
-        """Returns the part of the prompt `text` with the assistant's unfinished message; "" if there is none."""
+        """Returns the part of the prompt `text` with the assistant's unfinished message."""
         last = self._messages[-1]
         if not self._continues or not (str(last["content"]).strip() or last.get("reasoning_content")):
             return ""
@@ -327,9 +318,7 @@ class _Conversation:
         yield from self._answer_start(text)
 
     def _answer_start(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Yields the end of the next message's header, if `text` opens a thought there: later prompts drop the
-        thought.
-        """
+        """Yields the end of the next message's header, if `text` opens a thought there, which later prompts drop."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
             asked = self.text([question], generation_prompt=True)
@@ -341,7 +330,7 @@ class _Conversation:
             yield len(text) - len(opening), RestorePointKind.PROMPT_END
 
     def outline(self, text: str, tokens_before: Callable[[int], int]) -> Outline:
-        """Returns where each message begins in `text`, in tokens; a message begins where the previous one ended."""
+        """Returns where each message begins in `text`, in tokens: where the previous one ended."""
         starts, position, num_missing = list[int](), 0, 0
         for message in self._messages:
             starts.append(tokens_before(position) if position else 0)
@@ -354,7 +343,7 @@ class _Conversation:
         return Outline(tuple(starts), tuple(str(message["role"]) for message in self._messages))
 
     def _variants(self) -> Iterator[tuple[RestorePointKind, list[Message]]]:
-        """Yields conversations that share with this one exactly the part that the restore point should keep."""
+        """Yields conversations that share with this one exactly the part worth restoring."""
         messages = self._messages
         num_system = num_leading_system(messages)
         if num_system or self._tools:
@@ -422,19 +411,19 @@ class _Edges:
         return self._stable_edge(offset)
 
     def _stable_edge(self, offset: int) -> int:
-        """Returns the nearest edge that depends on nothing after `offset`: another text may follow there."""
+        """Returns the nearest edge that depends on nothing after `offset`."""
         if offset > 0 and self._is_added[offset - 1]:
             return offset
         edges = range(offset - 1, max(offset - MAX_EDGE_DISTANCE, 0), -1)
         return next(filter(self._is_edge, edges), offset)
 
     def _is_edge(self, offset: int) -> bool:
-        """Whether an added token is on either side: the text there is cut in any surroundings."""
+        """Whether an added token is on either side."""
         return bool(self._is_added[max(offset - 1, 0) : offset + 1].any())
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:
-    """Returns piecewise tokenization, at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
+    """Returns piecewise tokenization, at borders if the tokenizer proves to cut there; None for a slow one."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]
@@ -489,8 +478,7 @@ def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _user_starts(messages: Sequence[Message]) -> list[int]:
     """Returns the index of the last user message, and of the first in its unbroken run if that is another.
 
-    Clients put notes that change with every turn (the time of day) into a message of their own before the newest one;
-    the next turn then branches off where that run begins.
+    Clients put notes that change with every turn before the newest message; the next turn branches off there.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
@@ -508,7 +496,7 @@ def _cut(messages: Sequence[Message], index: int) -> list[Message]:
 
 
 def _cut_inside(messages: Sequence[Message], index: int, length: int) -> list[Message]:
-    """Returns the messages up to `index`, the last one continued differently after `length` characters."""
+    """Returns the messages up to `index`, the last one different after `length` characters."""
     content = str(messages[index]["content"])
     changed = content[:length] + _unlike(content[length:])
     return [*messages[:index], {**messages[index], "content": changed}]

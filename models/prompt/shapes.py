@@ -1,12 +1,9 @@
 """Changes conversations that a model's template would refuse, or drop a part of, into a shape that it shows whole.
 Pure.
 
-Clients send what OpenAI's interface allows; templates were written for less. For each shape that some templates do
-not accept, a small sample is rendered once, unchanged and changed. Only if the template refuses or drops the first
-and shows the second are conversations of that shape changed. So the result for a message depends on the template and
-on earlier messages, hardly ever on later ones: a conversation that grows keeps its prompt's beginning. There is one
-function per reason for a change. Knows messages and tools, and the template only as a function. Changes nothing in
-place.
+For each shape that some templates do not accept, a sample is rendered unchanged and changed. Only if the template
+refuses or drops the first and shows the second are conversations of that shape changed. So the result for a message
+hardly ever depends on later ones: a growing conversation keeps its prompt's beginning. Changes nothing in place.
 """
 
 import hashlib
@@ -36,7 +33,7 @@ def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def arguments_as_object(messages: Sequence[Message]) -> list[Message]:
-    """For templates that iterate over a call's arguments: anything else becomes an object with one member."""
+    """For templates that iterate over a call's arguments."""
     return _each_call(messages, lambda given: given if isinstance(given, Mapping) else {"arguments": given})
 
 
@@ -92,7 +89,7 @@ def _short(call_id: str) -> str:
 
 
 def results_named(messages: Sequence[Message]) -> list[Message]:
-    """For templates that show a result's function: a result without a name gets that of the function it answers."""
+    """For templates that show a result's function: names it after the call it answers."""
     names: dict[Any, str] = {}
     result: list[Message] = []
     for message in messages:
@@ -104,7 +101,7 @@ def results_named(messages: Sequence[Message]) -> list[Message]:
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """For templates that accept one call per message: each call is followed by its result, then the next one."""
+    """For templates that accept one call per message: each call is followed by its result."""
     result: list[Message] = []
     position = 0
     while position < len(messages):
@@ -148,7 +145,7 @@ def described(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def one_leading_system(messages: Sequence[Message]) -> list[Message]:
-    """For templates that accept one system message: those at the beginning are joined."""
+    """For templates that accept one system message: joins those at the beginning."""
     count = num_leading_system(messages)
     if count < 2:
         return list(messages)
@@ -159,7 +156,7 @@ def one_leading_system(messages: Sequence[Message]) -> list[Message]:
 def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
     """For templates without later system messages: the user says the text, in the same place.
 
-    At the end of the user's or tool's message before it; after an answer, at the start of the user's next message.
+    That is at the end of the user's or tool's message before it, else at the start of the user's next message.
     """
     count = num_leading_system(messages)
     result: list[Message] = list(messages[:count])
@@ -195,7 +192,7 @@ def no_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def users_joined(messages: Sequence[Message]) -> list[Message]:
-    """For templates whose roles must alternate: consecutive messages of a user become one."""
+    """For templates whose roles must alternate: joins consecutive messages of a user."""
     result: list[Message] = []
     for message in messages:
         if result and message["role"] == result[-1]["role"] == "user":
@@ -252,18 +249,18 @@ class Adaptation:
     shapes: tuple[Shape, ...] = ()
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns the messages in shapes that the template accepts."""
+        """Returns the messages as the template accepts them."""
         return reduce(lambda changed, shape: shape.change(changed), self.shapes, list(messages))
 
     def tools(self, tools: Tools) -> Tools:
-        """Returns the tools in shapes that the template accepts."""
+        """Returns the tools as the template accepts them."""
         if not tools:
             return None
         return [reduce(lambda changed, shape: shape.change_tool(changed), self.shapes, tool) for tool in tools]
 
 
 def adaptation_for(apply: Apply, *, with_tools: bool) -> Adaptation:
-    """Returns the changes for a template, in conversations with or without tools: many have a part for each."""
+    """Returns the changes for a template, with or without tools: many have a part for each."""
     tools = [_TOOL] if with_tools else None
     return Adaptation(tuple(shape for shape in SHAPES if shape.must_change(apply, tools)))
 
@@ -356,10 +353,10 @@ SHAPES: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Outline:
-    """Where each message begins in one prompt, in tokens. A prompt that is no conversation has an empty outline."""
+    """Where each message begins in one prompt, in tokens; empty if the prompt is no conversation."""
 
     starts: tuple[int, ...] = ()
-    """Where each of the client's messages begins, ascending; text before the first belongs to the template."""
+    """Ascending; text before the first message belongs to the template."""
     roles: tuple[str, ...] = ()
 
     def message_at(self, offset: int) -> tuple[int | None, str | None]:
@@ -371,4 +368,3 @@ class Outline:
 
 
 NO_OUTLINE = Outline()
-"""The outline of a prompt that is no conversation."""

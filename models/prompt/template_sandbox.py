@@ -1,18 +1,15 @@
 """The sandbox that chat templates are rendered in: transformers' own, which keeps them from Python, and bounds on it.
 
-A template comes with a model that anyone may have made. transformers renders it in Jinja's immutable sandbox, where
-it reaches no attribute that begins with `_` and no file. Two things are changed here, for all templates of a process.
+Anyone may have made a model's template. transformers renders it in Jinja's immutable sandbox, where it reaches no
+attribute that begins with `_` and no file. Two things are changed for all templates of a process.
 
-*Own lists.* Some models' templates gather what they show in a list (`{% set _ = shown.append(x) %}`). The sandbox
-forbids it since a template could change what it was given. Here it cannot: transformers copies messages, tools and
-arguments anew for every rendering, so all that a template can reach is its own.
+*Own lists.* Some templates gather what they show in a list, which the sandbox forbids. Here they may: transformers
+copies messages, tools and arguments for every rendering, so all that a template reaches is its own.
 
-*Bounds.* Nothing keeps a template from `{% for a in r %}{% for b in r %}` or `'a' * 10 ** 10`. So each turn of a
-loop, call and filter costs steps, of which a rendering has `MAX_STEPS`; what would be too long is refused before it
-is made (`template_sizes`); and nothing is evaluated while a template is compiled. A rendering that nobody waits for
-ends. Where Python goes through a whole value at once, and can neither be stopped nor let other threads run, the value
-is weighed first: calls, filters, tests, operators, comparisons, keys, and what is shown. What is known to look at no
-member is listed; everything else is weighed.
+*Bounds.* Each turn of a loop, call and filter costs steps, of which a rendering has `MAX_STEPS`; what would be too
+long is refused before it is made (`template_sizes`); nothing is evaluated while a template is compiled; a rendering
+that nobody waits for ends. What goes through a whole value at once cannot be stopped, so the value is weighed first,
+unless the operation is known to look at no member.
 """
 
 import operator
@@ -44,7 +41,6 @@ MAX_SAMPLE_STEPS: Final = 20_000
 _STEPS_PER_LOOK: Final = 4096
 _CHARACTERS_PER_STEP: Final = 256
 _ITEMS_PER_STEP: Final = 8
-"""Items of a list per step of a filter."""
 
 MAX_TEMPLATE_CHARACTERS: Final = 1 << 18
 """A template takes a hundredth of it; Python compiles a long one without interruption."""
@@ -218,7 +214,7 @@ class _BoundedCode(CodeGenerator):
         self.write("}")
 
     def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier, frame: Frame) -> None:  # noqa: N802
-        """Refuses `autoescape`: texts that escape what they are joined with are longer than their parts."""
+        """Refuses `autoescape`, which makes texts longer than their parts."""
         self.fail("a chat template has no use for autoescape", node.lineno)
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
@@ -244,7 +240,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A constant would be computed while the template is compiled, at any cost."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Returns an attribute or, as for a message's fields, a member; common cases take a short way."""
+        """Returns an attribute or a member; common cases take a short way."""
         kind = type(obj)
         if kind is dict and attribute not in _DICT_METHODS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -253,9 +249,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Returns whether a template may use an attribute: the sandbox's rule, and methods that change the template's
-        own lists.
-        """
+        """Like the sandbox's rule, and allows methods that change the template's own lists."""
         if attr in _CHANGES.get(type(obj), ()):
             return len(obj) < MAX_OWN_ITEMS
         if type(obj) in _PLAIN:

@@ -1,8 +1,7 @@
 """Sizes of what a chat template computes: results that would be too long are refused before they are made. Pure.
 
-What Python does with a value in one go (comparing, printing, sorting) traverses all of it, and a part as often as it
-occurs: `weigh` counts it that way. Such work cannot be interrupted and holds Python's lock, so it is refused
-beforehand if it would take long. Raises jinja2's SecurityError, like the sandbox for forbidden operations.
+Comparing, printing or sorting a value traverses all of it, holds Python's lock and cannot be interrupted, so it is
+refused if it would take long. `weigh` counts a part as often as it occurs. All raise jinja2's SecurityError.
 """
 
 import re
@@ -24,7 +23,7 @@ MAX_CHARACTERS: Final = 1 << 26
 """Limit of one text; a prompt is shorter, since request bodies are."""
 MAX_ITEMS: Final = 1_000_000
 MAX_WORKED_ITEMS: Final = 250_000
-"""Limit of all items that one function traverses; a conversation of 4 000 messages has a fifth of them."""
+"""Limit of all items that one function traverses; 4 000 messages have a fifth of them."""
 MAX_WORKED_CHARACTERS: Final = 1 << 22
 """Limit of all texts in one function, if it does more than search or copy them."""
 MAX_INTEGER_BITS: Final = 4096
@@ -42,7 +41,7 @@ _CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
     *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
 )
 _SLOW_KEY_ITEMS: Final = 100
-"""Weight of a tuple or a large number: a template can find many with the same hash, which are slow as keys."""
+"""Weight of a tuple or a large number as a key: a template can find many with the same hash."""
 _KEY_BITS: Final = 60
 _TAKES_LONG_TEXTS = frozenset(
     [
@@ -97,7 +96,7 @@ class Weight(NamedTuple):
 
 
 def weigh(*values: Any) -> Weight:
-    """Returns the total weight of values; raises SecurityError if it is too large."""
+    """Returns the total weight of values."""
     level, depth, num_items, num_characters = list[Any](values), 0, 0, 0
     while level:
         inner = list[Any]()
@@ -146,7 +145,7 @@ def joined(parts: Iterable[str], spend: Callable[[int], None]) -> str:
 
 
 def check_operator(operator: str, left: Any, right: Any) -> None:
-    """Raises SecurityError if `left operator right` is too long."""
+    """Refuses `left operator right` if it is too long."""
     if operator == "**":
         if isinstance(left, int) and isinstance(right, int):
             bound(left.bit_length() * max(right, 0), MAX_INTEGER_BITS)
@@ -160,7 +159,7 @@ def check_operator(operator: str, left: Any, right: Any) -> None:
 
 
 def check_contains(container: Any, item: Any) -> Weight:
-    """Returns the weight of finding `item` in `container`; raises SecurityError if it is too large."""
+    """Returns the weight of finding `item` in `container`."""
     if isinstance(container, str):
         return Weight(0, len(container))
     weight = weigh_key(container, item)
@@ -171,7 +170,7 @@ def check_contains(container: Any, item: Any) -> Weight:
 
 
 def check_call(function: Any, args: Sequence[Any], named: Sequence[Any]) -> Weight:
-    """Returns the weight of a call; raises SecurityError if it is too large, or the resulting text too long."""
+    """Returns the weight of a call; refuses one whose text is too long."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, dict | list) and name in _LOOKS_AT:
         return weigh_key(owner, *args[: _LOOKS_AT[name]])
@@ -205,7 +204,7 @@ def _check_text_method(text: str, name: str, args: Sequence[Any], values: Sequen
 
 
 def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """Returns the weight of a filter on `args[0]` and the others; raises SecurityError like `check_call`."""
+    """Returns the weight of a filter on `args[0]` and the others; refuses like `check_call`."""
     if not args:
         return Weight()
     value, rest = args[0], [*args[1:], *kwargs.values()]
@@ -236,7 +235,7 @@ def check_filter(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> W
 
 
 def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Weight:
-    """Returns the weight of a test; raises SecurityError like `check_call`."""
+    """Returns the weight of a test; refuses like `check_call`."""
     if name == "in" and len(args) == 2:
         return check_contains(args[1], args[0])
     if args and isinstance(args[0], str) and name in ("divisibleby", "even", "odd"):
@@ -245,7 +244,7 @@ def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wei
 
 
 def check_format(text: str, *values: Any) -> None:
-    """Raises SecurityError if a text for `str.format` makes a long one, or sets the width of a field from a value."""
+    """Refuses a text for `str.format` that makes a long one, or sets a width from a value."""
     _check_fields(text.count("{"), 0, values)
     specs = _FORMAT_SPEC.findall(text)
     bound(sum(brace == "{" for _, brace in specs), 0)
@@ -253,7 +252,7 @@ def check_format(text: str, *values: Any) -> None:
 
 
 def check_percent(text: str, *values: Any) -> None:
-    """Raises SecurityError if a text for `%` makes a long one, or sets the width of a field from a value."""
+    """Refuses a text for `%` that makes a long one, or sets a width from a value."""
     _check_fields(text.count("%"), 0, values)
     bound(len(_TOLD_WIDTH.findall(text)), 0)
     _check_fields(text.count("%"), _widest(map(" ".join, _PERCENT_FIELD.findall(text))), values)
@@ -265,7 +264,7 @@ def _widest(texts: Iterable[str]) -> int:
 
 
 def _check_fields(num_fields: int, width: int, values: Sequence[Any]) -> None:
-    """Raises SecurityError for fields that could be too long if each held all of `values`."""
+    """Refuses fields that could be too long if each held all of `values`."""
     weight = weigh(*values)
     bound(num_fields * (MAX_ITEMS // _MAX_FIELDS), MAX_ITEMS)
     longest = _SHORT_CHARACTERS * (1 + weight.num_items // 8) + weight.num_characters

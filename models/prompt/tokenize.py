@@ -1,21 +1,13 @@
-"""Tokenizes long prompts piece by piece, remembers pieces, and returns generated text as the tokens it was generated
-as.
+"""Tokenizes long prompts piece by piece, and returns generated text as the tokens it was generated as.
 
-A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text and tokenizes the text between them
-piece by piece. So a piece is tokenized once and remembered, and the next turn of a long conversation costs only its
-new pieces. And since text does not determine tokens (a model may have said "Par" "is" where the tokenizer says
-"Paris"), the ids of a generated reply are remembered for its place: when a client sends the reply back, after the
-same text as at generation, the prompt continues with exactly the tokens whose state is cached. Anywhere else the same
-words are tokenized as usual. `added_tokens.py` tells which added tokens can be cut at, and `Pieces.fits` tries each.
-A piece that is not at the beginning of a text is tokenized after a border, since some tokenizers treat the first
-piece differently.
+A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text and tokenizes the pieces between. Each
+piece is tokenized once and remembered, so the next turn costs only its new pieces. Text does not determine tokens
+("Par" "is" or "Paris"), so a generated reply's ids are remembered for its place: after the same text, the prompt goes
+on with exactly the tokens whose state is cached. A piece that is not the first is tokenized after a border, since
+some tokenizers treat the first one differently.
 
-A very long piece is tokenized in parts by `TextCutter`. Long work ends early when nobody waits for it: the caller
-passes a question (`abandoned_when`), in a context variable since it crosses unrelated layers, and the work asks it
-between its parts.
-
-What is remembered for one namespace is unknown in another. Knows no templates and no requests. Any thread; the memory
-is bounded and locked.
+Long work asks between its parts whether anybody waits (`abandoned_when`, a context variable, as it crosses unrelated
+layers). Namespaces remember apart. Knows no templates and no requests. Any thread; the memory is bounded and locked.
 """
 
 import hashlib
@@ -42,7 +34,7 @@ if TYPE_CHECKING:
 SEGMENT_CHARACTERS = 16_384
 """The least length of a part, which ends at the next place that allows it; at a word's start, the most."""
 MAX_CHARACTERS = 32_768
-"""The most characters of a part. More may take the library minutes, and searching them holds Python's lock."""
+"""The most characters of a part: more may take minutes, and searching them holds Python's lock."""
 _AHEAD_CHARACTERS = 256
 """Words are not searched for in this many characters at the end of a text: later text may change them."""
 _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
@@ -58,7 +50,7 @@ class CutPlace:
     context: str
     """The text before which a part after the cut is tokenized."""
     crossing: "re.Pattern[str]"
-    """Matches tokens of the vocabulary that reach across the cut, spelled in bytes or not."""
+    """Matches tokens of the vocabulary that reach across the cut."""
 
 
 AFTER_LINE = CutPlace(re.compile(r"\S\n[^\W\d_]"), 2, "a\n", re.compile("[\n\u010a](?![\u0100-\u0143])[^\\W\\d_]"))
@@ -79,21 +71,16 @@ class TextPart:
 
 
 class TextCutter:
-    """The cut places of one tokenizer. Any thread.
+    """The cut places of one tokenizer, each tried on samples. Any thread.
 
-    The tokenizers library holds Python's lock while it returns results, and an encoding of megabytes cannot be
-    interrupted. So a long text is cut before a word or a bracket after a line break, and before a space between two
-    words. No token can reach across these places: none of the vocabulary contains these characters. A tokenizer may
-    still depend on the beginning of a text (many put a space there), so a later part is tokenized after a few
-    characters that end like the part before it, and their tokens are left out.
+    The library holds Python's lock while it returns results, and a long encoding cannot be interrupted. So a long
+    text is cut before a word or a bracket after a line break, and before a space between two words, where no token
+    reaches across. A later part is tokenized after a few characters that end like the part before it, since many
+    tokenizers put a space at the beginning; their tokens are left out.
 
-    A text without such places (JSON or markup in one line, a picture in letters) is cut where the tokenizer's own
-    words begin. Most tokenizers first cut a text into words, from left to right, looking a few characters ahead; so
-    the words of a part are those of the whole text, except the last ones. Such a text is tokenized twice. All this is
-    tried on samples for each tokenizer; a kind of place that fails is not used.
-
-    No part has more than `MAX_CHARACTERS`: without a place, a text is cut anywhere, before white space if there is
-    any. A token at such a cut may differ.
+    A text without such places (JSON in one line) is cut where the tokenizer's own words begin: most tokenizers first
+    cut a text into words from left to right, so the words of a part are those of the whole, except the last ones.
+    Else it is cut anywhere after `MAX_CHARACTERS`, before white space if there is any; a token there may differ.
     """
 
     def __init__(
@@ -103,7 +90,7 @@ class TextCutter:
     ) -> None:
         """`places` holds the number of tokens of each context; without any, a text is cut only if it must be.
 
-        `word_starts` returns, ascending, where the tokenizer's own words begin with no white space beside them.
+        `word_starts` returns, ascending, where words begin with no white space beside them.
         """
         self._places = places or {}
         self._word_starts = word_starts
@@ -145,8 +132,7 @@ def tried_cutter(
 ) -> TextCutter:
     """Returns the cutter of a tokenizer; raises what `encode` raises.
 
-    `vocabulary` maps the tokens in their spelling; `encode` returns the ids of a whole text, `encode_inner` those of
-    a text in the middle of another.
+    `vocabulary` maps the tokens in their spelling; `encode_inner` returns the ids of a text inside another.
     """
     spelled = "\0".join(vocabulary)
     holding = [place for place in PLACES if not place.crossing.search(spelled) and _holds(place, encode)]
@@ -192,7 +178,7 @@ def _words_hold(
     encode_inner: Callable[[str], Sequence[int]],
     word_starts: Callable[[str], Sequence[int]],
 ) -> bool:
-    """Whether cutting before words changes nothing, and what follows moves no word, tried on samples."""
+    """Whether cutting before words changes nothing, tried on samples."""
     return all(
         [*encode(text[:start]), *encode_inner(text[start:])] == list(encode(text))
         for text in _WORD_SAMPLES
@@ -209,7 +195,7 @@ _is_abandoned: ContextVar[Callable[[], bool]] = ContextVar("is_abandoned")
 
 @contextmanager
 def abandoned_when(is_abandoned: Callable[[], bool]) -> Iterator[None]:
-    """Makes `stop_if_abandoned` in the block ask `is_abandoned`, which must be quick and callable on any thread."""
+    """Makes `stop_if_abandoned` in the block ask `is_abandoned`, which is quick and for any thread."""
     token = _is_abandoned.set(is_abandoned)
     try:
         yield
@@ -227,7 +213,7 @@ def stop_if_abandoned() -> None:
 MAX_REMEMBERED_BYTES = 64 << 20
 """The most memory for one model's pieces and replies."""
 PIECE_BYTES = 560
-"""Memory of a remembered piece in Python besides its numbers: arrays, piece, key, and its place in the memory."""
+"""Memory of a remembered piece besides its numbers."""
 
 _KEY_BYTES = 16
 _MANY_TOKENS = 50_000
@@ -257,7 +243,6 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory to remember the piece."""
         return self.ids.nbytes + self.ends.nbytes + PIECE_BYTES
 
 
@@ -274,9 +259,7 @@ class Tail:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tokenized:
-    """Token ids of a text, for each an upper bound of the character offset where it ends, and the context of a
-    reply.
-    """
+    """Token ids of a text, where each ends at most, and the context of a reply."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
@@ -289,7 +272,7 @@ class Pieces:
     def __init__(
         self, backend: Any, added: "Mapping[int, AddedToken]", template: str = "", *, at_borders: bool = True
     ) -> None:
-        """`backend` is borrowed; `added` holds its added tokens by id; `template` is the model's chat template.
+        """Borrows `backend`; `added` holds its added tokens by id.
 
         Unless it is cut `at_borders`, a text is one piece, and nothing is remembered: for tokenizers that do not fit.
         """
@@ -303,7 +286,7 @@ class Pieces:
         self._lock = threading.Lock()
 
     def fits(self) -> bool:
-        """Whether the tokenizer cuts as assumed here, tried on texts with each border before, between and after."""
+        """Whether the tokenizer cuts as assumed here, tried with each border before, between and after texts."""
         texts, mark = self._borders.texts, self._borders.opener
         if mark is None:
             return False
@@ -317,10 +300,9 @@ class Pieces:
             return False
 
     def tokenize(self, text: str, namespace: str | None = "", max_tokens: int | None = None) -> Tokenized:
-        """Returns the token ids of `text`, and where each ends, from remembered pieces if possible.
+        """Returns the token ids of `text` and where each ends, from remembered pieces if possible.
 
-        Without a namespace nothing is recalled or remembered. Raises PromptTooLong as soon as there are more than
-        `max_tokens`, and Abandoned.
+        Without a namespace nothing is remembered. Raises Abandoned, and PromptTooLong above `max_tokens`.
         """
         digest, tail_start, tail_digest = _digest_of(namespace or ""), 0, _digest_of(namespace or "")
         cuts, parts, tail_part, count = self._borders.cut(text), list[Piece](), 0, _Count(max_tokens)
@@ -335,10 +317,9 @@ class Pieces:
         return Tokenized(_joined_ids(parts), np.concatenate([np.empty(0, np.int64), *ends]), tail)
 
     def remember_reply(self, tail: Tail, reply: str, reply_ids: Sequence[int]) -> None:
-        """Remembers that `reply`, generated after the text of `tail`, was `reply_ids`.
+        """Remembers that `reply`, generated after the text of `tail`, was `reply_ids`, without the end of turn.
 
-        The ids end before the end-of-turn token. Nothing is remembered if the added tokens in text and ids disagree,
-        as in a reply that was cut in the middle of a token. Costs no tokenization.
+        Nothing is remembered if the added tokens in text and ids disagree. Costs no tokenization.
         """
         if not self._borders:
             return
@@ -423,13 +404,10 @@ class Pieces:
             return TextCutter()
 
     def _inner_ids(self, text: str) -> list[int]:
-        """Returns the ids of a text that is not at the beginning."""
         return self._ids(self._opener + text)[self._num_opener :]
 
     def _word_starts(self, text: str) -> list[int]:
-        """Returns where the words begin into which the tokenizer first cuts `text`, except those beside white
-        space.
-        """
+        """Returns where the tokenizer's words begin, except those beside white space."""
         encoding = encode(self._backend, self._opener + text)
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         starts = [
@@ -455,10 +433,9 @@ class _Count:
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
-    """Returns the library's encoding of `text`, without special tokens around it; other threads run meanwhile.
+    """Returns the library's encoding of `text`; other threads run meanwhile, as for any batch.
 
-    Encoding a single text holds Python's lock throughout, encoding a batch does not. Raises TokenizerFailed if the
-    library fails, as on some texts with added tokens of white space beside others that strip it.
+    Raises TokenizerFailed if the library fails, as on some added tokens of white space.
     """
     try:
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
@@ -471,8 +448,8 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
 def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
     """Returns an upper bound for where each token of an encoding ends, ascending.
 
-    Byte-level tokenizers may trim white space from the offsets they report, so a token can end later than
-    stated, but never after the start of the next one; halves of one character report the same range.
+    Byte-level tokenizers may trim white space from offsets, so a token can end later than stated, but never after the
+    start of the next; halves of one character report the same range.
     """
     num_tokens = len(encoding)
     if num_tokens > _MANY_TOKENS:

@@ -1,8 +1,7 @@
 """Definitions of tools that a conversation learns of after its beginning, as the model's template writes them.
 
-A template writes tools at the head of a prompt. A tool that is loaded later is written where it is loaded, in the
-same form, so that nothing before it changes: the text that the template adds to a prompt with one tool for a second
-one. Knows the template only as a function.
+A tool that is loaded later is written where it is loaded, in the form of the tools at the head of a prompt, so that
+nothing before it changes: it is the text that the template adds to a prompt with one tool for a second one.
 """
 
 import json
@@ -42,9 +41,8 @@ class ToolDefinitions:
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
         """Returns the definitions of the named tools as one block.
 
-        `place` identifies the block's conversation and position. A conversation keeps the wording that it saw first,
-        even if the tools change. The block declares a name without a tool unavailable; such a block is not kept, for
-        the tool may come back.
+        The conversation at `place` keeps the wording that it saw first, even if the tools change. A name without a
+        tool is declared unavailable; such a block is not kept, for the tool may come back.
         """
         key = (place, tuple(names))
         with self._lock:
@@ -80,8 +78,7 @@ class ToolDefinitions:
 def _inserted(shorter: str, longer: str) -> str:
     """Returns the text that `longer` adds within `shorter`, without separators; "" if it is no insertion.
 
-    An insertion may begin like the text after it (`<function>` before `</tools>`). Of its several possible places,
-    the right one is between separators or brackets.
+    Of several possible places (`<function>` before `</tools>`) it takes the one between separators or brackets.
     """
     count = len(longer) - len(shorter)
     start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))
