@@ -1,8 +1,9 @@
-"""Follows the generation of one answer, from submission to its last event, whatever ends it.
+"""An exchange and its answer: what is asked of the engine, what it generates, and who is told.
 
-An `Answer` is one engine request and one turn of its conversation. `AnswerInParts` runs several requests one after
-the other, `ChoicesAnswer` several side by side. Only the first choice has the session, the conversation's turn and
-the log entry. A choice that fails does not end the others; if all fail, the request fails.
+An `Exchange` is one checked request of a client; a dialect's subclass writes its answer. An `Answer` is what the
+engine generates for it: a `Run` for each choice, side by side, or one after the other if a dialect goes on by itself.
+Only the first choice has the session, the conversation's turn and the log entry. A choice that fails does not end
+the others; if all fail, the request fails. One record is made of all choices, and one of each later part.
 
 Event loop only. Knows no dialect.
 """
@@ -16,14 +17,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from server.api.dialect import Exchange, OutputEvent, Payload
-from server.api.live.activity import Arrival
-from server.api.record import AnswerFigures, AnswerLog
-from server.api.sessions import TurnRecord
+from models.output.pieces import OutputParser, Piece, PlainParser
+from models.prompt.chat_template import Message, RenderedPrompt
+from server.api.context import ApiContext
+from server.api.conversation import Conversation, next_turn_requests, sent_back
+from server.api.dialect import Payload
+from server.api.record import Arrival, Moment, OpenRequest, RequestRecord, TokenCounts
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, declined, explain
 from server.diagnosis.compare import Turn
-from server.diagnosis.prompt import PLAIN, Part, part_of
+from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
+from server.engine.commands import HoldTurn
 from server.engine.diagnosis import Reuse
+from server.engine.generation import Generation
 from server.engine.request import (
     Delta,
     EngineError,
@@ -32,16 +37,86 @@ from server.engine.request import (
     Failed,
     Finished,
     FinishReason,
+    GenerationRequest,
     Progress,
     Started,
 )
-from server.pool.served import EnginePort
+from server.pool.served import EnginePort, ServedModel
 
 logger = logging.getLogger(__name__)
 
+OutputEvent: TypeAlias = Started | Piece | Finished
+"""The events of a choice, from which its answer is written: one `Started`, ordered pieces, one `Finished`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A prompt, the engine's request for it, and the conversation that it was rendered from, if there is one."""
+
+    model: ServedModel
+    request: GenerationRequest
+    prompt: RenderedPrompt
+    conversation: Conversation | None = None
+
+    def parts(self) -> Prompt:
+        """Returns the prompt's parts, for comparison with other requests."""
+        model, namespace, source = self.model.id, self.request.namespace, self.conversation
+        if source is None:
+            return plain_prompt(self.prompt.text, model=model, namespace=namespace)
+        made_of = (source.asked, source.tools, source.template_arguments)
+        return prompt_of(*made_of, model=model, namespace=namespace)
+
+    def output_parser(self) -> OutputParser:
+        """Returns the parser of the answer; without a conversation all of it is text."""
+        if self.conversation is None:
+            return PlainParser()
+        grammar, tools = self.request.grammar, self.conversation.callable_tools
+        is_forced = grammar is not None and grammar.forces_calls
+        return self.model.output_parser(tools, self.prompt.text, self.prompt.begun, is_forced=is_forced)
+
+
+class Exchange(ABC):
+    """One checked request, and how its answer is written. Used once: the caller uses either `frames` or `body`."""
+
+    keep_alive_seconds: float | None = None
+    """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
+
+    def __init__(self, question: Question, *, is_streamed: bool = False) -> None:
+        self.model = question.model
+        self.request = question.request
+        self.prompt = question.prompt
+        self.conversation = question.conversation
+        self.is_streamed = is_streamed
+        self.asked = question.parts()
+        """The prompt's parts, for comparison with other requests."""
+        self.parser = question.output_parser()
+
+    @property
+    def choices(self) -> "Sequence[Exchange]":
+        """The exchanges that are answered side by side: this one, then any others.
+
+        All have one model; those with the same prompt are neighbours.
+        """
+        return (self,)
+
+    @abstractmethod
+    def frames(self, answer: "Answer") -> AsyncIterator[bytes]:
+        """Yields the stream, its proper end included."""
+
+    @abstractmethod
+    async def body(self, answer: "Answer") -> Payload:
+        """Returns the body of an answer that is not streamed."""
+
+    def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
+        """Takes the next output tokens, before the pieces of their text. The last tokens have no text."""
+
+    def reply_messages(self) -> list[Message]:
+        """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""
+        return []
+
 
 class TurnAccount:
-    """Compares a request with its conversation's last turn, and keeps it for the next one to be compared with."""
+    """Compares a request with its conversation's last turn, and keeps it for comparison with the next one."""
 
     def __init__(self, conversations: Conversations, exchange: Exchange) -> None:
         self._conversations = conversations
@@ -97,352 +172,186 @@ def _with_reuse(started: Started, reuse: Reuse) -> Started:
     return started if started.reuse.miss is not None else replace(started, reuse=reuse)
 
 
-class Answer:
-    """One engine request, from its arrival to its last event."""
+class Run:
+    """One engine request of an answer, followed to its last event."""
 
-    def __init__(
-        self,
-        engine: EnginePort,
-        exchange: Exchange,
-        arrival: Arrival,
-        *,
-        speaks: bool = True,
-    ) -> None:
-        """Submits the request; raises QueueFull or EngineStopped at once.
-
-        `speaks` is False for every choice but the first, which reports for all in the log and in the conversation.
-        """
-        self._exchange = exchange
-        self._arrival = arrival
-        self._account = TurnAccount(arrival.conversations if speaks else Conversations(), exchange)
-        self.figures = AnswerFigures(len(exchange.request.tokens))
-        self._has_turn = self._speaks = speaks
-        self._log = AnswerLog(exchange.request, exchange.model.id, arrival.received, self.figures, arrival.key_name)
+    def __init__(self, context: ApiContext, exchange: Exchange, generation: Generation, opened: OpenRequest) -> None:
+        """`generation` was submitted for `exchange`."""
+        self.exchange = exchange
+        self.open = opened
+        self.account = TurnAccount(context.conversations if opened.is_first else Conversations(), exchange)
+        self.token_ids: list[int] = []
+        self.finished: Finished | None = None
+        """The last event of a run that ended well."""
+        self._context = context
+        self._generation = generation
         self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._reported: tuple[TurnRecord, int | None] | None = None
-        """The turn and its number in the conversation, once reported."""
-        self._is_closed = False
-        self._generation = engine.submit(exchange.request)
-        self._open = arrival.begin(exchange.request, exchange.model.id, self.figures)
 
     async def events(self) -> AsyncIterator[OutputEvent]:
         """Yields start, output and end; raises the engine's error if the request failed or the engine stopped."""
-        parser = self._exchange.parser
+        parser = self.exchange.parser
         async for event in self._generation:
             if isinstance(event, Started):
-                event = await self._account.explained(event)
+                event = await self._explained(event)
             if isinstance(event, Finished):
-                event = replace(event, started=self.figures.started, token_ids=self.token_ids)
+                event = replace(event, started=self.open.started, token_ids=tuple(self.token_ids))
             self._observe(event)
             match event:
                 case Started():
                     yield event
                 case Delta(text):
-                    self._exchange.take_tokens(event)
+                    self.exchange.take_tokens(event)
                     for piece in parser.feed(text):
                         yield piece
                 case Finished(FinishReason.CANCELLED):
                     # The client is still connected, so the engine cancelled the request.
                     raise EngineStopped("the server stopped before the answer was complete")
                 case Finished(reason):
-                    self._exchange.take_tokens(event.rest)
+                    self.exchange.take_tokens(event.rest)
                     for piece in parser.finish(is_complete=reason is FinishReason.STOP):
                         yield piece
                     self._keep_turn(event)
+                    self.finished = event
                     yield event
                 case Failed(error):
                     raise error
 
-    @property
-    def has_started(self) -> bool:
-        """Whether the request holds or held a slot."""
-        return self.figures.started is not None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the model ended the answer by itself."""
-        return self.figures.is_complete
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the answer reached its end or limit: neither cancelled nor failed."""
-        return self.figures.has_ended
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(self._token_ids)
-
-    def progress(self) -> str:
-        """Returns a few words on what the request is waiting for."""
-        return self.figures.progress
-
-    def close(self) -> None:
-        """Cancels the request if it still runs, and logs it, once; call it on every way out."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self.figures.outcome is None:
+    def give_up(self) -> None:
+        """Cancels the request if it still runs, and keeps the turn of an answer that was broken off."""
+        if self.open.outcome is None:
             self._generation.cancel()
-        if self.figures.started is not None and self.figures.error is None:
+        if self.open.started is not None and self.open.error is None:
             self._keep_turn(None)
-        self.report_turn()
-        turn, number = self._reported or (None, None)
-        self._arrival.activity.end(self._open, turn)
-        if self._speaks:
-            self._log.end(self._session_id, turn, number)
-
-    def leave_log(self) -> None:
-        """Makes `close` log nothing: the request is refused, and the refusal's own log line gives the reason."""
-        self._speaks = False
 
     def withdraw(self) -> None:
-        """Cancels the request without a log entry: it is refused after all."""
-        self._is_closed = True
-        self._arrival.activity.withdraw(self._open)
+        """Cancels the request as if it had never been: another choice was refused."""
+        self._context.activity.forget(self.open)
         self._generation.cancel()
 
-    @property
-    def turn(self) -> TurnRecord | None:
-        """The reported turn; None for a request that never held a slot."""
-        return None if self._reported is None else self._reported[0]
-
-    @property
-    def _session_id(self) -> str | None:
-        name = self._account.name
-        return name.id if name is not None else self._exchange.request.session_id
+    async def _explained(self, started: Started) -> Started:
+        started = await self.account.explained(started)
+        if self.account.name is not None:
+            self.open.session_id = self.account.name.id
+        return started
 
     def _observe(self, event: Event) -> None:
-        self.figures.observe(event)
-        self._open.observe(event, self._session_id)
+        had_text = self.open.first_text_at is not None
+        self.open.observe(event)
         match event:
-            case Progress():
-                if self._speaks:
-                    self._log.note_progress(event, self._session_id)
+            case Started() | Progress():
+                self._context.tell(Moment(self.open, event))
             case Delta(text, token_ids):
                 self._texts.append(text)
-                self._token_ids.extend(token_ids)
-            case Finished():
-                self._remember_reply(event)
-                self._report_if_last()
-            case Failed():
-                self._report_if_last()
+                self.token_ids.extend(token_ids)
+                if not had_text:
+                    self._context.tell(Moment(self.open, event))
+            case Finished(FinishReason.STOP, stop_text=None):
+                self._remember_reply()
 
     def _keep_turn(self, finished: Finished | None) -> None:
         """Keeps the evaluated tokens for comparison with the next turn; only the first call counts."""
-        figures = self.figures
-        num_evaluated = (figures.started.hit_tokens if figures.started else 0) + figures.num_evaluated
         # The last token of a cut-off answer is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
-        ids = self._token_ids[:-1] if is_cut else self._token_ids
-        self._account.record(num_evaluated, ids, "".join(self._texts) if finished is not None else None)
+        ids = self.token_ids[:-1] if is_cut else self.token_ids
+        reply = "".join(self._texts) if finished is not None else None
+        self.account.record(self.open.num_cached + self.open.num_evaluated, ids, reply)
 
-    def _report_if_last(self) -> None:
-        if not any(other.outcome is None for other in self.figures.others):
-            self.report_turn()
-
-    def report_turn(self) -> None:
-        """Calls `on_turn` once: at the last event of all choices, or when the client left earlier."""
-        started, request = self.figures.started, self._exchange.request
-        if started is None or self._reported is not None:
-            return
-        turn, number = self.figures.turn(request, self._exchange.model.id, started, self._account.previous_id), None
-        if self._has_turn and self._account.name is not None:
-            number = self._arrival.on_turn(self._account.name, turn)
-        self._reported = turn, number
-
-    def _remember_reply(self, finished: Finished) -> None:
-        """Tells the renderer the tokens of the reply.
-
-        A reply cut off by a stop string or a limit may end within a token, so it is left out.
-        """
-        is_whole = finished.reason is FinishReason.STOP and finished.stop_text is None
-        if is_whole and self._exchange.conversation is not None:
-            renderer = self._exchange.model.renderer
-            renderer.remember_reply(self._exchange.prompt, "".join(self._texts), self._token_ids)
+    def _remember_reply(self) -> None:
+        """Tells the renderer the tokens of a whole reply; one that was cut off may end within a token."""
+        if self.exchange.conversation is not None:
+            renderer = self.exchange.model.renderer
+            renderer.remember_reply(self.exchange.prompt, "".join(self._texts), self.token_ids)
 
 
-class AnswerInParts:
-    """An answer that may continue by itself: each part is one engine request and one line of the log."""
+class Answer:
+    """What the engine generates for one exchange: the runs of its choices, or of the parts of its only choice."""
 
-    def __init__(self, engine: EnginePort, exchange: Exchange, arrival: Arrival) -> None:
-        """Submits the first request; raises QueueFull or EngineStopped at once."""
-        self._engine = engine
+    def __init__(self, context: ApiContext, arrival: Arrival, exchange: Exchange) -> None:
+        """Submits the requests of all choices, or none: raises QueueFull, EngineStopped, ApiError (503) at once."""
+        self.context = context
+        self.runs: list[Run] = []
+        self.is_refused = False
+        """Whether the client gets an error only, which has a log entry of its own. Set it before `close`."""
+        self._engine = context.running_engine(exchange.model)
         self._arrival = arrival
-        self.parts = [(exchange, Answer(engine, exchange, arrival))]
+        self._num_choices = len(exchange.choices)
+        self._num_recorded = 0
+        """Number of runs of which a record was made."""
+        try:
+            for choice in exchange.choices:
+                self._submit(choice)
+        except BaseException:
+            for run in self.runs:
+                run.withdraw()
+            raise
 
-    @property
-    def last(self) -> Answer:
-        """The part that runs, or the last one that ran."""
-        return self.parts[-1][1]
-
-    @property
-    def has_started(self) -> bool:
-        """Whether the first request holds or held a slot."""
-        return self.parts[0][1].has_started
-
-    def progress(self) -> str:
-        """Returns a few words on what the answer is waiting for."""
-        return self.last.progress()
-
-    def leave_log(self) -> None:
-        """Makes `close` log nothing for the running part."""
-        self.last.leave_log()
+    def _submit(self, exchange: Exchange) -> None:
+        is_further = 0 < len(self.runs) < self._num_choices
+        generation = self._engine.submit(exchange.request)
+        opened = OpenRequest(
+            exchange.request,
+            exchange.model.id,
+            self._arrival,
+            is_first=not is_further,
+            repeats_prompt=is_further and exchange.prompt is self.runs[-1].exchange.prompt,
+            session_id=exchange.request.session_id,
+        )
+        self.runs.append(Run(self.context, exchange, generation, opened))
+        self.context.tell(Moment(opened))
 
     async def events(self) -> AsyncIterator[OutputEvent]:
-        """Yields the events of all parts as the events of one answer."""
-        following: Exchange | None = self.parts[0][0]
-        while following is not None:
-            following = None
-            async for event in self.last.events():
+        """Yields the events of an only choice, of all its parts; raises its error."""
+        number = 0
+        while number < len(self.runs):
+            async for event in self.runs[number].events():
                 if isinstance(event, Finished):
-                    following = await self._next_part(event)
-                if following is None and not (isinstance(event, Started) and len(self.parts) > 1):
-                    yield event
+                    self._note_end()
+                yield event
+            number += 1
 
-    async def _next_part(self, finished: Finished) -> Exchange | None:
-        """Submits the next part and returns it; None if the answer ends here, or if the engine accepts no more
-        requests.
+    async def choice_events(self) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
+        """Yields the events of all choices as they come, each with the index of its choice.
+
+        One of several choices that fails ends with `Failed`. Raises the error of an only choice, and the first one's
+        if none of several succeeds.
         """
-        following = await self.parts[0][0].next_part(finished)
-        if following is None:
-            return None
-        self.last.close()
+        if self._num_choices == 1:
+            async for event in self.events():
+                yield 0, event
+            return
+        errors: dict[int, Exception] = {}
+        async for index, either in _merged(self.runs):
+            if isinstance(either, Failed):
+                logger.warning("%s: choice %d failed: %s", self.runs[0].open.request.request_id, index, either.error)
+                errors[index] = either.error
+            if isinstance(either, Failed | Finished):
+                self._note_end()
+            yield index, either
+        if len(errors) == self._num_choices:
+            raise errors[min(errors)]
+
+    def go_on(self, exchange: Exchange) -> bool:
+        """Submits the next part of an only choice; False if the engine takes no more requests.
+
+        Call it on a part's `Finished`; the events of the next part follow.
+        """
+        assert self._num_choices == 1, "only the answer of one choice goes on"
         try:
-            self.parts.append((following, Answer(self._engine, following, self._arrival)))
+            self._submit(exchange)
         except EngineError:
-            return None
-        return following
-
-    def close(self) -> None:
-        """Cancels the part that still runs and logs it, once; call it on every way out."""
-        self.last.close()
-
-
-@dataclass(frozen=True)
-class ChoiceFailed:
-    """The last event of a choice that failed while others may succeed."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
-class AllEnded:
-    """The last event of all: every choice has ended, and at least one succeeded."""
-
-    finished: Finished
-    """The end of the first choice that succeeded, with the token counts of all choices; a shared prompt counts
-    once.
-    """
-
-
-ChoiceEvent: TypeAlias = tuple[int, OutputEvent | ChoiceFailed] | AllEnded
-"""An event with the index of its choice, or the end of all choices."""
-
-
-class Choices(ABC):
-    """Exchanges that are one request to the client, and how their answer is written. Used once, like an exchange.
-
-    Invariant: all have the same model and answer format. Exchanges with the same prompt are neighbours.
-    """
-
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
-        assert exchanges, "a request has at least one choice"
-        self.exchanges = tuple(exchanges)
+            return False
+        return True
 
     @property
-    def first(self) -> Exchange:
-        """The choice that reports for all."""
-        return self.exchanges[0]
+    def finished(self) -> Finished:
+        """The end of the last part or the first choice that succeeded, with the token counts of all choices.
 
-    @property
-    def is_streamed(self) -> bool:
-        return self.first.is_streamed
-
-    def repeats_prompt(self, index: int) -> bool:
-        """Whether choice `index` has the same prompt as the choice before it."""
-        return index > 0 and self.exchanges[index].prompt is self.exchanges[index - 1].prompt
-
-    @abstractmethod
-    def frames(self, events: AsyncIterator[ChoiceEvent]) -> AsyncIterator[bytes]:
-        """Yields the stream, its proper end included."""
-
-    @abstractmethod
-    async def body(self, events: AsyncIterator[ChoiceEvent]) -> Payload:
-        """Returns the body of an answer that is not streamed."""
-
-
-class ChoicesAnswer:
-    """All choices of one request, from its arrival to the last event."""
-
-    def __init__(self, engine: EnginePort, choices: Choices, arrival: Arrival) -> None:
-        """Submits all requests, or none: raises QueueFull or EngineStopped at once."""
-        self.first = Answer(engine, choices.first, arrival)
-        self._answers = [self.first]
-        try:
-            for exchange in choices.exchanges[1:]:
-                self._answers.append(Answer(engine, exchange, arrival, speaks=False))
-        except BaseException:
-            for answer in self._answers:
-                answer.withdraw()
-            raise
-        for index, answer in enumerate(self._answers):
-            answer.figures.repeats_prompt = choices.repeats_prompt(index)
-        self.first.figures.others = [answer.figures for answer in self._answers[1:]]
-        self._request_id = choices.first.request.request_id
-
-    async def events(self) -> AsyncIterator[ChoiceEvent]:
-        """Yields each choice's events as they come; raises the first error if no choice succeeds."""
-        queue: asyncio.Queue[tuple[int, OutputEvent | ChoiceFailed]] = asyncio.Queue(maxsize=1)
-        followers = [asyncio.create_task(_follow(i, one, queue)) for i, one in enumerate(self._answers)]
-        ends: dict[int, Finished | ChoiceFailed] = {}
-        try:
-            while len(ends) < len(followers):
-                index, event = await queue.get()
-                if isinstance(event, Finished | ChoiceFailed):
-                    ends[index] = event
-                yield self._told(index, event)
-            self.first.report_turn()
-            yield AllEnded(self._joined(ends))
-        finally:
-            for follower in followers:
-                follower.cancel()
-            await asyncio.gather(*followers, return_exceptions=True)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether one of the requests holds or held a slot."""
-        return any(answer.has_started for answer in self._answers)
-
-    @property
-    def num_predicted(self) -> int:
-        """Number of tokens in all answers so far."""
-        return sum(len(answer.token_ids) for answer in self._answers)
-
-    def progress(self) -> str:
-        """Returns a few words on what the request is waiting for."""
-        return self.first.progress()
-
-    def leave_log(self) -> None:
-        """Makes `close` log nothing; see `Answer.leave_log`."""
-        for answer in self._answers:
-            answer.leave_log()
-
-    def close(self) -> None:
-        """Cancels the requests that still run and logs once; call it on every way out."""
-        for answer in reversed(self._answers):
-            answer.close()
-
-    def _told(self, index: int, event: OutputEvent | ChoiceFailed) -> tuple[int, OutputEvent | ChoiceFailed]:
-        if isinstance(event, ChoiceFailed):
-            logger.warning("%s: choice %d failed: %s", self._request_id, index, event.error)
-        return index, event
-
-    def _joined(self, ends: dict[int, Finished | ChoiceFailed]) -> Finished:
-        well = [end for _, end in sorted(ends.items()) if isinstance(end, Finished)]
-        if not well:
-            raise next(end.error for _, end in sorted(ends.items()) if isinstance(end, ChoiceFailed))
-        counts = self.first.figures.counts
+        Known once `events` has ended.
+        """
+        well = [run.finished for run in self.runs if run.finished is not None]
+        if self._num_choices == 1:
+            return well[-1]
+        counts = self._counts
         timings = replace(
             well[0].timings,
             cache_tokens=counts.cached,
@@ -455,11 +364,120 @@ class ChoicesAnswer:
         reasoning_tokens = sum(thoughts) if thoughts else None
         return replace(well[0], prompt_tokens=counts.prompt, timings=timings, reasoning_tokens=reasoning_tokens)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a request holds or held a slot."""
+        return any(run.open.started is not None for run in self.runs)
 
-async def _follow(index: int, answer: Answer, queue: "asyncio.Queue[tuple[int, OutputEvent | ChoiceFailed]]") -> None:
-    """Queues one choice's events. The queue is short, so that the engine notices a slow reader."""
+    @property
+    def progress(self) -> str:
+        """A few words on what the answer is waiting for."""
+        return self._lead.open.progress
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompts and output so far; a shared prompt counts once."""
+        return self._counts.prompt + sum(len(run.token_ids) for run in self.runs)
+
+    @property
+    def _counts(self) -> TokenCounts:
+        return TokenCounts.of([run.open for run in self.runs])
+
+    @property
+    def _lead(self) -> Run:
+        """The run with which the conversation goes on: the first choice, or the last part."""
+        return self.runs[0 if self._num_choices > 1 else -1]
+
+    def _note_end(self) -> None:
+        """Makes the record of the choices, or of a part, once all have ended and the client gets an answer."""
+        latest = [run.open for run in self.runs[self._num_recorded :]]
+        if all(one.outcome is not None for one in latest) and any(one.has_ended for one in latest):
+            self._record()
+
+    def close(self) -> None:
+        """Cancels what still runs, makes its record, and prepares the next turn; call it on every way out, once."""
+        try:
+            for run in reversed(self.runs):
+                run.give_up()
+            self._record()
+            self._prepare_next_turn()
+        finally:
+            for run in self.runs:
+                self.context.activity.forget(run.open)
+
+    def _record(self) -> None:
+        runs = self.runs[self._num_recorded :]
+        self._num_recorded = len(self.runs)
+        if not runs:
+            return
+        first, account = runs[0].open, runs[0].account
+        pace, saved_seconds, number = self.context.activity.pace, 0.0, None
+        if first.timings is not None and first.has_ended:
+            pace.note(first.model_id, first.timings)
+        if first.started is not None:
+            cached = TokenCounts.of([run.open for run in runs]).cached
+            saved_seconds = pace.seconds(first.model_id, cached) or 0.0
+            number = None if account.name is None else self.context.sessions.num_turns(account.name) + 1
+        record = RequestRecord(
+            tuple(run.open for run in runs),
+            name=account.name,
+            previous_id=account.previous_id,
+            turn_number=number,
+            saved_seconds=saved_seconds,
+            is_refused=self.is_refused,
+        )
+        self.context.tell(record)
+
+    def _prepare_next_turn(self) -> None:
+        """Evaluates the answered turn ahead. Holds the state of an answer that calls tools until they have answered.
+
+        Most clients go on with the first choice.
+        """
+        run, exchange = self._lead, self._lead.exchange
+        request, reply_ids = exchange.request, tuple(run.token_ids)
+        if run.open.has_ended and exchange.conversation is not None and request.cache_prompt:
+            self.context.in_background(_evaluate_ahead(self._engine, exchange, exchange.conversation, reply_ids))
+        if run.open.is_complete and exchange.parser.made_calls:
+            label = request.session_id or request.request_id
+            self._engine.execute_later(HoldTurn(request.state_namespace, label, request.tokens, reply_ids))
+
+
+async def _evaluate_ahead(
+    engine: EnginePort, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
+) -> None:
+    """Evaluates the finished turn once idle, as its next prompt may show it: with its thought and without."""
+
+    def next_prefixes() -> list[RenderedPrompt]:
+        variants = sent_back(exchange.reply_messages())
+        return [conversation.followed_by(messages).stable_prefix() for messages in variants]
+
     try:
-        async for event in answer.events():
-            await queue.put((index, event))
-    except Exception as error:  # any error is reported for this choice only; the other choices go on
-        await queue.put((index, ChoiceFailed(error)))
+        for request in next_turn_requests(exchange.request, reply_ids, await asyncio.to_thread(next_prefixes)):
+            async for _ in engine.submit(request):
+                pass
+    except Exception as error:  # no client waits for this, and the next turn evaluates missing tokens itself
+        logger.debug("%s: not evaluated ahead: %s", exchange.request.request_id, error)
+
+
+async def _merged(runs: Sequence[Run]) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
+    """Yields the events of all runs as they come. The queue is short, so that the engine notices a slow reader."""
+    queue: asyncio.Queue[tuple[int, OutputEvent | Failed]] = asyncio.Queue(maxsize=1)
+
+    async def follow(index: int, run: Run) -> None:
+        try:
+            async for event in run.events():
+                await queue.put((index, event))
+        except Exception as error:  # any error is reported for this choice only; the other choices go on
+            await queue.put((index, Failed(error)))
+
+    followers = [asyncio.create_task(follow(index, run)) for index, run in enumerate(runs)]
+    num_left = len(runs)
+    try:
+        while num_left:
+            index, event = await queue.get()
+            num_left -= isinstance(event, Finished | Failed)
+            yield index, event
+    finally:
+        for follower in followers:
+            follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)

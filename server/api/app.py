@@ -164,6 +164,7 @@ def create_pool_app(
     context = app.state.api = ApiContext(config, pool, keys=read_keys(config) if keys is None else keys)
     if config.otlp is not None:
         context.tracing = Tracing(config.otlp, name)
+        context.subscribers.append(context.tracing.tell)
     pool.tell_given_up(context.conversations.note_unloaded)
     pool.tell_changes(context.activity.note_model)
     return app

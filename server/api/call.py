@@ -1,134 +1,80 @@
-"""Serves a request of any generation endpoint around its dialect: body, planning, model, engine, answer,
-disconnect.
+"""Serves a request of any endpoint that reads a body around its dialect: planning, model, answer, disconnect.
 
-A request is planned on another thread, where its model is looked up by name. If the model is not loaded, planning
-ends with ModelNotLoaded; the model is loaded and the request planned again. The model is held, so it is not unloaded,
-while the request is planned and answered. A dialect frames the stream; heartbeats, errors after the start and the
-client's disconnect are handled here. Event loop only.
+A `Call` is planned on another thread, where its model is looked up by name; a model that is not loaded is loaded, and
+the call planned again. What a call takes it pushes on one stack: its permit, its hold on the model, its answer. Every
+way out, also that of a client that leaves, closes the stack; a stream takes it over. Event loop only.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, closing
+from typing import Any, TypeAlias
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from models.prompt.chat_template import RenderedPrompt
-from server.api.answer import Answer, AnswerInParts, Choices, ChoicesAnswer
+from server.api.answer import Answer, Exchange
 from server.api.context import ApiContext, context_of
-from server.api.conversation import Conversation, next_turn_requests, sent_back
-from server.api.dialect import Dialect, Exchange, ModelReady, Payload, dialect_of
+from server.api.dialect import Dialect, ModelReady, Payload, dialect_of
+from server.api.embedding import EmbeddingWork
 from server.api.errors import explain, stopped
 from server.api.guard import key_name_of, known_key_of, namespace_of
-from server.api.live.activity import Arrival
 from server.api.params import Incoming
-from server.api.rate_limits import Permit
+from server.api.record import Arrival
 from server.api.session_id import SessionIdError, ascii_text
 from server.api.sessions import Origin
 from server.api.wire import JsonBody, check_amount, check_messages, not_finite, parse_object, read_body
 from server.app.log_events import TextsEmbedded
-from server.engine.commands import HoldTurn
 from server.pool.errors import ModelNotLoaded
-from server.pool.members import ModelHold
-from server.pool.pool import ModelPool
-from server.pool.served import EnginePort, ServedModel
+from server.pool.names import ModelSource
 
 logger = logging.getLogger(__name__)
 
-Planned = TypeVar("Planned")
+CLIENT_LEFT = 499
+"""Status when the client has disconnected; only the access log shows it."""
+
+Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady
+"""What a body asks for. Its model, if it needs one, is loaded and held."""
+OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | ModelReady]
+"""Checks a body and renders its prompt; raises the errors that `server.api.errors` maps. Called on another thread.
+
+Called again after the model was loaded, so it must change nothing before it has found the model.
+"""
 
 
-@dataclass(frozen=True, eq=False)
-class InUse(Generic[Planned]):
-    """A planned request and its hold on a model; None as hold if the request needs no model any more."""
+async def generate(
+    request: Request, id_prefix: str, open_exchange: OpenExchange, *, may_stream: bool = True
+) -> Response:
+    """Serves one request for output. Raises the errors that `server.api.errors` maps; a disconnect is not an error.
 
-    planned: Planned
-    hold: ModelHold | None = None
-
-    def close(self) -> None:
-        """Releases the model."""
-        if self.hold is not None:
-            self.hold.close()
-
-
-async def plan_held(
-    pool: ModelPool,
-    plan: Callable[[], Awaitable[Planned]],
-    model_of: Callable[[Planned], ServedModel | None],
-    hold: ModelHold | None = None,
-) -> InUse[Planned]:
-    """Returns the result of `plan`, with its model loaded and held.
-
-    `model_of` returns the model that a result needs, if any. `hold` is a hold that the caller already has; it is
-    closed here unless it is returned. Raises what `plan` raises, PoolError and EngineStopped.
+    `id_prefix` starts the dialect's answer ids. `may_stream` is False for an endpoint that never streams, whatever
+    the body says.
     """
-    try:
-        while True:
-            try:
-                planned = await plan()
-            except ModelNotLoaded as error:
-                if hold is not None:
-                    hold.close()
-                hold = None
-                hold = await pool.load(error.source)
-                continue
-            model = model_of(planned)
-            if model is not None and (hold is None or hold.model is not model):
-                if hold is not None:
-                    hold.close()
-                hold = pool.try_hold(model)
-                if hold is None:
-                    # The model was unloaded during planning, or lacks memory that it has lent: plan again.
-                    hold = await pool.load(pool.source_of(model.base_id))
-                    continue
-            if model is None and hold is not None:
-                hold.close()
-            return InUse(planned, hold)
-    except BaseException:
-        if hold is not None:
-            hold.close()
-        raise
+    return await Call(request, open_exchange, id_prefix, may_stream=may_stream).respond()
 
 
-class LoadingUse(Generic[Planned]):
-    """A request whose model is being loaded; the caller waits for it or gives it up."""
+async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
+    """Answers from the body and its model, beyond any limit of a key; `describe` runs on another thread.
 
-    def __init__(self, pool: ModelPool, error: ModelNotLoaded, work: Awaitable[InUse[Planned]]) -> None:
-        """`work` waits for the model named by `error`."""
-        self._pool = pool
-        self._model_id = error.source.id
-        self._task = asyncio.ensure_future(work)
-        self._is_taken = False
+    Raises the errors of `describe` and those that `server.api.errors` maps; a disconnect is not an error.
+    """
 
-    @property
-    def progress(self) -> str:
-        """A few words on how far loading is."""
-        return f"loading {self._model_id}: {self._pool.loading.get(self._model_id, 'done')}"
+    def open_description(context: ApiContext, incoming: Incoming) -> Plan:
+        return ModelReady(None, describe(context, incoming))
 
-    async def is_done_within(self, seconds: float | None) -> bool:
-        """Waits; returns whether loading ended, successfully or not."""
-        done, _ = await asyncio.wait((self._task,), timeout=seconds)
-        return bool(done)
+    return await Call(request, open_description, is_limited=False).respond()
 
-    async def result(self) -> InUse[Planned]:
-        """Returns the planned request, which the caller must close; raises the error that prevented it."""
-        found = await asyncio.shield(self._task)
-        self._is_taken = True
-        return found
 
-    def close(self) -> None:
-        """Gives up waiting, unless the result was taken."""
-        if self._is_taken:
-            return
-        if not self._task.cancel() and not self._task.cancelled() and self._task.exception() is None:
-            self._task.result().close()
+async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Response:
+    """Serves one request for vectors. Raises the errors that `server.api.errors` maps; a disconnect ends it.
+
+    `open_work` checks the body on another thread.
+    """
+    return await Call(request, open_work, may_stream=False).respond()
 
 
 class AnswerStream(EventSourceResponse):
@@ -136,24 +82,23 @@ class AnswerStream(EventSourceResponse):
 
     def __init__(
         self,
+        request: Request,
         frames: AsyncIterator[bytes],
-        dialect: Dialect,
-        *,
-        request_id: str,
-        heartbeat_seconds: float,
-        drain_seconds: float,
         heartbeat: Callable[[], bytes],
-        on_close: Callable[[], None],
+        *,
+        drain_seconds: float | None = None,
+        on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """Sends a heartbeat after `heartbeat_seconds` without a frame."""
+        """Sends a heartbeat after some time without a frame. `drain_seconds` are by default those of the server."""
+        config, dialect = context_of(request).config, dialect_of(request)
         self._on_close = on_close
         super().__init__(
-            _with_error(frames, dialect, request_id),
+            _with_error(frames, dialect, request.state.request_id),
             media_type=dialect.stream_media_type,
-            ping=heartbeat_seconds,
+            ping=config.heartbeat_seconds,
             # Sends heartbeats as bytes, unchanged, like the frames.
             ping_message_factory=heartbeat,  # type: ignore[arg-type]
-            shutdown_grace_period=drain_seconds,
+            shutdown_grace_period=config.drain_seconds if drain_seconds is None else drain_seconds,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -180,500 +125,212 @@ async def _with_error(frames: AsyncIterator[bytes], dialect: Dialect, request_id
         yield dialect.error_frame(explain(error, request_id))
 
 
-CLIENT_LEFT = 499
-"""Status when the client has disconnected; only the access log shows it."""
-
-Result = TypeVar("Result")
-Opened: TypeAlias = Exchange | Choices | ModelReady | Payload
-OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Opened]
-"""Checks a body and renders its prompt; raises the errors that `server.api.errors` maps. Called on another
-thread.
-
-Returns the payload itself if no answer of the model is needed. Called again after the model was loaded, so it must
-change nothing before it has found the model.
-"""
-
-
-async def generate(
-    request: Request, id_prefix: str, open_exchange: OpenExchange, *, may_stream: bool = True
-) -> Response:
-    """Serves one request with a body. Raises the errors that `server.api.errors` maps; a disconnect is not an
-    error.
-
-    `id_prefix` starts the dialect's answer ids. `may_stream` is False for an endpoint that never streams, whatever
-    the body says.
-    """
-    received = time.monotonic()
-    context = context_of(request)
-    raw = await read_body(request, context.config.max_body_bytes)
-    if context.is_draining:
-        raise stopped()
-    request.state.may_stream = may_stream
-    work = _admitted(context, request, raw, received, id_prefix, open_exchange)
-    return await _unless_disconnected(request, work)
-
-
-async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
-    """Answers from the body and its model; `describe` runs on another thread and no engine is used.
-
-    Raises the errors of `describe` and those that `server.api.errors` maps; a disconnect is not an error.
-    """
-    context = context_of(request)
-    raw = await read_body(request, context.config.max_body_bytes)
-
-    async def described() -> Response:
-        work = partial(_decoded, context, request, raw, "", describe)
-        plan = partial(context.planning.run, _client_of(request), len(raw), work)
-        found = await plan_held(context.pool, plan, lambda payload: None)
-        return JsonBody(found.planned)
-
-    return await _unless_disconnected(request, described())
-
-
-class Work(Protocol):
-    """Work on texts other than generation, such as embedding."""
-
-    @property
-    def model(self) -> ServedModel: ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens charged to the key's allowance."""
-        ...
-
-    @property
-    def num_texts(self) -> int:
-        """Number of texts."""
-        ...
-
-    @property
-    def keep_alive_seconds(self) -> float | None:
-        """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
-        ...
-
-    async def run(self, engine: EnginePort) -> Response:
-        """Returns the answer."""
-        ...
-
-
-async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], Work]) -> Response:
-    """Serves one request that generates nothing, within the limits of its key; a disconnect ends it.
-
-    `open_work` checks the body on another thread. Raises the errors that `server.api.errors` maps.
-    """
-    context = context_of(request)
-    raw = await read_body(request, context.config.max_body_bytes)
-    if context.is_draining:
-        raise stopped()
-    return await _unless_disconnected(request, _computed(context, request, raw, open_work))
-
-
-async def _computed(
-    context: ApiContext, request: Request, raw: bytes, open_work: Callable[[ApiContext, Incoming], Work]
-) -> Response:
-    permit = context.rate_limits.admit(known_key_of(request), request.state.answer_headers)
-    num_tokens, received = 0, time.monotonic()
-    try:
-        opened = partial(_decoded, context, request, raw, "", open_work)
-        plan = partial(context.planning.run, _client_of(request), len(raw), opened)
-        use = await plan_held(context.pool, plan, lambda work: work.model)
-        work, num_tokens = use.planned, use.planned.num_tokens
-        try:
-            _keep_alive(use.hold, work.keep_alive_seconds)
-            response = await work.run(context.running_engine(work.model))
-            logger.info(_embedded(request, work, received))
-            return response
-        finally:
-            use.close()
-    finally:
-        permit.close(num_tokens)
-
-
-def _embedded(request: Request, work: Work, received: float) -> TextsEmbedded:
-    return TextsEmbedded(
-        request_id=request.state.request_id,
-        path=request.url.path,
-        model=work.model.id,
-        num_texts=work.num_texts,
-        prompt_tokens=work.num_tokens,
-        total_ms=round(1000 * (time.monotonic() - received), 1),
-        key=key_name_of(request.scope),
-    )
-
-
-async def _admitted(
-    context: ApiContext, request: Request, raw: bytes, received: float, id_prefix: str, open_exchange: OpenExchange
-) -> Response:
-    permit = context.rate_limits.admit(known_key_of(request), request.state.answer_headers)
-    try:
-        response = await _answer(context, request, raw, received, id_prefix, open_exchange, permit)
-    except BaseException:
-        # After any failure, also cancellation, the request no longer runs.
-        permit.close(0)
-        raise
-    if not isinstance(response, AnswerStream):
-        permit.close(0)
-    return response
-
-
-async def _answer(
-    context: ApiContext,
-    request: Request,
-    raw: bytes,
-    received: float,
-    id_prefix: str,
-    open_exchange: OpenExchange,
-    permit: Permit,
-) -> Response:
-    work = partial(_decoded, context, request, raw, id_prefix, open_exchange)
-    plan = partial(context.planning.run, _client_of(request), len(raw), work)
-    try:
-        use = await plan_held(context.pool, partial(_loaded_first, plan), _model_of)
-    except _Unloaded as unloaded:
-        return await _answer_later(context, request, received, plan, unloaded.error, permit)
-    return await _answer_now(context, request, use, received, permit)
-
-
-class _Unloaded(Exception):
-    """The request's model must be loaded first; a type of its own, so `plan_held` does not handle it."""
-
-    def __init__(self, error: ModelNotLoaded) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-async def _loaded_first(plan: Callable[[], Awaitable[Opened]]) -> Opened:
-    try:
-        return await plan()
-    except ModelNotLoaded as error:
-        raise _Unloaded(error) from error
-
-
-def _model_of(opened: Opened) -> ServedModel | None:
-    if isinstance(opened, Choices):
-        return opened.first.model
-    return opened.model if isinstance(opened, Exchange | ModelReady) else None
-
-
-async def _answer_now(
-    context: ApiContext, request: Request, use: InUse[Opened], received: float, permit: Permit
-) -> Response:
-    opened = use.planned
-    if not isinstance(opened, Exchange | Choices):
-        return JsonBody(_payload(opened, use))
-    begun = _begin(context, request, opened, use, received, permit)
-    if not opened.is_streamed:
-        return await _whole(begun)
-    heartbeat = partial(_heartbeat, dialect_of(request), begun.answer)
-    return _stream(context, request, begun.frames(), heartbeat, begun.close)
-
-
-async def _answer_later(
-    context: ApiContext,
-    request: Request,
-    received: float,
-    plan: Callable[[], Awaitable[Opened]],
-    error: ModelNotLoaded,
-    permit: Permit,
-) -> Response:
-    """Answers once the model is loaded. If loading takes long, the stream begins earlier and heartbeats keep it
-    open.
-    """
-    work = _plan_loaded(context, plan, error)
-    loading = LoadingUse(context.pool, error, work)
-    is_streamed = request.state.may_stream and request.state.wants_stream
-    try:
-        if await loading.is_done_within(context.config.heartbeat_seconds if is_streamed else None):
-            return await _answer_now(context, request, await loading.result(), received, permit)
-    except BaseException:
-        loading.close()
-        raise
-    later = _LaterStream(context, request, loading, received, permit)
-    return _stream(context, request, later.frames(), later.heartbeat, later.close)
-
-
-async def _plan_loaded(
-    context: ApiContext, plan: Callable[[], Awaitable[Opened]], error: ModelNotLoaded
-) -> InUse[Opened]:
-    hold = await context.pool.load(error.source)
-    return await plan_held(context.pool, plan, _model_of, hold)
-
-
-class _LaterStream:
-    """A stream that began before its model was loaded."""
+class Call:
+    """One request with a body, from its arrival to its last byte."""
 
     def __init__(
-        self, context: ApiContext, request: Request, loading: LoadingUse[Opened], received: float, permit: Permit
+        self,
+        http: Request,
+        open_plan: Callable[[ApiContext, Incoming], Plan],
+        id_prefix: str = "",
+        *,
+        is_limited: bool = True,
+        may_stream: bool = True,
     ) -> None:
-        self._context = context
-        self._request = request
-        self._loading = loading
-        self._received = received
-        self._permit = permit
-        self._answer: AnswerInParts | ChoicesAnswer | None = None
-        self._close: Callable[[], None] = lambda: permit.close(0)
+        """`is_limited` says whether the limits of the key count, and the end of the server."""
+        self._received = time.monotonic()
+        self._http = http
+        self._context = context_of(http)
+        self._dialect = dialect_of(http)
+        self._open_plan = open_plan
+        self._id_prefix = id_prefix
+        self._is_limited = is_limited
+        self._may_stream = may_stream
+        self._raw = b""
+        self._wants_stream = False
+        """Whether the body asks for a stream; known once the body was parsed."""
+        self._loading: ModelSource | None = None
+        self._answer: Answer | None = None
+        self._work: EmbeddingWork | None = None
+        self._stack = ExitStack()
+        """Gives back all that the call has taken."""
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yields the stream once the model is loaded; raises the error that prevented loading."""
-        use = await self._loading.result()
-        opened = use.planned
-        if not isinstance(opened, Exchange | Choices):
-            yield bytes(JsonBody(_payload(opened, use)).body) + b"\n"
+    async def respond(self) -> Response:
+        """Returns the response, which owns the stack if it is a stream."""
+        self._raw = await read_body(self._http, self._context.config.max_body_bytes)
+        if self._is_limited and self._context.is_draining:
+            raise stopped()
+        response = None
+        try:
+            response = await self._unless_disconnected()
+            return response
+        finally:
+            if not isinstance(response, AnswerStream):
+                self._stack.close()
+
+    async def _unless_disconnected(self) -> Response:
+        task = asyncio.ensure_future(self._respond())
+        gone = asyncio.ensure_future(_disconnected(self._http))
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            logger.debug("%s: the client left", self._http.state.request_id)
+            return Response(status_code=CLIENT_LEFT)
+        finally:
+            gone.cancel()
+            task.cancel()
+            await asyncio.gather(gone, task, return_exceptions=True)
+
+    async def _respond(self) -> Response:
+        key = known_key_of(self._http)
+        if self._is_limited and key is not None:
+            permit = self._context.rate_limits.admit(key, self._http.state.answer_headers)
+            self._stack.callback(lambda: permit.close(self._num_tokens))
+        try:
+            plan = await self._plan()
+        except ModelNotLoaded as error:
+            return await self._respond_when_loaded(error.source)
+        return await self._respond_to(plan)
+
+    @property
+    def _num_tokens(self) -> int:
+        """Number of tokens charged to the key's allowance."""
+        charged = self._answer or self._work
+        return 0 if charged is None else charged.num_tokens
+
+    # -------------------------------------------------------------------------------------------------- planning
+
+    async def _plan(self) -> Plan:
+        """Returns what the body asks for, and holds its model. Raises ModelNotLoaded and what the dialect raises."""
+        plan = await self._context.planning.run(self._client, len(self._raw), self._read)
+        if plan.model is not None:
+            hold = self._context.pool.try_hold(plan.model)
+            if hold is None:
+                # The model was unloaded during planning, or lacks memory that it has lent.
+                raise ModelNotLoaded(self._context.pool.source_of(plan.model.base_id))
+            self._stack.callback(hold.close)
+            if plan.keep_alive_seconds is not None:
+                hold.set_keep_alive(plan.keep_alive_seconds)
+        return plan
+
+    async def _plan_loaded(self, source: ModelSource) -> Plan:
+        """Returns what the body asks for, once its model is loaded. Raises PoolError and EngineStopped."""
+        while True:
+            self._loading = source
+            with closing(await self._context.pool.load(source)):
+                try:
+                    return await self._plan()
+                except ModelNotLoaded as error:
+                    source = error.source
+
+    def _read(self) -> Plan:
+        """Checks the body. Called on another thread."""
+        check_amount(self._raw)
+        fields, is_finite = parse_object(self._raw)
+        self._http.state.origin = self._origin_of(fields)
+        self._wants_stream = self._may_stream and self._dialect.wants_stream(fields)
+        check_messages(fields)
+        name = self._http.state.request_id.removeprefix("req_")
+        plan = self._open_plan(self._context, Incoming(self._http, fields, self._id_prefix + name))
+        if not is_finite:
+            # No typed field refused the number, so it is inside an object with unchecked content.
+            raise not_finite()
+        return plan
+
+    def _origin_of(self, fields: Mapping[str, Any]) -> Origin:
+        """Returns the namespace and session for recording a refusal, as far as the fields can be read."""
+        salt = fields.get("cache_salt")
+        try:
+            session_id = self._dialect.session_id(fields, self._http.headers)
+        except SessionIdError:
+            session_id = None
+        return Origin(namespace_of(self._http, salt if isinstance(salt, str) else None), session_id)
+
+    @property
+    def _client(self) -> str:
+        """The client's identity for fair planning: its address and, if sent, its key."""
+        host = self._http.client.host if self._http.client else ""
+        return f"{host} {self._dialect.api_key(self._http.headers)}"
+
+    # ------------------------------------------------------------------------------------------------- answering
+
+    async def _respond_when_loaded(self, source: ModelSource) -> Response:
+        """Answers once the model is loaded. If that takes long, a stream begins earlier; heartbeats keep it open."""
+        loading = asyncio.ensure_future(self._plan_loaded(source))
+        # Whoever waits gets the error; a client that has left needs none.
+        loading.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._stack.callback(loading.cancel)
+        limit = self._context.config.heartbeat_seconds if self._wants_stream else None
+        await asyncio.wait((loading,), timeout=limit)
+        if loading.done():
+            return await self._respond_to(loading.result())
+        return self._stream(self._frames_when_loaded(loading))
+
+    async def _frames_when_loaded(self, loading: "asyncio.Future[Plan]") -> AsyncIterator[bytes]:
+        plan = await loading
+        if not isinstance(plan, Exchange):
+            assert isinstance(plan, ModelReady), "vectors are not streamed"
+            yield bytes(JsonBody(plan.payload).body) + b"\n"
             return
-        begun = _begin(self._context, self._request, opened, use, self._received, self._permit)
-        self._answer, self._close = begun.answer, begun.close
-        async for frame in begun.frames():
+        async for frame in plan.frames(self._begin(plan)):
             yield frame
 
-    def heartbeat(self) -> bytes:
-        """Returns a heartbeat with the progress of loading, later of the answer."""
-        dialect = dialect_of(self._request)
-        return (
-            dialect.early_heartbeat(self._loading.progress)
-            if self._answer is None
-            else _heartbeat(dialect, self._answer)
-        )
+    async def _respond_to(self, plan: Plan) -> Response:
+        if isinstance(plan, ModelReady):
+            return JsonBody(plan.payload)
+        if isinstance(plan, EmbeddingWork):
+            return await self._compute(plan)
+        answer = self._begin(plan)
+        if plan.is_streamed:
+            return self._stream(plan.frames(answer))
+        try:
+            return JsonBody(await plan.body(answer))
+        except Exception:
+            answer.is_refused = True
+            raise
 
-    def close(self) -> None:
-        """Ends the stream; call it on every way out."""
-        self._loading.close()
-        self._close()
-
-
-def _payload(planned: ModelReady | Payload, use: InUse[Opened]) -> Payload:
-    try:
-        if not isinstance(planned, ModelReady):
-            return planned
-        _keep_alive(use.hold, planned.keep_alive_seconds)
-        return planned.payload
-    finally:
-        use.close()
-
-
-def _keep_alive(hold: ModelHold | None, seconds: float | None) -> None:
-    if hold is not None and seconds is not None:
-        hold.set_keep_alive(seconds)
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A running answer and its format: the caller uses either `frames` or `body`, and calls `close` on every way
-    out.
-    """
-
-    answer: AnswerInParts | ChoicesAnswer
-    frames: Callable[[], AsyncIterator[bytes]]
-    body: Callable[[], Awaitable[Payload]]
-    close: Callable[[], None]
-
-
-def _begin(
-    context: ApiContext,
-    request: Request,
-    opened: Exchange | Choices,
-    use: InUse[Opened],
-    received: float,
-    permit: Permit,
-) -> _Begun:
-    """Submits a request and returns its running answer. Raises QueueFull and ApiError (503)."""
-    exchange = opened.first if isinstance(opened, Choices) else opened
-    try:
-        engine = context.running_engine(exchange.model)
-        _keep_alive(use.hold, exchange.keep_alive_seconds)
+    def _begin(self, exchange: Exchange) -> Answer:
+        """Submits the requests of an exchange. Raises QueueFull and ApiError (503)."""
         if exchange.request.session_id is not None:
-            request.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
-        arrival = _arrival(context, request, received)
-        if isinstance(opened, Choices):
-            answers = ChoicesAnswer(engine, opened, arrival)
-            return _begun_choices(context, arrival, opened, answers, engine, permit, use)
-        answer = AnswerInParts(engine, opened, arrival)
-    except BaseException:
-        use.close()
-        raise
-    return _Begun(
-        answer,
-        lambda: opened.frames(answer.events()),
-        lambda: opened.body(answer.events()),
-        partial(_close, context, arrival, answer, engine, permit, use),
-    )
+            self._http.state.answer_headers["x-session-id"] = ascii_text(exchange.request.session_id)
+        arrival = Arrival(
+            endpoint=self._http.url.path,
+            received=self._received,
+            key_name=key_name_of(self._http.scope),
+            trace_parent=self._http.headers.get("traceparent"),
+        )
+        self._answer = Answer(self._context, arrival, exchange)
+        self._stack.callback(self._answer.close)
+        return self._answer
 
+    def _stream(self, frames: AsyncIterator[bytes]) -> "AnswerStream":
+        return AnswerStream(self._http, frames, self._heartbeat, on_close=self._stack.close)
 
-def _arrival(context: ApiContext, request: Request, received: float) -> Arrival:
-    return Arrival(
-        endpoint=request.url.path,
-        received=received,
-        activity=context.activity,
-        on_turn=context.sessions.record,
-        conversations=context.conversations,
-        key_name=key_name_of(request.scope),
-        trace_parent=request.headers.get("traceparent"),
-    )
+    def _heartbeat(self) -> bytes:
+        answer = self._answer
+        if answer is not None:
+            write = self._dialect.heartbeat if answer.has_started else self._dialect.early_heartbeat
+            return write(answer.progress)
+        assert self._loading is not None, "a stream without an answer waits for its model"
+        model_id = self._loading.id
+        step = self._context.pool.loading.get(model_id, "done")
+        return self._dialect.early_heartbeat(f"loading {model_id}: {step}")
 
-
-def _note_end(context: ApiContext, arrival: Arrival, answer: Answer, exchange: Exchange) -> None:
-    model_id, figures, turn = exchange.model.id, answer.figures, answer.turn
-    saved = context.activity.note_counted(model_id, exchange.request.namespace, figures, turn)
-    context.metrics.note_ended(model_id, arrival.endpoint, arrival.received, figures, turn, saved)
-    if context.tracing is not None:
-        context.tracing.note_ended(arrival, exchange.request, model_id, figures, turn)
-
-
-def _begun_choices(
-    context: ApiContext,
-    arrival: Arrival,
-    choices: Choices,
-    answers: ChoicesAnswer,
-    engine: EnginePort,
-    permit: Permit,
-    use: InUse[Opened],
-) -> _Begun:
-    return _Begun(
-        answers,
-        lambda: choices.frames(answers.events()),
-        lambda: choices.body(answers.events()),
-        partial(_close_choices, context, arrival, answers, choices, engine, permit, use),
-    )
-
-
-def _stream(
-    context: ApiContext,
-    request: Request,
-    frames: AsyncIterator[bytes],
-    heartbeat: Callable[[], bytes],
-    close: Callable[[], None],
-) -> AnswerStream:
-    return AnswerStream(
-        frames,
-        dialect_of(request),
-        request_id=request.state.request_id,
-        heartbeat_seconds=context.config.heartbeat_seconds,
-        drain_seconds=context.config.drain_seconds,
-        heartbeat=heartbeat,
-        on_close=close,
-    )
-
-
-def _decoded(
-    context: ApiContext, request: Request, raw: bytes, id_prefix: str, read: Callable[[ApiContext, Incoming], Result]
-) -> Result:
-    check_amount(raw)
-    fields, is_finite = parse_object(raw)
-    request.state.origin = _origin_of(request, fields)
-    request.state.wants_stream = dialect_of(request).wants_stream(fields)
-    check_messages(fields)
-    name = request.state.request_id.removeprefix("req_")
-    result = read(context, Incoming(request, fields, id_prefix + name))
-    if not is_finite:
-        # No typed field refused the number, so it is inside an object with unchecked content.
-        raise not_finite()
-    return result
-
-
-def _origin_of(request: Request, fields: Mapping[str, Any]) -> Origin:
-    """Returns the namespace and session for recording a refusal, as far as the fields can be read."""
-    salt = fields.get("cache_salt")
-    try:
-        session_id = dialect_of(request).session_id(fields, request.headers)
-    except SessionIdError:
-        session_id = None
-    return Origin(namespace_of(request, salt if isinstance(salt, str) else None), session_id)
-
-
-def _client_of(request: Request) -> str:
-    """Returns a client's identity for fair planning: its address and, if sent, its key."""
-    host = request.client.host if request.client else ""
-    return f"{host} {dialect_of(request).api_key(request.headers)}"
-
-
-def _heartbeat(dialect: Dialect, answer: AnswerInParts | ChoicesAnswer) -> bytes:
-    progress = answer.progress()
-    return dialect.heartbeat(progress) if answer.has_started else dialect.early_heartbeat(progress)
-
-
-async def _whole(begun: _Begun) -> Response:
-    try:
-        return JsonBody(await begun.body())
-    except Exception:
-        begun.answer.leave_log()
-        raise
-    finally:
-        begun.close()
-
-
-def _close(
-    context: ApiContext,
-    arrival: Arrival,
-    answer: AnswerInParts,
-    engine: EnginePort,
-    permit: Permit,
-    use: InUse[Opened],
-) -> None:
-    answer.close()
-    use.close()
-    permit.close(sum(len(exchange.request.tokens) + len(part.token_ids) for exchange, part in answer.parts))
-    for exchange, part in answer.parts:
-        _note_end(context, arrival, part, exchange)
-    exchange, last = answer.parts[-1]
-    _prepare_next_turn(context, last, exchange, engine)
-
-
-def _close_choices(
-    context: ApiContext,
-    arrival: Arrival,
-    answers: ChoicesAnswer,
-    choices: Choices,
-    engine: EnginePort,
-    permit: Permit,
-    use: InUse[Opened],
-) -> None:
-    """Closes the answers of all choices; called on every way out. Most clients go on with the first choice."""
-    answers.close()
-    use.close()
-    permit.close(answers.first.figures.counts.prompt + answers.num_predicted)
-    _note_end(context, arrival, answers.first, choices.first)
-    _prepare_next_turn(context, answers.first, choices.first, engine)
-
-
-def _prepare_next_turn(context: ApiContext, answer: Answer, exchange: Exchange, engine: EnginePort) -> None:
-    """Evaluates the answered turn ahead. If the answer calls tools, holds its state until the tools have answered."""
-    request, conversation = exchange.request, exchange.conversation
-    if answer.has_ended and conversation is not None and request.cache_prompt:
-        context.in_background(_evaluate_ahead(exchange, conversation, engine, answer.token_ids))
-    if answer.is_complete and exchange.parser.made_calls:
-        label = request.session_id or request.request_id
-        engine.execute_later(HoldTurn(request.state_namespace, label, request.tokens, answer.token_ids))
-
-
-async def _evaluate_ahead(
-    exchange: Exchange, conversation: Conversation, engine: EnginePort, reply_ids: Sequence[int]
-) -> None:
-    """Evaluates the finished turn once idle, as its next prompt may show it: with its thought and without."""
-
-    def next_prefixes() -> list[RenderedPrompt]:
-        variants = sent_back(exchange.reply_messages())
-        return [conversation.followed_by(messages).stable_prefix() for messages in variants]
-
-    try:
-        for request in next_turn_requests(exchange.request, reply_ids, await asyncio.to_thread(next_prefixes)):
-            async for _ in engine.submit(request):
-                pass
-    except Exception as error:  # no client waits for this, and the next turn evaluates missing tokens itself
-        logger.debug("%s: not evaluated ahead: %s", exchange.request.request_id, error)
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        logger.debug("%s: the client left", request.state.request_id)
-        return Response(status_code=CLIENT_LEFT)
-    finally:
-        gone.cancel()
-        task.cancel()
-        await asyncio.gather(gone, task, return_exceptions=True)
+    async def _compute(self, work: EmbeddingWork) -> Response:
+        self._work = work
+        response = await work.run(self._context.running_engine(work.model))
+        entry = TextsEmbedded(
+            request_id=self._http.state.request_id,
+            path=self._http.url.path,
+            model=work.model.id,
+            num_texts=work.num_texts,
+            prompt_tokens=work.num_tokens,
+            total_ms=round(1000 * (time.monotonic() - self._received), 1),
+            key=key_name_of(self._http.scope),
+        )
+        logger.info(entry)
+        return response
 
 
 async def _disconnected(request: Request) -> None:

@@ -6,46 +6,26 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from server.api.errors import ApiError, Code, stopped
-from server.api.live.activity import Activity, Arrival
+from server.api.live.activity import Activity
 from server.api.live.event_log import EventLog
-from server.api.observe import Metrics
+from server.api.observe import Metrics, Tracing
 from server.api.planning import Planning
 from server.api.rate_limits import RateLimits
-from server.api.record import AnswerFigures
-from server.api.sessions import Refusals, SessionRecords, TurnRecord
+from server.api.record import RequestLog, RequestRecord, Subscriber, Told
+from server.api.sessions import Refusals, SessionRecords
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing
 from server.diagnosis.account import Conversations
-from server.engine.request import GenerationRequest
 from server.pool.errors import ModelNameNeeded, ModelUnknown
 from server.pool.pool import ModelPool
 from server.pool.served import EnginePort, ServedModel
 
 Kept = TypeVar("Kept")
-
-
-class TracingPort(Protocol):
-    """Receives each ended request; the real one is `server.api.observe.Tracing`. Event loop only."""
-
-    def note_ended(
-        self,
-        arrival: Arrival,
-        request: GenerationRequest,
-        model_id: str,
-        figures: AnswerFigures,
-        turn: TurnRecord | None,
-    ) -> None:
-        """Takes a request with all of its choices; `turn` is None for a request that never held a slot."""
-        ...
-
-    def close(self) -> None:
-        """Sends the remaining traces. For any thread; may take a few seconds."""
-        ...
 
 
 @dataclass(eq=False)
@@ -71,8 +51,10 @@ class ApiContext:
     activity: Activity = field(init=False)
     started: float = field(default_factory=time.monotonic)
     """Reading of `time.monotonic()` when the server came up."""
-    tracing: TracingPort | None = None
-    """Sends traces, if wanted."""
+    subscribers: list[Subscriber] = field(init=False)
+    """Told what happens to requests, and the record of each when it has ended."""
+    tracing: Tracing | None = None
+    """Sends traces, if wanted; a subscriber too."""
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -80,6 +62,16 @@ class ApiContext:
         self.metrics = Metrics(lambda: self.engines, self.config.slots)
         log = EventLog(secrets.token_hex(4), wall=time.time, clock=time.monotonic)
         self.activity = Activity(log, lambda: self.engines)
+        self.subscribers = [self._keep_turn, self.activity.tell, RequestLog().tell, self.metrics.tell]
+
+    def tell(self, told: Told) -> None:
+        """Tells every subscriber."""
+        for subscriber in self.subscribers:
+            subscriber(told)
+
+    def _keep_turn(self, told: Told) -> None:
+        if isinstance(told, RequestRecord) and told.name is not None and told.turn is not None:
+            self.sessions.record(told.name, told.turn)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
         """Returns what a dialect keeps between requests: the result of the first call of `make`. For any thread."""

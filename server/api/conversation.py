@@ -7,7 +7,7 @@ new message.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -99,10 +99,10 @@ class Conversation:
 
     renderer: PromptRenderer
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
     """The tools at the head of the prompt, in the client's order and wording."""
-    template_arguments: Mapping[str, Any]
-    namespace: str
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    namespace: str = ""
     changed_tools: Sequence[Mapping[str, Any]] | None = None
     """The tools that may be called after the last message, if tools were loaded or removed since; None: as at the
     head.
@@ -111,6 +111,25 @@ class Conversation:
     """Whether the last message is the assistant's and the answer continues it."""
     forbids_calls: bool = False
     """Whether the answer must not call the tools shown in its prompt."""
+
+    def prepared_for(self, model: ServedModel, *, hygiene: bool = False) -> "Conversation":
+        """Returns the conversation with the defaults of the model's name for what the request leaves out.
+
+        With `hygiene` its head is kept the same as in earlier requests, see `models.prompt.hygiene`.
+        """
+        messages, tools, changed_tools = self.messages, self.tools, self.changed_tools
+        if hygiene:
+            messages = with_constant_headers(messages)
+            tools = model.tool_orders.settle(self.namespace, tools)
+            changed_tools = changed_tools and model.tool_orders.settle(self.namespace, changed_tools)
+        return replace(
+            self,
+            messages=model.defaults.conversation(messages),
+            tools=tools,
+            changed_tools=changed_tools,
+            template_arguments={**model.defaults.template_arguments, **self.template_arguments},
+            forbids_calls=self.forbids_calls and bool(tools or changed_tools),
+        )
 
     @property
     def callable_tools(self) -> Sequence[Mapping[str, Any]]:
@@ -155,32 +174,6 @@ class Conversation:
 
     def _render(self, messages: Sequence[Message]) -> RenderedPrompt:
         return self.renderer.render(messages, self.tools or None, self.template_arguments, self.namespace)
-
-
-def open_conversation(
-    model: ServedModel,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
-    template_arguments: Mapping[str, Any] | None = None,
-    namespace: str = "",
-    *,
-    changed_tools: Sequence[Mapping[str, Any]] | None = None,
-    continues: bool = False,
-    forbids_calls: bool = False,
-    hygiene: bool = False,
-) -> Conversation:
-    """Returns a request's conversation, with the defaults of the model's name for what the request leaves out.
-
-    With `hygiene` its head is kept the same as in earlier requests, see `models.prompt.hygiene`.
-    """
-    if hygiene:
-        messages = with_constant_headers(messages)
-        tools = model.tool_orders.settle(namespace, tools)
-        changed_tools = None if changed_tools is None else model.tool_orders.settle(namespace, changed_tools)
-    defaults = model.defaults
-    arguments = {**defaults.template_arguments, **(template_arguments or {})}
-    shown, forbids = defaults.conversation(messages), forbids_calls and bool(tools or changed_tools)
-    return Conversation(model.renderer, shown, tools, arguments, namespace, changed_tools, continues, forbids)
 
 
 def can_continue(model: ServedModel) -> bool:

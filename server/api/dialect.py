@@ -2,7 +2,7 @@
 
 A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its `Dialect` says where clients put
 key and session, how streams are framed, and what errors look like. Its endpoints turn each checked body into an
-`Exchange`: the engine's request, and how its answer is written. `server/api/call.py` does the rest for all.
+`Exchange` (`answer.py`): the engine's request, and how its answer is written. `call.py` does the rest for all.
 
 Bodies are checked against pydantic types, and against rules for fields. A field is honoured; has no effect, since it
 could not change the answer; or is refused with a reason, except for values that ask for nothing. Fields without a
@@ -12,7 +12,7 @@ rule are ignored and listed at DEBUG.
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -26,23 +26,13 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from models.output.pieces import OutputParser, Piece, PlainParser
-from models.prompt.chat_template import Message, RenderedPrompt
-from server.api.conversation import Conversation
 from server.api.errors import ApiError, Code
 from server.api.openapi import Operations
 from server.api.session_id import resolve_session_id
-from server.diagnosis.prompt import Prompt, plain_prompt, prompt_of
-from server.engine.request import Delta, Finished, GenerationRequest, Started
 from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
 
-OutputEvent: TypeAlias = Started | Piece | Finished
-"""The events an answer is written from: one `Started`, ordered pieces, one `Finished`. Errors are raised.
-
-An answer in several parts has the `Started` of its first part and the `Finished` of its last.
-"""
 Payload: TypeAlias = Mapping[str, Any]
 
 
@@ -96,71 +86,12 @@ class Dialect(ABC):
 
 @dataclass(frozen=True, eq=False)
 class ModelReady:
-    """A request that only asks for a loaded model, and its answer."""
+    """An answer for which nothing is generated, and the model that is loaded before it is sent, if any."""
 
-    model: ServedModel
+    model: ServedModel | None
     payload: Payload
     keep_alive_seconds: float | None = None
     """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
-
-
-class Exchange(ABC):
-    """One checked request, and how its answer is written. Used once: the caller uses either `frames` or `body`."""
-
-    keep_alive_seconds: float | None = None
-    """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
-
-    def __init__(
-        self,
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
-        *,
-        is_streamed: bool = False,
-        conversation: Conversation | None = None,
-    ) -> None:
-        """`conversation` is the source of the prompt, if it has one."""
-        self.model = model
-        self.request = request
-        self.prompt = prompt
-        self.is_streamed = is_streamed
-        self.conversation = conversation
-        self.asked = _asked(model, request, prompt, conversation)
-        """The prompt's parts, for comparison with other requests."""
-        self.parser: OutputParser = PlainParser()
-        if conversation is not None:
-            is_forced = request.grammar is not None and request.grammar.forces_calls
-            self.parser = model.output_parser(
-                conversation.callable_tools, prompt.text, prompt.begun, is_forced=is_forced
-            )
-
-    @abstractmethod
-    def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields the stream, its proper end included."""
-
-    @abstractmethod
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
-        """Returns the body of an answer that is not streamed."""
-
-    async def next_part(self, finished: Finished) -> "Exchange | None":
-        """Returns the request that continues the answer after `finished`; None if the answer has ended."""
-        return None
-
-    def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
-        """Takes the next output tokens, before the pieces of their text. The last tokens have no text."""
-
-    def reply_messages(self) -> list[Message]:
-        """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""
-        return []
-
-
-def _asked(
-    model: ServedModel, request: GenerationRequest, prompt: RenderedPrompt, conversation: Conversation | None
-) -> Prompt:
-    if conversation is None:
-        return plain_prompt(prompt.text, model=model.id, namespace=request.namespace)
-    made_of = (conversation.asked, conversation.tools, conversation.template_arguments)
-    return prompt_of(*made_of, model=model.id, namespace=request.namespace)
 
 
 @dataclass(frozen=True, eq=False)

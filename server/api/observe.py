@@ -16,7 +16,6 @@ Event loop only.
 import importlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,11 +25,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from server.api.live.activity import Arrival
-from server.api.record import AnswerFigures
-from server.api.sessions import TurnRecord
+from server.api.record import OpenRequest, RequestRecord, Told
 from server.app.config import StartError
-from server.engine.request import EngineStats, GenerationRequest
+from server.engine.request import EngineStats
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -82,53 +79,44 @@ class Metrics:
         self._prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
         self._answer_sizes = self._histogram("request_generation_tokens", "Tokens of an answer.", _TOKENS)
 
-    def note_ended(
-        self,
-        model_id: str,
-        endpoint: str,
-        received: float,
-        figures: AnswerFigures,
-        turn: TurnRecord | None,
-        saved_seconds: float,
-    ) -> None:
-        """Counts a request with all of its choices; `received` is `time.monotonic()` when it came.
-
-        `turn` is None for a request that never held a slot; `saved_seconds` is the time that restored tokens saved.
-        """
-        labels = {"model": model_id, "endpoint": endpoint}
-        if figures.has_ended:
-            self._success.labels(**labels, finished_reason=figures.outcome).inc()
-        else:
-            reason = type(figures.error).__name__ if figures.error is not None else "cancelled"
-            self._failed.labels(**labels, reason=reason).inc()
-        self._whole.labels(**labels).observe(time.monotonic() - received)
-        if figures.started is None:
+    def tell(self, told: Told) -> None:
+        """Counts a request that has ended."""
+        if not isinstance(told, RequestRecord):
             return
-        self._queued.labels(**labels).observe(max(figures.started_at - received, 0.0))
-        self._restore.labels(**labels).observe(figures.started.restore_ms / 1000)
-        if figures.first_text_at is not None:
-            self._first.labels(**labels).observe(figures.first_text_at - received)
-        self._note_tokens(labels, figures)
-        self._note_times(labels, figures)
-        self._saved.labels(**labels).inc(saved_seconds)
-        for miss in turn.misses if turn is not None else ():
+        first, received = told.first, told.first.arrival.received
+        labels = {"model": first.model_id, "endpoint": first.arrival.endpoint}
+        if told.failure is None:
+            self._success.labels(**labels, finished_reason=first.outcome).inc()
+        else:
+            self._failed.labels(**labels, reason=told.failure).inc()
+        self._whole.labels(**labels).observe(told.total_seconds)
+        if first.started is None or told.turn is None:
+            return
+        self._queued.labels(**labels).observe(max(first.started_at - received, 0.0))
+        self._restore.labels(**labels).observe(first.started.restore_ms / 1000)
+        if first.first_text_at is not None:
+            self._first.labels(**labels).observe(first.first_text_at - received)
+        self._note_tokens(labels, told)
+        self._note_times(labels, first)
+        self._saved.labels(**labels).inc(told.saved_seconds)
+        for miss in told.turn.misses:
             self._misses.labels(**labels, reason=miss.reason.value).inc()
             self._lost.labels(**labels, reason=miss.reason.value).inc(miss.lost_tokens)
 
-    def _note_tokens(self, labels: dict[str, str], figures: AnswerFigures) -> None:
-        counts = figures.counts
+    def _note_tokens(self, labels: dict[str, str], record: RequestRecord) -> None:
+        counts, tier = record.counts, record.first.tier
         self._prompt.labels(**labels).inc(counts.prompt)
         self._queries.labels(**labels).inc(counts.prompt)
         self._hits.labels(**labels).inc(counts.cached)
         self._generated.labels(**labels).inc(counts.predicted)
         self._prompt_sizes.labels(**labels).observe(counts.prompt)
         self._answer_sizes.labels(**labels).observe(counts.predicted)
-        if figures.started is not None and figures.started.tier is not None:
-            self._restored.labels(**labels, tier=figures.started.tier).inc(counts.cached)
+        if tier is not None:
+            self._restored.labels(**labels, tier=tier).inc(counts.cached)
 
-    def _note_times(self, labels: dict[str, str], figures: AnswerFigures) -> None:
-        timings = figures.timings
-        if timings is None or not figures.has_ended:
+    def _note_times(self, labels: dict[str, str], first: OpenRequest) -> None:
+        timings = first.timings
+        if timings is None or not first.has_ended:
             return
         self._prefill.labels(**labels).observe(timings.prompt_ms / 1000)
         self._decode.labels(**labels).observe(timings.predicted_ms / 1000)
@@ -258,36 +246,28 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(_telling(exporter, endpoint)))
         self._tracer = self._provider.get_tracer("mlx-serve", version)
 
-    def note_ended(
-        self,
-        arrival: Arrival,
-        request: GenerationRequest,
-        model_id: str,
-        figures: AnswerFigures,
-        turn: TurnRecord | None,
-    ) -> None:
-        """Makes the spans of a request whose answer has ended, with all of its choices."""
+    def tell(self, told: Told) -> None:
+        """Makes the spans of a request that has ended."""
+        if not isinstance(told, RequestRecord):
+            return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        now, now_ns = time.monotonic(), time.time_ns()
-
         def at(moment: float) -> int:
             """Converts a reading of `time.monotonic()` to nanoseconds since 1970."""
-            return now_ns - int((now - moment) * 1e9)
+            return int(told.ended_at * 1e9) - int((told.ended - moment) * 1e9)
 
-        operation = "text_completion" if arrival.endpoint in _COMPLETIONS else "chat"
-        attributes = _attributes(operation, arrival, request, model_id, figures, turn)
+        arrival, error = told.first.arrival, told.first.error
         parent = TraceContextTextMapPropagator().extract({"traceparent": arrival.trace_parent or ""})
-        span = self._tracer.start_span(
-            f"{operation} {model_id}", parent, SpanKind.SERVER, attributes, start_time=at(arrival.received)
-        )
+        attributes = span_attributes(told)
+        name = f"{attributes['gen_ai.operation.name']} {told.first.model_id}"
+        span = self._tracer.start_span(name, parent, SpanKind.SERVER, attributes, start_time=at(arrival.received))
         inside = set_span_in_context(span)
-        for name, start, end in _phases(arrival.received, figures, now):
-            self._tracer.start_span(name, inside, start_time=at(start)).end(at(end))
-        if figures.error is not None:
-            span.set_status(Status(StatusCode.ERROR, type(figures.error).__name__))
-        span.end(at(now))
+        for phase, start, end in phases(told):
+            self._tracer.start_span(phase, inside, start_time=at(start)).end(at(end))
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+        span.end(at(told.ended))
 
     def close(self) -> None:
         """Sends the remaining spans, within `END_SECONDS`. For any thread."""
@@ -296,27 +276,22 @@ class Tracing:
         ending.join(END_SECONDS)
 
 
-def _attributes(
-    operation: str,
-    arrival: Arrival,
-    request: GenerationRequest,
-    model_id: str,
-    figures: AnswerFigures,
-    turn: TurnRecord | None,
-) -> Mapping[str, Any]:
-    counts, sampling, started = figures.counts, request.sampling, figures.started
+def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
+    """Returns what the span of a request says of it."""
+    first, counts, turn = record.first, record.counts, record.turn
+    request, sampling = first.request, first.request.sampling
     found: dict[str, Any] = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": "text_completion" if first.arrival.endpoint in _COMPLETIONS else "chat",
         "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": model_id,
-        "gen_ai.response.model": model_id,
+        "gen_ai.request.model": first.model_id,
+        "gen_ai.response.model": first.model_id,
         "gen_ai.response.id": request.request_id,
         "gen_ai.request.max_tokens": request.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.usage.input_tokens": counts.prompt,
         "gen_ai.usage.output_tokens": counts.predicted,
-        "url.path": arrival.endpoint,
+        "url.path": first.arrival.endpoint,
         "mlx_serve.cached_tokens": counts.cached,
         "mlx_serve.evaluated_tokens": counts.evaluated,
     }
@@ -324,31 +299,31 @@ def _attributes(
         found["gen_ai.conversation.id"] = request.session_id
     if sampling.seed is not None:
         found["gen_ai.request.seed"] = sampling.seed
-    if figures.has_ended and figures.outcome is not None:
-        found["gen_ai.response.finish_reasons"] = (figures.outcome,)
+    if record.failure is None:
+        found["gen_ai.response.finish_reasons"] = (first.outcome,)
     else:
-        found["error.type"] = type(figures.error).__name__ if figures.error is not None else "cancelled"
-    if started is not None and started.tier is not None:
-        found["mlx_serve.tier"] = str(started.tier)
+        found["error.type"] = record.failure
+    if first.tier is not None:
+        found["mlx_serve.tier"] = str(first.tier)
     if turn is not None and turn.miss is not None:
         found["mlx_serve.lost_tokens"] = turn.lost_tokens
         found["mlx_serve.miss"] = turn.miss.reason.value
     return found
 
 
-def _phases(received: float, figures: AnswerFigures, now: float) -> Iterator[tuple[str, float, float]]:
-    """Yields name, start and end of each phase, as readings of `time.monotonic()`."""
-    if figures.started is None:
-        yield "queue", received, now
+def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
+    """Yields name, start and end of each phase of a request, as readings of `time.monotonic()`."""
+    one, received = record.first, record.first.arrival.received
+    if one.started is None:
+        yield "queue", received, record.ended
         return
-    slot_at = figures.started_at
-    restored_from = max(received, slot_at - figures.started.restore_ms / 1000)
-    first = figures.first_text_at if figures.first_text_at is not None else now
+    restored_from = max(received, one.started_at - one.started.restore_ms / 1000)
+    first = one.first_text_at if one.first_text_at is not None else record.ended
     yield "queue", received, restored_from
-    yield "restore", restored_from, slot_at
-    yield "prefill", slot_at, first
-    if figures.first_text_at is not None:
-        yield "decode", first, now
+    yield "restore", restored_from, one.started_at
+    yield "prefill", one.started_at, first
+    if one.first_text_at is not None:
+        yield "decode", first, record.ended
 
 
 def _telling(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":

@@ -26,10 +26,10 @@ from models.output.grammar import (
 from models.output.tool_calls import CallMarkers, ToolFormat
 from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
+from server.api.context import context_of
 from server.api.conversation import Conversation
 from server.api.dialect import dialect_of
 from server.api.errors import ApiError, Code, context_exceeded
-from server.app.config import ServerConfig
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import ServedModel
 
@@ -125,6 +125,8 @@ class GenerationParams:
     is_single_call: bool = False
     """Whether the answer ends with its first tool call, if the model writes calls between markers."""
     grammar: AnswerGrammar | None = None
+    prompt_param: str = "messages"
+    """The body's field that holds the prompt, for errors."""
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -137,23 +139,13 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def build_request(
-    incoming: Incoming,
-    params: GenerationParams,
-    prompt: RenderedPrompt,
-    *,
-    prompt_param: str,
-    namespace: str,
-    model: ServedModel,
-    config: ServerConfig,
+    incoming: Incoming, model: ServedModel, prompt: RenderedPrompt, params: GenerationParams, namespace: str
 ) -> GenerationRequest:
-    """Returns a request whose every field is valid; raises ApiError or SessionIdError.
-
-    `prompt_param` is the prompt's field, for errors.
-    """
+    """Returns a request whose every field is valid; raises ApiError or SessionIdError."""
     return GenerationRequest(
         request_id=incoming.request_id,
         tokens=prompt.tokens,
-        max_tokens=_fitting_max_tokens(len(prompt.tokens), params.max_tokens, prompt_param, model, config),
+        max_tokens=_fitting_max_tokens(len(prompt.tokens), params, model, incoming.http),
         sampling=params.sampling,
         stop=params.stop or model.defaults.stop,
         stop_token_ids=params.stop_token_ids,
@@ -180,17 +172,16 @@ def _call_markers(model: ServedModel) -> CallMarkers | None:
     return CallMarkers(syntax.start, syntax.end)
 
 
-def _fitting_max_tokens(
-    num_prompt: int, requested: int | None, prompt_param: str, model: ServedModel, config: ServerConfig
-) -> int:
+def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: ServedModel, http: Request) -> int:
     """Returns the most tokens to generate; raises ApiError for a prompt that leaves no space."""
     if num_prompt == 0:
-        raise ApiError(Code.EMPTY_PROMPT, f"{prompt_param}: the prompt is empty", prompt_param)
-    requested = model.defaults.max_tokens if requested is None else requested
+        raise ApiError(Code.EMPTY_PROMPT, f"{params.prompt_param}: the prompt is empty", params.prompt_param)
     num_left = model.context_tokens - num_prompt
     if num_left < 1:
-        raise context_exceeded(num_prompt, model.context_tokens - 1, prompt_param)
-    wanted = requested if requested is not None else config.default_max_tokens or num_left
+        raise context_exceeded(num_prompt, model.context_tokens - 1, params.prompt_param)
+    wanted = model.defaults.max_tokens if params.max_tokens is None else params.max_tokens
+    if wanted is None:
+        wanted = context_of(http).config.default_max_tokens or num_left
     return min(wanted, num_left)
 
 

@@ -90,10 +90,8 @@ class RateLimits:
     usages: dict[bytes, KeyUsage] = field(default_factory=dict)
     """Keyed by the key's digest; only keys with a limit."""
 
-    def admit(self, key: ApiKey | None, headers: dict[str, str]) -> Permit:
+    def admit(self, key: ApiKey, headers: dict[str, str]) -> Permit:
         """Admits a request, or raises OverLimit. Either way, adds the limits to `headers`."""
-        if key is None:
-            return Permit(KeyUsage(num_running=1))
         usage = self._filled(key)
         try:
             _check(key, usage)

@@ -1,17 +1,23 @@
-"""Counts, times and logs one answer from its events, and writes its costs for every dialect.
+"""What is known of a request while it runs, its record once it has ended, and what dialects write of its costs.
 
-Knows the clock, but no dialect and no conversation. Event loop only.
+An `OpenRequest` follows the events of one engine request. A client's request has one for each of its choices; when it
+has ended in any way, one `RequestRecord` is made of them. Subscribers are told each `Moment` and the record: the log
+(here), sessions, metrics, traces, sums and events. Knows no dialect and no conversation. Event loop only.
 """
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
 
 from typing_extensions import TypedDict
 
 from server.api.errors import as_api_error
 from server.api.sessions import TurnRecord
 from server.app.log_events import MissFigures, PrefillProgress, RequestEnded
+from server.diagnosis.account import Name
 from server.diagnosis.advice import TOOLS, advice
 from server.engine.diagnosis import Miss, MissReason
 from server.engine.request import (
@@ -30,39 +36,52 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class TokenCounts:
-    """Tokens of a request with all of its choices; a shared prompt counts once."""
+class Arrival:
+    """How and when a client's request came."""
 
-    prompt: int
-    cached: int
-    evaluated: int
-    predicted: int
+    endpoint: str
+    received: float
+    """Reading of `time.monotonic()`."""
+    key_name: str | None = None
+    trace_parent: str | None = None
+    """The header that names the client's trace."""
 
 
-class AnswerFigures:
-    """The figures of one answer so far. Event loop only."""
+@dataclass(eq=False)
+class OpenRequest:
+    """One engine request, as far as it has come; only `observe` changes it."""
 
-    def __init__(self, num_prompt: int) -> None:
-        """`num_prompt` is the number of prompt tokens."""
-        self.others: list[AnswerFigures] = []
-        """The figures of the request's other choices, if this is the first choice."""
-        self.repeats_prompt = False
-        """Whether another choice already counts the prompt's tokens."""
-        self._num_prompt = num_prompt
-        self.started: Started | None = None
-        self.started_at = 0.0
-        """`time.monotonic()` when the request got a slot."""
-        self.first_text_at: float | None = None
-        self.num_evaluated = 0
-        """Prompt tokens evaluated, without restored ones."""
-        self.num_predicted = 0
-        self.timings: Timings | None = None
-        """The engine's measurement; None until the last event."""
-        self.outcome: str | None = None
-        """Why the answer ended; None before its end."""
-        self.error: Exception | None = None
-        self.progress = "waiting"
-        """A few words on what the request is waiting for."""
+    request: GenerationRequest
+    model_id: str
+    arrival: Arrival
+    is_first: bool = True
+    """Whether this is the first choice, which has the session, the turn and the log entry of all."""
+    repeats_prompt: bool = False
+    """Whether the choice before has the same prompt, and counts its tokens."""
+    session_id: str | None = None
+    """The conversation's present name."""
+    received_at: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+    started: Started | None = None
+    started_at: float = 0.0
+    """`time.monotonic()` when the request got a slot."""
+    first_text_at: float | None = None
+    num_evaluated: int = 0
+    """Prompt tokens evaluated, without restored ones."""
+    num_predicted: int = 0
+    timings: Timings | None = None
+    """The engine's measurement; None until the last event."""
+    outcome: str | None = None
+    """Why the answer ended; None before its end."""
+    error: Exception | None = None
+
+    @property
+    def num_cached(self) -> int:
+        return 0 if self.started is None else self.started.hit_tokens
+
+    @property
+    def tier(self) -> str | None:
+        return None if self.started is None else self.started.tier
 
     @property
     def is_complete(self) -> bool:
@@ -75,30 +94,31 @@ class AnswerFigures:
         return self.outcome in (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
     @property
-    def counts(self) -> TokenCounts:
-        """The tokens so far, including the other choices."""
-        every = [self, *self.others]
-        prompts = [one for one in every if not one.repeats_prompt]
-        return TokenCounts(
-            prompt=sum(one._num_prompt for one in prompts),
-            cached=sum(one.started.hit_tokens for one in prompts if one.started is not None),
-            evaluated=sum(one.num_evaluated for one in prompts),
-            predicted=sum(one.num_predicted for one in every),
-        )
+    def phase(self) -> str:
+        """`waiting`, `prefill` or `decode`."""
+        if self.started is None:
+            return "waiting"
+        return "prefill" if self.first_text_at is None else "decode"
+
+    @property
+    def progress(self) -> str:
+        """A few words on what the request is waiting for."""
+        if self.started is None:
+            return "waiting"
+        if self.first_text_at is not None:
+            return "generating"
+        return f"prefill {self.num_cached + self.num_evaluated} of {self.started.prompt_tokens}"
 
     def observe(self, event: Event) -> None:
         """Counts an event."""
         match event:
-            case Started():
-                self.started, self.started_at = event, time.monotonic()
-                self.progress = f"prefill {event.hit_tokens} of {event.prompt_tokens}"
-            case Progress():
-                self.num_evaluated = event.evaluated - (self.started.hit_tokens if self.started else 0)
-                self.progress = f"prefill {event.evaluated} of {event.total}"
             case Delta():
-                self.progress = "generating"
                 self.num_predicted += len(event.token_ids)
                 self.first_text_at = self.first_text_at or time.monotonic()
+            case Started():
+                self.started, self.started_at = event, time.monotonic()
+            case Progress():
+                self.num_evaluated = event.evaluated - self.num_cached
             case Finished():
                 if event.reason is not FinishReason.CANCELLED:
                     self.num_evaluated = event.timings.evaluated_tokens
@@ -107,38 +127,111 @@ class AnswerFigures:
             case Failed():
                 self.outcome, self.error = f"failed ({type(event.error).__name__})", event.error
 
-    def turn(
-        self, request: GenerationRequest, model_id: str, started: Started, previous_id: str | None = None
-    ) -> TurnRecord:
-        """Returns the request's turn, as far as it has come."""
-        reuse, counts = started.reuse, self.counts
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens of a request with all of its choices; a shared prompt counts once."""
+
+    prompt: int
+    cached: int
+    evaluated: int
+    predicted: int
+
+    @classmethod
+    def of(cls, choices: Sequence[OpenRequest]) -> "TokenCounts":
+        """Returns the tokens so far."""
+        prompts = [one for one in choices if not one.repeats_prompt]
+        return cls(
+            prompt=sum(len(one.request.tokens) for one in prompts),
+            cached=sum(one.num_cached for one in prompts),
+            evaluated=sum(one.num_evaluated for one in prompts),
+            predicted=sum(one.num_predicted for one in choices),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RequestRecord:
+    """A client's request that has ended in any way, with all its choices. Made once; its choices change no more."""
+
+    choices: tuple[OpenRequest, ...]
+    name: Name | None = None
+    """The conversation; None for a request that never held a slot, or has none."""
+    previous_id: str | None = None
+    """The earlier request compared with this one; None if there was none."""
+    turn_number: int | None = None
+    """The turn's number in the conversation, from 1; None for a request that is no turn."""
+    saved_seconds: float = 0.0
+    """Time that evaluating the restored tokens would have taken."""
+    is_refused: bool = False
+    """Whether the client gets an error only, which has a log entry of its own."""
+    ended: float = field(default_factory=time.monotonic)
+    ended_at: float = field(default_factory=time.time)
+    """Seconds since 1970."""
+
+    @property
+    def first(self) -> OpenRequest:
+        """The choice that reports for all."""
+        return self.choices[0]
+
+    @cached_property
+    def counts(self) -> TokenCounts:
+        """The tokens of all choices."""
+        return TokenCounts.of(self.choices)
+
+    @property
+    def total_seconds(self) -> float:
+        return self.ended - self.first.arrival.received
+
+    @property
+    def failure(self) -> str | None:
+        """The kind of error for programs; None for an answer that reached its end or limit."""
+        if self.first.has_ended:
+            return None
+        return type(self.first.error).__name__ if self.first.error is not None else "cancelled"
+
+    @cached_property
+    def turn(self) -> TurnRecord | None:
+        """The turn; None for a request that never held a slot."""
+        first, counts = self.first, self.counts
+        if first.started is None:
+            return None
+        reuse = first.started.reuse
         return TurnRecord(
-            request_id=request.request_id,
-            model_id=model_id,
-            ended=time.time(),
-            finish=self.outcome or "cancelled",
+            request_id=first.request.request_id,
+            model_id=first.model_id,
+            ended=self.ended_at,
+            finish=first.outcome or "cancelled",
             prompt_tokens=counts.prompt,
             cached_tokens=counts.cached,
             evaluated_tokens=counts.evaluated,
             predicted_tokens=counts.predicted,
             prompt_ms=self._prompt_ms(),
-            tier=started.tier,
+            tier=first.tier,
             kept=reuse.kept,
-            lost_tokens=min(reuse.lost_tokens, self.num_evaluated),
-            previous_id=previous_id,
-            misses=reuse.misses or _one(reuse.miss),
+            lost_tokens=min(reuse.lost_tokens, first.num_evaluated),
+            previous_id=self.previous_id,
+            misses=reuse.misses or (() if reuse.miss is None else (reuse.miss,)),
         )
 
     def _prompt_ms(self) -> float:
         """Returns the time for the prompt: the engine's measurement, or the time so far if the answer was cut off."""
-        if self.timings is not None and self.has_ended:
-            return self.timings.prompt_ms
-        return 1000 * ((self.first_text_at or time.monotonic()) - self.started_at)
+        first = self.first
+        if first.timings is not None and first.has_ended:
+            return first.timings.prompt_ms
+        return 1000 * ((first.first_text_at or self.ended) - first.started_at)
 
 
-def _one(miss: Miss | None) -> tuple[Miss, ...]:
-    return () if miss is None else (miss,)
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """Something that happened to a request while it runs."""
 
+    of: OpenRequest
+    event: Started | Progress | Delta | None = None
+    """None: the request waits for a slot. A delta is the first one."""
+
+
+Told: TypeAlias = Moment | RequestRecord
+Subscriber: TypeAlias = Callable[[Told], None]
 
 LONG_PREFILL_SECONDS = 3.0
 """The log shows the progress of prompts that take longer."""
@@ -146,71 +239,62 @@ PROGRESS_SECONDS = 2.0
 """Time between two progress entries of one request."""
 
 
-class AnswerLog:
-    """Logs one request: the progress of a long prompt, and one entry at the end."""
+class RequestLog:
+    """Logs requests: the progress of long prompts, and one entry at the end."""
 
-    def __init__(
-        self,
-        request: GenerationRequest,
-        model_id: str,
-        received: float,
-        figures: AnswerFigures,
-        key_name: str | None = None,
-    ) -> None:
-        """`received` is `time.monotonic()` when the request came; the caller updates `figures`."""
-        self._key_name = key_name
-        self._request = request
-        self._model_id = model_id
-        self._received = received
-        self._figures = figures
-        self._next_note_at: float | None = None
-        """None until the first entry."""
-        self._num_notes = 0
+    def __init__(self) -> None:
+        self._noted: dict[OpenRequest, tuple[float, int]] = {}
+        """When the next progress entry of a request is due, and the number of those before it."""
 
-    def note_progress(self, progress: Progress, session_id: str | None) -> None:
-        """Logs the progress of a long prompt, every few seconds."""
+    def tell(self, told: Told) -> None:
+        """Logs what is due."""
+        if isinstance(told, RequestRecord):
+            self._noted.pop(told.first, None)
+            if not told.is_refused and logger.isEnabledFor(logging.INFO):
+                logger.info(ended_entry(told))
+        elif isinstance(told.event, Progress) and told.of.is_first:
+            self._note_progress(told.of, told.event)
+
+    def _note_progress(self, one: OpenRequest, progress: Progress) -> None:
         now = time.monotonic()
-        began = self._figures.started_at
-        is_due = now >= (began + LONG_PREFILL_SECONDS if self._next_note_at is None else self._next_note_at)
-        if not is_due or progress.evaluated >= progress.total - 1 or not logger.isEnabledFor(logging.INFO):
+        due, number = self._noted.get(one, (one.started_at + LONG_PREFILL_SECONDS, 0))
+        if now < due or progress.evaluated >= progress.total - 1 or not logger.isEnabledFor(logging.INFO):
             return
+        self._noted[one] = now + PROGRESS_SECONDS, number + 1
         entry = PrefillProgress(
-            request_id=self._request.request_id,
-            session_id=session_id,
+            request_id=one.request.request_id,
+            session_id=one.session_id,
             evaluated_tokens=progress.evaluated,
             prompt_tokens=progress.total,
-            tokens_per_second=self._figures.num_evaluated / (now - began),
-            number=self._num_notes,
+            tokens_per_second=one.num_evaluated / (now - one.started_at),
+            number=number,
         )
-        self._next_note_at, self._num_notes = now + PROGRESS_SECONDS, self._num_notes + 1
         logger.info(entry)
 
-    def end(self, session_id: str | None, turn: TurnRecord | None, turn_number: int | None) -> None:
-        """Logs how the request ended; `turn` is None for a request that never held a slot."""
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        figures, counts = self._figures, self._figures.counts
-        first = figures.first_text_at
-        entry = RequestEnded(
-            request_id=self._request.request_id,
-            session_id=session_id,
-            model=self._model_id,
-            turn=turn_number,
-            prompt_tokens=counts.prompt,
-            cached_tokens=counts.cached,
-            evaluated_tokens=counts.evaluated,
-            predicted_tokens=counts.predicted,
-            first_token_ms=None if first is None else round(1000 * (first - self._received), 1),
-            total_ms=round(1000 * (time.monotonic() - self._received), 1),
-            tokens_per_second=_speed_of(figures.timings) if figures.timings else None,
-            finish=figures.outcome or "cancelled",
-            error=_reason_of(figures.error) if figures.error else None,
-            kept=turn.kept if turn else None,
-            tier=turn.tier if turn else None,
-            miss=_miss_of(turn) if turn else None,
-            key=self._key_name,
-        )
-        logger.info(entry)
+
+def ended_entry(record: RequestRecord) -> RequestEnded:
+    """Returns the log entry of a request."""
+    first, counts, turn = record.first, record.counts, record.turn
+    received, first_text_at = first.arrival.received, first.first_text_at
+    return RequestEnded(
+        request_id=first.request.request_id,
+        session_id=first.session_id,
+        model=first.model_id,
+        turn=record.turn_number,
+        prompt_tokens=counts.prompt,
+        cached_tokens=counts.cached,
+        evaluated_tokens=counts.evaluated,
+        predicted_tokens=counts.predicted,
+        first_token_ms=None if first_text_at is None else round(1000 * (first_text_at - received), 1),
+        total_ms=round(1000 * record.total_seconds, 1),
+        tokens_per_second=_speed_of(first.timings) if first.timings else None,
+        finish=first.outcome or "cancelled",
+        error=_reason_of(first.error) if first.error else None,
+        kept=turn.kept if turn else None,
+        tier=turn.tier if turn else None,
+        miss=_miss_of(turn) if turn else None,
+        key=first.arrival.key_name,
+    )
 
 
 def _speed_of(timings: Timings) -> float | None:

@@ -116,6 +116,11 @@ class SessionRecords:
             self._drop_one()
         return session.num_turns
 
+    def num_turns(self, name: Name) -> int:
+        """Returns the number of turns of a session; 0 for an unknown one."""
+        known = self.find(name.namespace, name.id)
+        return 0 if known is None else known.num_turns
+
     def sessions(self, namespace: str) -> Iterable[SessionRecord]:
         """Returns a namespace's sessions, last used first."""
         return reversed(self._namespaces.get(namespace, OrderedDict()).values())

@@ -22,10 +22,11 @@ from cache.disk.index import DiskWrites
 from cache.snapshots import RestorePointKind
 from cache.views import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView, StateBytes
 from models.adapter import client_namespace
+from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate
 from server.api.context import ApiContext, context_of
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import Exchange, OutputEvent, Payload, parse_body
+from server.api.dialect import Payload, parse_body
 from server.api.errors import ApiError, Code
 from server.api.guard import is_owner, namespace_of, visible_namespace
 from server.api.openai.chat import read_conversation
@@ -441,28 +442,21 @@ def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
         if len(body.prompt) != 1:
             raise ApiError(Code.INVALID_VALUE, "prompt: one prompt is primed at a time", "prompt")
         prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
-    request = build_request(
-        incoming,
-        replace(read_params(body, model), max_tokens=0),
-        prefix,
-        prompt_param="messages" if is_chat else "prompt",
-        namespace=namespace,
-        model=model,
-        config=context.config,
-    )
-    return PrimeExchange(model, request, prefix)
+    place = "messages" if is_chat else "prompt"
+    params = replace(read_params(body, model), max_tokens=0, prompt_param=place)
+    return PrimeExchange(Question(model, build_request(incoming, model, prefix, params, namespace), prefix))
 
 
 class PrimeExchange(Exchange):
     """Writes what priming cost."""
 
-    def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+    def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Never called: a prime is not streamed."""
         raise NotImplementedError
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+    async def body(self, answer: Answer) -> Payload:
         """Returns the body of the answer."""
-        async for event in events:
+        async for event in answer.events():
             if isinstance(event, Finished):
                 return self._body(event)
         raise AssertionError("the events of a request end with Finished")

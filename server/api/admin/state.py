@@ -11,6 +11,7 @@ A request sees requests, sums and events of its own namespace; the owner of the 
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from importlib import metadata
 from typing import NotRequired
 
@@ -23,11 +24,12 @@ from typing_extensions import TypedDict
 from cache.journal import CacheStats
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
-from server.api.dialect import BodyModel, dialect_of, parse_body
+from server.api.dialect import BodyModel, parse_body
 from server.api.errors import ApiError, Code, stopped
 from server.api.guard import is_authorised, is_owner, listed_namespace
-from server.api.live.activity import OpenRequest, Sums
+from server.api.live.activity import Sums
 from server.api.live.event_log import EventLog, Listener, LiveEvent, Lost, frame_of
+from server.api.record import OpenRequest
 from server.api.wire import JsonBody, parse_object, read_body, sse_comment
 from server.engine.request import EngineStats
 from server.pool.names import ModelSource
@@ -311,24 +313,22 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
 
 
 def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
-    figures = one.figures
-    started = figures.started
     return {
         "id": one.request.request_id,
         "model": one.model_id,
-        "endpoint": one.endpoint,
+        "endpoint": one.arrival.endpoint,
         "namespace": one.request.namespace,
-        "key": one.key_name,
+        "key": one.arrival.key_name,
         "session_id": one.session_id,
         "phase": one.phase,
-        "slot": None if started is None else started.slot,
+        "slot": None if one.started is None else one.started.slot,
         "received": round(one.received_at, 3),
-        "seconds": round(now - one.received, 3),
+        "seconds": round(now - one.arrival.received, 3),
         "prompt_tokens": len(one.request.tokens),
-        "cached_tokens": 0 if started is None else started.hit_tokens,
-        "evaluated_tokens": figures.num_evaluated,
-        "completion_tokens": figures.num_predicted,
-        "tier": None if started is None else started.tier,
+        "cached_tokens": one.num_cached,
+        "evaluated_tokens": one.num_evaluated,
+        "completion_tokens": one.num_predicted,
+        "tier": one.tier,
     }
 
 
@@ -371,21 +371,14 @@ RETRY_MS = 2000
 async def get_events(request: Request) -> Response:
     """Streams until the client leaves or the server stops; raises ApiError (503) where too many listen."""
     context = context_of(request)
-    log, config = context.activity.log, context.config
+    log = context.activity.log
     if log.num_listeners >= MAX_LISTENERS:
         message = f"{MAX_LISTENERS} clients listen to events already; close one of them, or read GET /v1/stats"
         raise ApiError(Code.TOO_MANY_LISTENERS, message)
     seconds = _seconds(request)
-    listener = log.listen(listed_namespace(request, config), request.headers.get("last-event-id"))
-    return AnswerStream(
-        _frames(log, listener, seconds),
-        dialect_of(request),
-        request_id=request.state.request_id,
-        heartbeat_seconds=config.heartbeat_seconds,
-        drain_seconds=0.0,
-        heartbeat=lambda: sse_comment("listening"),
-        on_close=listener.close,
-    )
+    listener = log.listen(listed_namespace(request, context.config), request.headers.get("last-event-id"))
+    frames, heartbeat = _frames(log, listener, seconds), partial(sse_comment, "listening")
+    return AnswerStream(request, frames, heartbeat, drain_seconds=0.0, on_close=listener.close)
 
 
 def _seconds(request: Request) -> float | None:

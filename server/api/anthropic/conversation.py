@@ -26,7 +26,7 @@ from server.api.anthropic.types import (
     ToolUseBlock,
 )
 from server.api.context import ApiContext
-from server.api.conversation import Conversation, check_continuable, open_conversation
+from server.api.conversation import Conversation, check_continuable
 from server.api.errors import ApiError, Code
 from server.api.params import (
     AnswerGrammar,
@@ -68,8 +68,8 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     reader = _Reader(body.tools or (), _definer(body, model, namespace))
     messages = [*system, *reader.read(body.messages)]
     is_hidden = body.forbids_calls and not can_forbid_calls(model)
-    return open_conversation(
-        model,
+    return Conversation(
+        model.renderer,
         tools=[] if is_hidden else [as_function(tool) for tool in body.tools or () if not tool.defer_loading],
         changed_tools=reader.callable_tools(),
         forbids_calls=body.forbids_calls,
@@ -77,8 +77,7 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
         continues=continues,
-        hygiene=config.prompt_hygiene,
-    )
+    ).prepared_for(model, hygiene=config.prompt_hygiene)
 
 
 def _check_begun(body: PromptBody, model: ServedModel) -> None:

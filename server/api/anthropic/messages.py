@@ -11,11 +11,12 @@ from typing_extensions import TypedDict
 
 from cache.snapshots import RestorePointKind
 from models.errors import ModelError
-from models.output.pieces import Piece
-from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.chat_template import Message
+from server.api.answer import Answer, Exchange, Question
 from server.api.anthropic.content import (
     AnswerContent,
     BlockBody,
+    BlockEvent,
     SearchFailed,
     ServerToolUseBody,
     ToolSearchResultBody,
@@ -32,8 +33,7 @@ from server.api.anthropic.fields import IN_MESSAGES
 from server.api.anthropic.types import InputMessage, MessagesBody
 from server.api.call import generate
 from server.api.context import ApiContext
-from server.api.conversation import Conversation
-from server.api.dialect import Exchange, OutputEvent, Payload, parse_body
+from server.api.dialect import Payload, parse_body
 from server.api.errors import ApiError
 from server.api.guard import namespace_of
 from server.api.params import Incoming, build_request
@@ -41,7 +41,6 @@ from server.api.record import CacheBody, TimingsBody, cache_of, timings_of
 from server.api.wire import sse_event
 from server.engine.diagnosis import Miss, MissReason
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
-from server.pool.served import ServedModel
 
 _MISS_TYPES: Final = {
     MissReason.SYSTEM_CHANGED: "system_changed",
@@ -187,70 +186,47 @@ def _open(context: ApiContext, incoming: Incoming, body: MessagesBody) -> "Messa
     namespace = namespace_of(incoming.http, body.cache_salt)
     conversation = read_conversation(body, model, context.config, namespace)
     prompt = conversation.render()
-    request = build_request(
-        incoming,
-        read_params(body, conversation, model),
-        prompt,
-        prompt_param="messages",
-        namespace=namespace,
-        model=model,
-        config=context.config,
-    )
+    request = build_request(incoming, model, prompt, read_params(body, conversation, model), namespace)
 
-    def go_on(longer: MessagesBody, number: int) -> MessageExchange:
+    def open_part(longer: MessagesBody, number: int) -> MessageExchange:
         return _open(context, replace(incoming, request_id=f"{incoming.request_id}-{number}"), longer)
 
-    return MessageExchange(body, model, request, prompt, conversation, go_on)
+    # A prompt that is only evaluated has no answer for the next turn.
+    source = None if request.is_prefix_only else conversation
+    return MessageExchange(body, Question(model, request, prompt, source), open_part)
 
 
 class MessageExchange(Exchange):
-    """Writes the answer to one request for a message."""
+    """Writes the answer to one request for a message.
+
+    When the model calls searches for tools, the answer goes on by itself: each part is an exchange of its own, of a
+    longer conversation, and the first part writes all of them.
+    """
 
     def __init__(
-        self,
-        body: MessagesBody,
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
-        conversation: Conversation,
-        go_on: Callable[[MessagesBody, int], "MessageExchange"],
+        self, body: MessagesBody, question: Question, open_part: Callable[[MessagesBody, int], "MessageExchange"]
     ) -> None:
-        """`go_on` returns the exchange of a longer body, for the part with the given number."""
-        # A prompt that is only evaluated has no answer for the next turn.
-        held = None if request.is_prefix_only else conversation
-        super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=held)
+        """`open_part` returns the exchange of a longer body, for the part with the given number."""
+        super().__init__(question, is_streamed=body.stream is True)
         self._body = body
         searches = {tool.name for tool in body.tools or () if tool.is_search}
         self._content = AnswerContent(shows_thoughts=body.shows_thoughts, searches=searches)
-        self._go_on = go_on
-        self._untold: list[dict[str, Any]] = []
-        """Events of search results, to be sent before the next event."""
+        self._open_part = open_part
+        self._started: Started | None = None
         self._finished: list[Finished] = []
         """The end of each part."""
-        self._following: MessageExchange | None = None
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields the message's start, each block's events, the stop reason and the proper end."""
-        started: Started | None = None
-        async for event in events:
-            for payload in self._told(event, started):
-                yield sse_event(payload, payload["type"])
-            if isinstance(event, Started):
-                started = event
+        async for event in self._events(answer):
+            yield sse_event(event, event["type"])
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+    async def body(self, answer: Answer) -> Payload:
         """Returns the body of an answer that is not streamed."""
-        started: Started | None = None
-        async for event in events:
-            match event:
-                case Started():
-                    started = event
-                case Finished():
-                    assert started is not None
-                    return self._whole(started, event)
-                case _:
-                    self._add(event)
-        raise AssertionError("the events of a request end with Finished")
+        async for _ in self._events(answer):
+            pass
+        assert self._started is not None, "a request starts before it finishes"
+        return self._whole(self._started, self._finished[-1])
 
     def reply_messages(self) -> list[Message]:
         """Returns the answer as clients send it back."""
@@ -261,22 +237,57 @@ class MessageExchange(Exchange):
             return []
         return [said if self.conversation is None else self.conversation.whole(said)]
 
-    async def next_part(self, finished: Finished) -> Exchange | None:
-        """Runs the searches that the model called; the answer continues with their results."""
-        self._finished.append(finished)
-        part = self._following or self
-        calls = [block for block in part._content.blocks if block["type"] in ("tool_use", "server_tool_use")]
-        searches = [call for call in calls if call["type"] == "server_tool_use"]
+    async def _events(self, answer: Answer) -> AsyncIterator[BlockEvent]:
+        """Keeps all parts of the answer, and yields the stream's events."""
+        part = self
+        async for event in answer.events():
+            match event:
+                case Started():
+                    if self._started is None:
+                        self._started = event
+                        yield {"type": "message_start", "message": self._message(event)}
+                        yield {"type": "ping"}
+                case Finished():
+                    self._finished.append(event)
+                    for told in await self._run_searches(part):
+                        yield told
+                    following = await self._next_part(part)
+                    if following is not None and answer.go_on(following):
+                        part = following
+                        continue
+                    assert self._started is not None, "a request starts before it finishes"
+                    yield self._last_delta(self._started, event)
+                    yield {"type": "message_stop"}
+                case _:
+                    if part is not self:
+                        part._content.add(event)
+                    for told in self._content.add(event):
+                        yield told
+
+    async def _run_searches(self, part: "MessageExchange") -> list[BlockEvent]:
+        """Runs the searches that a part of the answer called; returns the events of their results."""
+        searches = part._searches
         found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
-        self._untold += self._content.add_results(found)
+        return self._content.add_results(found)
+
+    async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
+        """Returns the part that goes on with the results of searches; None if the client has to go on, if anybody."""
+        finished, num_calls = self._finished[-1], len(part._searches)
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
-        if not searches or is_over or len(searches) < len(calls) or len(self._finished) >= MAX_PARTS:
+        if not num_calls or is_over or part._calls_client or len(self._finished) >= MAX_PARTS:
             return None
         try:
-            self._following = await asyncio.to_thread(self._go_on, self._longer(), len(self._finished) + 1)
+            return await asyncio.to_thread(self._open_part, self._longer(), len(self._finished) + 1)
         except (ApiError, ModelError):  # no space is left: the client may continue the answer
             return None
-        return self._following
+
+    @property
+    def _searches(self) -> list[ServerToolUseBody]:
+        return [block for block in self._content.blocks if block["type"] == "server_tool_use"]
+
+    @property
+    def _calls_client(self) -> bool:
+        return any(block["type"] == "tool_use" for block in self._content.blocks)
 
     @property
     def _num_left(self) -> int:
@@ -303,25 +314,6 @@ class MessageExchange(Exchange):
         if choice is not None and choice.type in ("any", "tool"):
             longer["tool_choice"] = choice.model_copy(update={"type": "auto"})
         return self._body.model_copy(update=longer)
-
-    def _add(self, piece: Piece) -> list[dict[str, Any]]:
-        """Takes a piece of any part; returns its events, after those of pending search results."""
-        if self._following is not None:
-            self._following._content.add(piece)
-        untold, self._untold = self._untold, []
-        return [*untold, *self._content.add(piece)]
-
-    def _told(self, event: OutputEvent, started: Started | None) -> list[dict[str, Any]]:
-        """Returns the stream's events for one event of the engine."""
-        match event:
-            case Started():
-                return [{"type": "message_start", "message": self._message(event)}, {"type": "ping"}]
-            case Finished():
-                assert started is not None, "a request starts before it finishes"
-                ended = [*self._untold, *self._content.close()]
-                return [*ended, self._last_delta(started, event), {"type": "message_stop"}]
-            case _:
-                return self._add(event)
 
     def _message(self, started: Started) -> MessageAnswer:
         message: MessageAnswer = {

@@ -1,25 +1,20 @@
 """What the server is doing: open requests, events about them and their state, and sums of the past.
 
-`Arrival` is an HTTP request, `OpenRequest` an engine request of it. `Totals` sums the costs of ended requests by
-namespace. `Pace` estimates the time saved by restored tokens. Events about state come from the engines' workers
-through their mailboxes, and only while somebody listens. Event loop only.
+`Totals` sums the costs of ended requests by namespace. `Pace` estimates the time saved by restored tokens. Events
+about state come from the engines' workers through their mailboxes, only while somebody listens. Event loop only.
 """
 
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from cache.journal import CacheEvent, Happening, Tell
 from models.adapter import client_namespace
 from server.api.live.event_log import EventLog
-from server.api.record import AnswerFigures, miss_of
-from server.api.sessions import TurnRecord
-from server.diagnosis.account import Conversations, Name
-from server.engine.diagnosis import Miss
-from server.engine.request import Delta, Event, GenerationRequest, Progress, Started, Timings
+from server.api.record import Moment, OpenRequest, RequestRecord, Told, miss_of
+from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.errors import ModelChange
 
 MAX_NAMESPACES = 1024
@@ -52,31 +47,31 @@ class Sums:
     lost: dict[str, LostTokens] = field(default_factory=dict)
     """Keyed by reason."""
 
-    def add(self, figures: AnswerFigures, misses: Iterable[Miss], saved_seconds: float) -> None:
-        """Adds a request with all of its choices."""
-        counts = figures.counts
+    def add(self, record: RequestRecord) -> None:
+        """Adds a request."""
+        first, counts = record.first, record.counts
         self.requests += 1
-        self.succeeded += figures.has_ended
-        self.failed += figures.error is not None
-        self.cancelled += not figures.has_ended and figures.error is None
+        self.succeeded += first.has_ended
+        self.failed += first.error is not None
+        self.cancelled += not first.has_ended and first.error is None
         self.completion_tokens += counts.predicted
-        if figures.started is None:
+        if record.turn is None:
             return
         self.prompt_tokens += counts.prompt
         self.cached_tokens += counts.cached
         self.evaluated_tokens += counts.evaluated
-        self.saved_seconds += saved_seconds
-        if figures.started.tier is not None:
-            tier = str(figures.started.tier)
+        self.saved_seconds += record.saved_seconds
+        if first.tier is not None:
+            tier = str(first.tier)
             self.restored[tier] = self.restored.get(tier, 0) + counts.cached
-        for miss in misses:
+        for miss in record.turn.misses:
             lost = self.lost.setdefault(miss.reason.value, LostTokens())
             lost.count += 1
             lost.tokens += miss.lost_tokens
 
 
 class Totals:
-    """The sums of one server. Event loop only."""
+    """The sums of one server, of all requests and by namespace."""
 
     def __init__(self) -> None:
         self.all = Sums()
@@ -86,15 +81,15 @@ class Totals:
         """Returns the sums of one namespace; None for all."""
         return self.all if namespace is None else self._by_namespace.get(namespace, Sums())
 
-    def add(self, namespace: str, figures: AnswerFigures, misses: Iterable[Miss], saved_seconds: float) -> None:
-        """Adds a request of a namespace."""
-        known = list(misses)
-        own = self._by_namespace.pop(namespace, None) or Sums()
-        self._by_namespace[namespace] = own
+    def add(self, record: RequestRecord) -> None:
+        """Adds a request."""
+        namespace = record.first.request.namespace
+        own = self._by_namespace.setdefault(namespace, Sums())
+        self._by_namespace.move_to_end(namespace)
         while len(self._by_namespace) > MAX_NAMESPACES:
             self._by_namespace.popitem(last=False)
         for sums in (self.all, own):
-            sums.add(figures, known, saved_seconds)
+            sums.add(record)
 
 
 PACE_TOKENS = 64
@@ -102,7 +97,7 @@ PACE_TOKENS = 64
 
 
 class Pace:
-    """Seconds per prompt token of each model, by its last long prompt. Event loop only."""
+    """Seconds per prompt token of each model, by its last long prompt."""
 
     def __init__(self) -> None:
         self._seconds_per_token = dict[str, float]()
@@ -126,102 +121,6 @@ class WatchedEngine(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class OpenRequest:
-    """An engine request that has not ended."""
-
-    request: GenerationRequest
-    model_id: str
-    endpoint: str
-    key_name: str | None
-    received: float
-    """Reading of `time.monotonic()`."""
-    figures: AnswerFigures
-    log: EventLog
-    session_id: str | None = None
-    received_at: float = field(default_factory=time.time)
-    """Seconds since 1970."""
-
-    @property
-    def phase(self) -> str:
-        """`waiting`, `prefill` or `decode`."""
-        if self.figures.started is None:
-            return "waiting"
-        return "prefill" if self.figures.first_text_at is None else "decode"
-
-    def begin(self) -> None:
-        """Publishes that the request is queued."""
-        self.session_id = self.request.session_id
-        request = self.request
-        self._tell(
-            "request.queued",
-            endpoint=self.endpoint,
-            prompt_tokens=len(request.tokens),
-            max_tokens=request.max_tokens,
-            temperature=request.sampling.temperature,
-            top_p=request.sampling.top_p,
-            top_k=request.sampling.top_k,
-            min_p=request.sampling.min_p,
-            seed=request.sampling.seed,
-        )
-
-    def observe(self, event: Event, session_id: str | None) -> None:
-        """Publishes an event that `figures` have counted; `session_id` is the conversation's present name."""
-        self.session_id = session_id
-        match event:
-            case Started():
-                self._tell_started(event)
-            case Progress():
-                self._tell("request.progress", evaluated=event.evaluated, total=event.total)
-            case Delta() if self.figures.num_predicted == len(event.token_ids):
-                self._tell("request.first_token", ms=_ms(time.monotonic() - self.received))
-
-    def _tell_started(self, event: Started) -> None:
-        self._tell(
-            "request.started",
-            slot=event.slot,
-            prompt_tokens=event.prompt_tokens,
-            match_tokens=event.match_tokens,
-            cached_tokens=event.hit_tokens,
-            tier=event.tier,
-            queue_ms=max(0.0, round(_ms(self.figures.started_at - self.received) - event.restore_ms, 1)),
-            restore_ms=round(event.restore_ms, 1),
-            miss=miss_of(event.reuse.miss),
-        )
-
-    def end(self, turn: TurnRecord | None) -> None:
-        """Publishes how the request ended; `turn` is None for a request without a slot, and for further choices."""
-        figures = self.figures
-        timings = figures.timings if figures.has_ended else None
-        self._tell(
-            "request.ended",
-            finish=figures.outcome or "cancelled",
-            prompt_tokens=len(self.request.tokens),
-            cached_tokens=figures.started.hit_tokens if figures.started is not None else 0,
-            evaluated_tokens=figures.num_evaluated,
-            completion_tokens=figures.num_predicted,
-            prompt_ms=None if timings is None else round(timings.prompt_ms, 1),
-            predicted_ms=None if timings is None else round(timings.predicted_ms, 1),
-            total_ms=_ms(time.monotonic() - self.received),
-            tier=figures.started.tier if figures.started is not None else None,
-            lost_tokens=turn.lost_tokens if turn is not None else 0,
-            miss=miss_of(turn.miss) if turn is not None else None,
-        )
-
-    def _tell(self, name: str, **fields: Any) -> None:
-        if self.log.is_wanted:
-            self.log.publish(
-                name,
-                self.request.namespace,
-                id=self.request.request_id,
-                model=self.model_id,
-                namespace=self.request.namespace,
-                key=self.key_name,
-                session_id=self.session_id,
-                **fields,
-            )
-
-
 class Activity:
     """The open requests of one server, the log of events, and the sums."""
 
@@ -234,31 +133,40 @@ class Activity:
         self._open: dict[OpenRequest, None] = {}
         log.on_wanted = self._watch_all
 
-    def begin(self, request: OpenRequest) -> None:
-        """Notes a submitted request."""
-        self._open[request] = None
-        request.begin()
-
-    def end(self, request: OpenRequest, turn: TurnRecord | None) -> None:
-        """Notes the end of a request, however it ended."""
-        if self._open.pop(request, request) is None:
-            request.end(turn)
-
-    def withdraw(self, request: OpenRequest) -> None:
-        """Forgets a request that was refused after all."""
-        self._open.pop(request, None)
-
     def open_requests(self, namespace: str | None) -> Sequence[OpenRequest]:
         """Returns the open requests of one namespace, or of all, oldest first."""
         return [one for one in self._open if namespace is None or one.request.namespace == namespace]
 
-    def note_counted(self, model_id: str, namespace: str, figures: AnswerFigures, turn: TurnRecord | None) -> float:
-        """Adds a request with all of its choices to the sums; returns the seconds saved by restored tokens."""
-        if figures.timings is not None and figures.has_ended:
-            self.pace.note(model_id, figures.timings)
-        saved = 0.0 if figures.started is None else self.pace.seconds(model_id, figures.counts.cached) or 0.0
-        self.totals.add(namespace, figures, turn.misses if turn is not None else (), saved)
-        return saved
+    def forget(self, request: OpenRequest) -> None:
+        """Notes that a request runs no more; one that has ended is forgotten already."""
+        self._open.pop(request, None)
+
+    def tell(self, told: Told) -> None:
+        """Notes and publishes what happens to requests, and sums those that have ended."""
+        if isinstance(told, Moment):
+            if told.event is None:
+                self._open[told.of] = None
+            if self.log.is_wanted:
+                self._publish(told.of, *moment_event(told))
+            return
+        self.totals.add(told)
+        for one in reversed(told.choices):
+            self._open.pop(one, None)
+            if self.log.is_wanted:
+                self._publish(one, "request.ended", ended_fields(told, one))
+
+    def _publish(self, one: OpenRequest, name: str, fields: Mapping[str, Any]) -> None:
+        namespace = one.request.namespace
+        self.log.publish(
+            name,
+            namespace,
+            id=one.request.request_id,
+            model=one.model_id,
+            namespace=namespace,
+            key=one.arrival.key_name,
+            session_id=one.session_id,
+            **fields,
+        )
 
     # ------------------------------------------------------------------------------------------- models and state
 
@@ -326,35 +234,59 @@ _STATE_FIELDS: Mapping[Happening, Callable[[CacheEvent], dict[str, Any]]] = {
 }
 
 
+def moment_event(moment: Moment) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the fields of the event about a running request."""
+    one, event = moment.of, moment.event
+    match event:
+        case None:
+            request, sampling = one.request, one.request.sampling
+            return "request.queued", {
+                "endpoint": one.arrival.endpoint,
+                "prompt_tokens": len(request.tokens),
+                "max_tokens": request.max_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                "seed": sampling.seed,
+            }
+        case Started():
+            queue_ms = _ms(one.started_at - one.arrival.received) - event.restore_ms
+            return "request.started", {
+                "slot": event.slot,
+                "prompt_tokens": event.prompt_tokens,
+                "match_tokens": event.match_tokens,
+                "cached_tokens": event.hit_tokens,
+                "tier": event.tier,
+                "queue_ms": max(0.0, round(queue_ms, 1)),
+                "restore_ms": round(event.restore_ms, 1),
+                "miss": miss_of(event.reuse.miss),
+            }
+        case Progress():
+            return "request.progress", {"evaluated": event.evaluated, "total": event.total}
+        case Delta():
+            assert one.first_text_at is not None, "a first token was counted"
+            return "request.first_token", {"ms": _ms(one.first_text_at - one.arrival.received)}
+
+
+def ended_fields(record: RequestRecord, one: OpenRequest) -> dict[str, Any]:
+    """Returns the fields of the event about the end of one of a request's choices."""
+    timings = one.timings if one.has_ended else None
+    turn = record.turn if one is record.first else None
+    return {
+        "finish": one.outcome or "cancelled",
+        "prompt_tokens": len(one.request.tokens),
+        "cached_tokens": one.num_cached,
+        "evaluated_tokens": one.num_evaluated,
+        "completion_tokens": one.num_predicted,
+        "prompt_ms": None if timings is None else round(timings.prompt_ms, 1),
+        "predicted_ms": None if timings is None else round(timings.predicted_ms, 1),
+        "total_ms": _ms(record.total_seconds),
+        "tier": one.tier,
+        "lost_tokens": turn.lost_tokens if turn is not None else 0,
+        "miss": miss_of(turn.miss) if turn is not None else None,
+    }
+
+
 def _ms(seconds: float) -> float:
     return round(1000 * seconds, 1)
-
-
-OnTurn: TypeAlias = Callable[[Name, TurnRecord], int]
-"""Takes the conversation and its turn; returns the turn's number in the conversation, from 1."""
-
-
-@dataclass(frozen=True, eq=False)
-class Arrival:
-    """One HTTP request."""
-
-    endpoint: str
-    received: float
-    """Reading of `time.monotonic()`."""
-    activity: Activity
-    on_turn: OnTurn
-    """Called once for each request that held a slot, however it ended."""
-    conversations: Conversations = field(default_factory=Conversations)
-    """The conversations that the request may continue."""
-    key_name: str | None = None
-    """Name of the request's key, for the log."""
-    trace_parent: str | None = None
-    """The header that names the client's trace."""
-
-    def begin(self, request: GenerationRequest, model_id: str, figures: AnswerFigures) -> OpenRequest:
-        """Notes that an engine request was submitted for this arrival."""
-        opened = OpenRequest(
-            request, model_id, self.endpoint, self.key_name, self.received, figures, self.activity.log
-        )
-        self.activity.begin(opened)
-        return opened

@@ -6,6 +6,7 @@ nothing of any request: whoever asks may not be its sender.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Final, NotRequired
 
 from pydantic import BeforeValidator, Field
@@ -19,14 +20,13 @@ from models.inference.sampling_params import SamplingParams
 from models.output.pieces import Text
 from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
+from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate, inspect
 from server.api.context import ApiContext, context_of
 from server.api.dialect import (
     Api,
     BodyModel,
     Dialect,
-    Exchange,
-    OutputEvent,
     Payload,
     Rules,
     honoured,
@@ -46,7 +46,7 @@ from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CacheBody, TimingsBody, costs_of
 from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, with_and_without_v1, wrong_bearer_key
 from server.engine.commands import DescribeSlots, SlotState
-from server.engine.request import Delta, Finished, FinishReason, GenerationRequest, Started
+from server.engine.request import Delta, Finished, FinishReason, Started
 from server.pool.served import ServedModel, TokenReader
 
 ERROR_TYPES: Final[Mapping[int, str]] = {
@@ -437,16 +437,9 @@ def open_llama_completion(context: ApiContext, incoming: Incoming) -> Exchange:
     body = parse_body(LlamaCompletionBody, dict(incoming.fields), IN_COMPLETION)
     model = context.find_model(body.model)
     prompt = text_prompt(_joined(body.prompt, model), model)
-    request = build_request(
-        incoming,
-        read_params(body, model),
-        prompt,
-        prompt_param="prompt",
-        namespace=namespace_of(incoming.http, body.cache_salt),
-        model=model,
-        config=context.config,
-    )
-    return LlamaCompletionExchange(body, model, request, prompt)
+    params = replace(read_params(body, model), prompt_param="prompt")
+    request = build_request(incoming, model, prompt, params, namespace_of(incoming.http, body.cache_salt))
+    return LlamaCompletionExchange(body, Question(model, request, prompt))
 
 
 def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int]:
@@ -468,10 +461,8 @@ def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int
 class LlamaCompletionExchange(Exchange):
     """Writes the continuation of one prompt."""
 
-    def __init__(
-        self, body: LlamaCompletionBody, model: ServedModel, request: GenerationRequest, prompt: RenderedPrompt
-    ) -> None:
-        super().__init__(model, request, prompt, is_streamed=body.stream is True)
+    def __init__(self, body: LlamaCompletionBody, question: Question) -> None:
+        super().__init__(question, is_streamed=body.stream is True)
         self._tells_tokens = self.is_streamed or body.return_tokens is True
         self._tokens: list[int] = []
         """Tokens not yet sent to the client."""
@@ -483,9 +474,9 @@ class LlamaCompletionExchange(Exchange):
         self._tokens.extend(delta.token_ids)
         self._num_predicted += len(delta.token_ids)
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields text as it comes, then the reason of the end and the costs."""
-        async for event in events:
+        async for event in answer.events():
             match event:
                 case Started():
                     self._slot = event.slot
@@ -494,10 +485,10 @@ class LlamaCompletionExchange(Exchange):
                 case Finished():
                     yield sse_event(self._last("", event))
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+    async def body(self, answer: Answer) -> Payload:
         """Returns the body of an answer that is not streamed."""
         texts: list[str] = []
-        async for event in events:
+        async for event in answer.events():
             match event:
                 case Started():
                     self._slot = event.slot

@@ -208,7 +208,7 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
         raise ApiError(error.code, f"model {name[:200]!r} not found: {instead}", "model") from error
 
 
-def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> ModelReady | Payload:
+def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> ModelReady:
     """Returns the answer to a request without a prompt, which is sent after the model is loaded or unloaded.
 
     Raises as `find_model` does. A model that is not loaded is not loaded in order to be unloaded.
@@ -218,7 +218,7 @@ def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> Mo
     except ModelNotLoaded:
         if body.keep_alive_seconds != 0:
             raise
-        return answer
+        return ModelReady(None, answer)
 
 
 def thinks(model: ServedModel) -> bool:

@@ -20,10 +20,11 @@ from typing_extensions import TypedDict
 from models.output.pieces import Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
 from models.prompt.chat_template import Message, RenderedPrompt
 from models.texts import well_formed_json
+from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.call import compute, generate
 from server.api.context import ApiContext
-from server.api.conversation import Conversation, can_continue, open_conversation
-from server.api.dialect import BodyModel, Exchange, ModelReady, OutputEvent, Payload, Whole, parse_body, refuse_fields
+from server.api.conversation import Conversation, can_continue
+from server.api.dialect import BodyModel, ModelReady, Payload, Whole, parse_body, refuse_fields
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
@@ -43,7 +44,7 @@ from server.api.ollama.fields import IN_CHAT, IN_EMBED, IN_EMBEDDING, IN_GENERAT
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, costs_of
 from server.engine.embeddings import Vector
-from server.engine.request import Finished, GenerationRequest
+from server.engine.request import Finished
 from server.pool.served import ServedModel
 
 _NANOSECONDS_PER_MILLISECOND = 1_000_000
@@ -134,7 +135,7 @@ async def generate_text(request: Request) -> Response:
     return await generate(request, "ollama-", open_generate)
 
 
-def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady | Payload:
+def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Returns the checked request, or the answer to one without a prompt; raises what `generate` knows."""
     began = time.monotonic()
     body = parse_body(OllamaGenerateBody, dict(incoming.fields), IN_GENERATE)
@@ -145,26 +146,19 @@ def open_generate(context: ApiContext, incoming: Incoming) -> Exchange | ModelRe
     namespace = namespace_of(incoming.http, None)
     conversation = None if body.raw else _conversation(body, model, namespace)
     prompt = _prompt(body, model, conversation)
-    request = build_request(
-        incoming,
-        read_params(body, model),
-        prompt,
-        prompt_param="prompt",
-        namespace=namespace,
-        model=model,
-        config=context.config,
-    )
+    params = replace(read_params(body, model), prompt_param="prompt")
+    request = build_request(incoming, model, prompt, params, namespace)
     # A prompt that continues tokens is no conversation, so its next prompt cannot be foreseen.
     known = None if body.context else conversation
-    return OllamaGenerateExchange(body, model, request, prompt, known, began)
+    return OllamaGenerateExchange(body, Question(model, request, prompt, known), began)
 
 
 def _conversation(body: OllamaGenerateBody, model: ServedModel, namespace: str) -> Conversation:
     said = (("system", body.system), ("user", body.prompt))
     messages: list[Message] = [{"role": role, "content": [{"text": text}]} for role, text in said if text]
-    made_of = (messages, (), template_arguments(body, model), namespace)
+    conversation = Conversation(model.renderer, messages, (), template_arguments(body, model), namespace)
     # Tokens to be continued already hold the model's system prompt.
-    return Conversation(model.renderer, *made_of) if body.context else open_conversation(model, *made_of)
+    return conversation if body.context else conversation.prepared_for(model)
 
 
 def _prompt(body: OllamaGenerateBody, model: ServedModel, conversation: Conversation | None) -> RenderedPrompt:
@@ -179,28 +173,20 @@ def _prompt(body: OllamaGenerateBody, model: ServedModel, conversation: Conversa
 class OllamaGenerateExchange(Exchange):
     """Writes the answer to one prompt."""
 
-    def __init__(
-        self,
-        body: OllamaGenerateBody,
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
-        conversation: Conversation | None,
-        began: float,
-    ) -> None:
-        super().__init__(model, request, prompt, is_streamed=body.is_streamed, conversation=conversation)
+    def __init__(self, body: OllamaGenerateBody, question: Question, began: float) -> None:
+        super().__init__(question, is_streamed=body.is_streamed)
         if not body.raw:
-            self.parser = model.output_parser((), prompt.text)
+            self.parser = self.model.output_parser((), self.prompt.text)
         self.keep_alive_seconds = body.keep_alive_seconds
-        self._name = body.model or model.id
+        self._name = body.model or self.model.id
         self._began = began
         self._is_raw = body.raw is True
         self._said = ""
         self._thought = ""
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields text and thoughts, then the reason of the end and the costs."""
-        async for event in events:
+        async for event in answer.events():
             match event:
                 case Text(text):
                     yield line(_generate_answer(self._name, {"response": text}, {"done": False}))
@@ -209,9 +195,9 @@ class OllamaGenerateExchange(Exchange):
                 case Finished():
                     yield line(self._last(event, {"response": ""}))
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+    async def body(self, answer: Answer) -> Payload:
         """Returns the body of an answer that is not streamed."""
-        async for event in events:
+        async for event in answer.events():
             match event:
                 case Text(text):
                     self._said += text
@@ -317,7 +303,7 @@ async def chat(request: Request) -> Response:
     return await generate(request, "ollama-", open_chat)
 
 
-def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady | Payload:
+def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady:
     """Returns the checked request, or the answer to one without messages; raises what `generate` knows."""
     began = time.monotonic()
     body = parse_body(OllamaChatBody, dict(incoming.fields), IN_CHAT)
@@ -327,27 +313,19 @@ def open_chat(context: ApiContext, incoming: Incoming) -> Exchange | ModelReady 
     model = find_model(context, body.model)
     namespace = namespace_of(incoming.http, None)
     tools = offered_tools(incoming.fields.get("tools"), model)
-    conversation = open_conversation(
-        model,
+    conversation = Conversation(
+        model.renderer,
         messages=_messages(body.messages),
         tools=tools,
         template_arguments=template_arguments(body, model),
         namespace=namespace,
         continues=_continues(body.messages, model),
-        hygiene=context.config.prompt_hygiene,
-    )
+    ).prepared_for(model, hygiene=context.config.prompt_hygiene)
     prompt = conversation.render()
     params = read_params(body, model)
-    request = build_request(
-        incoming,
-        replace(params, grammar=_grammar(params.grammar, conversation, model)),
-        prompt,
-        prompt_param="messages",
-        namespace=namespace,
-        model=model,
-        config=context.config,
-    )
-    return OllamaChatExchange(body, model, request, prompt, conversation, began)
+    params = replace(params, grammar=_grammar(params.grammar, conversation, model))
+    request = build_request(incoming, model, prompt, params, namespace)
+    return OllamaChatExchange(body, Question(model, request, prompt, conversation), began)
 
 
 def _grammar(wanted: AnswerGrammar | None, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
@@ -391,18 +369,10 @@ def _template_call(call: CallEntry) -> Mapping[str, Any]:
 class OllamaChatExchange(Exchange):
     """Writes the answer to one request for chat."""
 
-    def __init__(
-        self,
-        body: OllamaChatBody,
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
-        conversation: Conversation,
-        began: float,
-    ) -> None:
-        super().__init__(model, request, prompt, is_streamed=body.is_streamed, conversation=conversation)
+    def __init__(self, body: OllamaChatBody, question: Question, began: float) -> None:
+        super().__init__(question, is_streamed=body.is_streamed)
         self.keep_alive_seconds = body.keep_alive_seconds
-        self._name = body.model or model.id
+        self._name = body.model or self.model.id
         self._began = began
         self._said = ""
         self._thought = ""
@@ -410,9 +380,9 @@ class OllamaChatExchange(Exchange):
         self._open_call: ToolCallStarted | None = None
         self._arguments = ""
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields text as it comes, complete calls, then the reason of the end and the costs."""
-        async for event in events:
+        async for event in answer.events():
             if isinstance(event, Finished):
                 yield line(_chat_answer(self._name, {"role": "assistant", "content": ""}, self._end(event)))
                 continue
@@ -420,9 +390,9 @@ class OllamaChatExchange(Exchange):
             if said is not None:
                 yield line(_chat_answer(self._name, said, {"done": False}))
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+    async def body(self, answer: Answer) -> Payload:
         """Returns the body of an answer that is not streamed."""
-        async for event in events:
+        async for event in answer.events():
             if isinstance(event, Finished):
                 return _chat_answer(self._name, self._message, self._end(event))
             self._keep(event)

@@ -25,7 +25,7 @@ from models.store.modelfile import parse_modelfile
 from models.store.stored_model import ExampleMessage, StoredModel, WeightsPlace
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Body, BodyModel, Rules, dialect_of, parse_body
+from server.api.dialect import Body, BodyModel, Rules, parse_body
 from server.api.errors import ApiError, Code
 from server.api.guard import is_owner
 from server.api.ollama.dialect import OllamaDialect, line
@@ -260,15 +260,7 @@ async def pull_model(request: Request) -> Response:
     steps = context.kept(pulls_of).steps(name)
     if body.stream is False:
         return JsonBody(await _last(steps))
-    return AnswerStream(
-        _lines(steps),
-        dialect_of(request),
-        request_id=request.state.request_id,
-        heartbeat_seconds=context.config.heartbeat_seconds,
-        drain_seconds=context.config.drain_seconds,
-        heartbeat=lambda: b"",
-        on_close=lambda: None,
-    )
+    return AnswerStream(request, _lines(steps), lambda: b"")
 
 
 def pulls_of(config: ServerConfig) -> Pulls:

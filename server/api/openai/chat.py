@@ -18,14 +18,15 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.chat_template import Message
+from server.api.answer import Question
 from server.api.call import generate
 from server.api.context import ApiContext
-from server.api.conversation import Conversation, check_continuable, check_template_arguments, open_conversation
+from server.api.conversation import Conversation, check_continuable, check_template_arguments
 from server.api.dialect import parse_body, refuse_fields
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
-from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
+from server.api.openai.choices import ChoiceExchange, num_choices, request_of_choice
 from server.api.openai.fields import IN_CHAT, IN_MESSAGE
 from server.api.openai.params import read_params, refuse_going_on, refuse_lone_stream_options
 from server.api.openai.types import (
@@ -53,7 +54,7 @@ from server.api.params import (
     forced_calls,
 )
 from server.app.config import ServerConfig
-from server.engine.request import Finished, GenerationRequest
+from server.engine.request import Finished
 from server.pool.served import ServedModel
 
 MAX_EXPLICIT_POINTS = 16
@@ -64,7 +65,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await generate(request, "chatcmpl-", open_chat)
 
 
-def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | SeveralChoices:
+def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Returns the checked request; raises ApiError and the renderer's errors."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     refuse_lone_stream_options(body)
@@ -73,25 +74,18 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange | Sever
     conversation = read_conversation(body, incoming, model, context.config, namespace)
     prompt = conversation.render()
     params = read_params(body, model)
-    request = build_request(
-        incoming,
-        replace(
-            params,
-            max_thinking_tokens=body.thinking_wish().max_tokens,
-            is_single_call=body.parallel_tool_calls is False and bool(conversation.callable_tools),
-            grammar=_grammar(body, params.grammar, conversation, model),
-        ),
-        prompt,
-        prompt_param="messages",
-        namespace=namespace,
-        model=model,
-        config=context.config,
+    params = replace(
+        params,
+        max_thinking_tokens=body.thinking_wish().max_tokens,
+        is_single_call=body.parallel_tool_calls is False and bool(conversation.callable_tools),
+        grammar=_grammar(body, params.grammar, conversation, model),
     )
-    exchanges = [
-        ChatExchange(body, model, request_of_choice(request, index, index), prompt, conversation, index)
+    request = build_request(incoming, model, prompt, params, namespace)
+    first, *others = [
+        ChatExchange(body, Question(model, request_of_choice(request, index, index), prompt, conversation), index)
         for index in range(num_choices(body, 1, context.config))
     ]
-    return SeveralChoices(exchanges) if len(exchanges) > 1 else exchanges[0]
+    return first.with_others(others)
 
 
 def read_conversation(
@@ -101,16 +95,15 @@ def read_conversation(
     continues = body.continues()
     if continues:
         check_continuable(model)
-    return open_conversation(
-        model,
+    return Conversation(
+        model.renderer,
         tools=_offered_tools(body, incoming, model),
         forbids_calls=body.forbids_calls,
         messages=_messages(body),
         template_arguments=_template_arguments(body),
         namespace=namespace,
         continues=continues,
-        hygiene=config.prompt_hygiene,
-    )
+    ).prepared_for(model, hygiene=config.prompt_hygiene)
 
 
 def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> list[Mapping[str, Any]]:
@@ -156,16 +149,8 @@ def _template_arguments(body: ChatBody) -> dict[str, Any]:
 class ChatExchange(ChoiceExchange):
     """Writes the answer to one request for chat."""
 
-    def __init__(
-        self,
-        body: ChatBody,
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
-        conversation: Conversation,
-        index: int = 0,
-    ) -> None:
-        super().__init__(body, model, request, prompt, index=index, conversation=conversation)
+    def __init__(self, body: ChatBody, question: Question, index: int = 0) -> None:
+        super().__init__(body, question, index)
         self._said = ""
         self._thought = ""
         self._calls: list[ToolCallBody] = []

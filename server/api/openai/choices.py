@@ -4,14 +4,12 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from models.output.pieces import Piece, TokenLogprob
-from models.prompt.chat_template import RenderedPrompt
 from server.api import PRODUCT
-from server.api.answer import AllEnded, ChoiceEvent, ChoiceFailed, Choices
-from server.api.conversation import Conversation
-from server.api.dialect import Exchange, OutputEvent, Payload
+from server.api.answer import Answer, Exchange, Question
+from server.api.dialect import Payload
 from server.api.errors import ApiError, Code, explain
 from server.api.openai.dialect import DONE, ErrorObject, error_body
 from server.api.openai.params import BACKGROUND_TIER, DEFAULT_TIER
@@ -29,8 +27,7 @@ from server.api.openai.usage import (
 from server.api.record import costs_of
 from server.api.wire import sse_event
 from server.app.config import ServerConfig
-from server.engine.request import Delta, Finished, GenerationRequest, Priority, Started
-from server.pool.served import ServedModel
+from server.engine.request import Delta, Failed, Finished, GenerationRequest, Priority, Started
 
 FAILED = "error"
 """Finish reason of a choice that failed while others succeeded."""
@@ -38,23 +35,15 @@ MAX_SEED = 2**63
 
 
 class ChoiceExchange(Exchange):
-    """Writes one choice, and the whole answer if it is the only choice."""
+    """Writes one choice, and the answer of all choices if it is the first one."""
 
-    def __init__(
-        self,
-        body: GenerationBody,
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
-        *,
-        index: int = 0,
-        conversation: Conversation | None = None,
-    ) -> None:
-        super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=conversation)
+    def __init__(self, body: GenerationBody, question: Question, index: int = 0) -> None:
+        super().__init__(question, is_streamed=body.stream is True)
         self.index = index
-        self.answer_id = request.request_id
+        self.answer_id = self.request.request_id
         """The answer's id, the same for all choices."""
-        self.names = TokenNames(model.token_texts, body.return_tokens_as_token_ids is True)
+        self._others: Sequence[ChoiceExchange] = ()
+        self.names = TokenNames(self.model.token_texts, body.return_tokens_as_token_ids is True)
         self.told: list[TokenLogprob] = []
         """Log-probabilities of all output tokens, if the request asks for them."""
         self._num_streamed_logprobs = 0
@@ -123,39 +112,71 @@ class ChoiceExchange(Exchange):
     def answer(self, choices: Any) -> Payload:
         """Returns a whole answer, without its costs."""
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        """Yields the text, the finish reason, and the usage if requested."""
-        for chunk in self.opening():
-            yield sse_event(chunk)
-        async for event in events:
-            if isinstance(event, Finished):
-                for chunk in self.last_chunks(self.ended_chunk(event), event):
-                    yield sse_event(chunk)
+    @property
+    def choices(self) -> "Sequence[ChoiceExchange]":
+        """This choice, then the others that are answered with it."""
+        return (self, *self._others)
+
+    def with_others(self, others: "Sequence[ChoiceExchange]") -> Self:
+        """Makes this the first of several choices, which writes the answer of all; returns itself."""
+        self._others = others
+        for other in others:
+            other.answer_id = self.answer_id
+        return self
+
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yields the chunks of the choices as they come, their finish reasons, and at last the costs of all."""
+        choices, end = self.choices, None
+        for choice in choices:
+            for chunk in choice.opening():
+                yield sse_event(chunk)
+        async for index, event in answer.choice_events():
+            choice = choices[index]
+            if isinstance(event, Finished | Failed):
+                # The costs of all stand in the last choice's end.
+                if end is not None:
+                    yield sse_event(end)
+                end = choice.ended_chunk(event)
             elif isinstance(event, Started):
-                self.note_start(event)
+                choice.note_start(event)
             else:
-                for chunk in self.take(event):
+                for chunk in choice.take(event):
                     yield sse_event(chunk)
+        for chunk in self._last_chunks(end, answer.finished):
+            yield sse_event(chunk)
         yield DONE
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
-        """Returns the body of an answer that is not streamed."""
-        async for event in events:
-            if isinstance(event, Finished):
-                return self.whole([self.ended_choice(event)], event)
-            if not isinstance(event, Started):
-                self.take(event)
-        raise AssertionError("the events of a request end with Finished")
+    async def body(self, answer: Answer) -> Payload:
+        """Returns the body of an answer that is not streamed, with its choices in order."""
+        choices, ended = self.choices, dict[int, Any]()
+        async for index, event in answer.choice_events():
+            if isinstance(event, Finished | Failed):
+                ended[index] = choices[index].ended_choice(event)
+            elif not isinstance(event, Started):
+                choices[index].take(event)
+        return {
+            **self.answer([ended[index] for index in sorted(ended)]),
+            "usage": usage_of(answer.finished),
+            **costs_of(answer.finished, self.request.session_id),
+        }
 
-    def ended_chunk(self, finished: Finished) -> Any:
-        """Returns the last chunk of a successful choice."""
-        chunk = self.end_chunk(self.reason(finished))
-        chunk["choices"][0].update(stop_found(finished, self.request))
+    def ended_chunk(self, end: Finished | Failed) -> Any:
+        """Returns the last chunk of the choice."""
+        if isinstance(end, Finished):
+            chunk, told = self.end_chunk(self.reason(end)), dict[str, Any](stop_found(end, self.request))
+        else:
+            chunk, told = self.end_chunk(FAILED), {"error": self._error(end)}
+        chunk["choices"][0].update(told)
         return chunk
 
-    def ended_choice(self, finished: Finished) -> Any:
-        """Returns a successful choice of a whole answer."""
-        return {**self.choice(self.reason(finished)), **stop_found(finished, self.request)}
+    def ended_choice(self, end: Finished | Failed) -> Any:
+        """Returns the choice of a whole answer."""
+        if isinstance(end, Finished):
+            return {**self.choice(self.reason(end)), **stop_found(end, self.request)}
+        return {**self.choice(FAILED), "error": self._error(end)}
+
+    def _error(self, failed: Failed) -> ErrorObject:
+        return error_body(explain(failed.error, self.request.request_id))["error"]
 
     def note_start(self, started: Started) -> None:
         """Keeps the reuse at the start, for the usage so far."""
@@ -180,84 +201,13 @@ class ChoiceExchange(Exchange):
             head["service_tier"] = BACKGROUND_TIER if self.request.priority is Priority.BACKGROUND else DEFAULT_TIER
         return head
 
-    def last_chunks(self, end: Any, finished: Finished) -> list[Payload]:
-        """Returns the end of a stream: the end of its last choice, and the costs of all."""
+    def _last_chunks(self, end: Any, finished: Finished) -> list[Payload]:
         last = end
         if self.wants_usage:
             last = self.empty_chunk()
             last["usage"] = usage_of(finished)
         last.update(costs_of(finished, self.request.session_id))
         return [end] if last is end else [end, last]
-
-    def whole(self, choices: Sequence[Any], finished: Finished) -> Payload:
-        """Returns a whole answer with the costs of all choices."""
-        return {
-            **self.answer(choices),
-            "usage": usage_of(finished),
-            **costs_of(finished, self.request.session_id),
-        }
-
-
-class SeveralChoices(Choices):
-    """Writes an answer with several choices, interleaved in a stream, each named by its index."""
-
-    exchanges: tuple[ChoiceExchange, ...]
-
-    def __init__(self, exchanges: Sequence[ChoiceExchange]) -> None:
-        super().__init__(exchanges)
-        for exchange in exchanges:
-            exchange.answer_id = exchanges[0].answer_id
-
-    @property
-    def _first(self) -> ChoiceExchange:
-        return self.exchanges[0]
-
-    async def frames(self, events: AsyncIterator[ChoiceEvent]) -> AsyncIterator[bytes]:
-        """Yields each choice's text as it comes, its finish reason, and at last the usage of all, if requested."""
-        for exchange in self.exchanges:
-            for chunk in exchange.opening():
-                yield sse_event(chunk)
-        end: Any = None
-        async for event in events:
-            if isinstance(event, AllEnded):
-                assert end is not None, "a choice ends before all have ended"
-                for chunk in self._first.last_chunks(end, event.finished):
-                    yield sse_event(chunk)
-                continue
-            exchange, output = self.exchanges[event[0]], event[1]
-            if isinstance(output, Finished | ChoiceFailed):
-                if end is not None:
-                    yield sse_event(end)
-                end = self._end_chunk(exchange, output)
-            elif isinstance(output, Started):
-                exchange.note_start(output)
-            else:
-                for chunk in exchange.take(output):
-                    yield sse_event(chunk)
-        yield DONE
-
-    async def body(self, events: AsyncIterator[ChoiceEvent]) -> Payload:
-        """Returns the body of an answer that is not streamed, with its choices in order."""
-        ended: dict[int, Any] = {}
-        async for event in events:
-            if isinstance(event, AllEnded):
-                return self._first.whole([choice for _, choice in sorted(ended.items())], event.finished)
-            exchange, output = self.exchanges[event[0]], event[1]
-            if isinstance(output, Finished):
-                ended[event[0]] = exchange.ended_choice(output)
-            elif isinstance(output, ChoiceFailed):
-                ended[event[0]] = {**exchange.choice(FAILED), "error": _error(exchange, output)}
-            elif not isinstance(output, Started):
-                exchange.take(output)
-        raise AssertionError("the events of a request end with AllEnded")
-
-    @staticmethod
-    def _end_chunk(exchange: ChoiceExchange, end: Finished | ChoiceFailed) -> Any:
-        if isinstance(end, Finished):
-            return exchange.ended_chunk(end)
-        chunk = exchange.end_chunk(FAILED)
-        chunk["choices"][0]["error"] = _error(exchange, end)
-        return chunk
 
 
 def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
@@ -285,7 +235,3 @@ def request_of_choice(request: GenerationRequest, index: int, number: int) -> Ge
     if sampling.seed is not None:
         sampling = replace(sampling, seed=(sampling.seed + number) % MAX_SEED)
     return replace(request, request_id=f"{request.request_id}-{index}", session_id=None, sampling=sampling)
-
-
-def _error(exchange: ChoiceExchange, failed: ChoiceFailed) -> ErrorObject:
-    return error_body(explain(failed.error, exchange.request.request_id))["error"]

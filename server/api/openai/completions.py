@@ -15,12 +15,13 @@ from models.errors import PromptTooLong
 from models.inference.sampling_params import MAX_TOP_LOGPROBS
 from models.output.pieces import Piece, Text, TokenLogprob
 from models.prompt.chat_template import RenderedPrompt
+from server.api.answer import Question
 from server.api.call import generate
 from server.api.context import ApiContext
 from server.api.dialect import parse_body
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
-from server.api.openai.choices import ChoiceExchange, SeveralChoices, num_choices, request_of_choice
+from server.api.openai.choices import ChoiceExchange, num_choices, request_of_choice
 from server.api.openai.dialect import ErrorObject
 from server.api.openai.fields import IN_TEXT
 from server.api.openai.params import read_params, refuse_lone_stream_options
@@ -36,7 +37,7 @@ from server.api.openai.usage import (
 )
 from server.api.params import Incoming, build_request
 from server.api.record import CacheBody, TimingsBody
-from server.engine.request import Finished, GenerationRequest
+from server.engine.request import Failed, Finished
 from server.pool.served import ServedModel
 
 
@@ -111,7 +112,7 @@ async def create_completion(request: Request) -> Response:
     return await generate(request, "cmpl-", open_completion)
 
 
-def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange | SeveralChoices:
+def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
     """Returns the checked request; raises ApiError."""
     body = parse_body(CompletionBody, dict(incoming.fields), IN_TEXT)
     refuse_lone_stream_options(body)
@@ -123,23 +124,15 @@ def open_completion(context: ApiContext, incoming: Incoming) -> ChoiceExchange |
     exchanges: list[ChoiceExchange] = []
     for place, written in _places(body.prompt):
         prompt = text_prompt(written, model, place)
-        request = build_request(
-            incoming,
-            params,
-            prompt,
-            prompt_param=place,
-            namespace=namespace,
-            model=model,
-            config=context.config,
-        )
+        request = build_request(incoming, model, prompt, replace(params, prompt_param=place), namespace)
         if num_scored is not None:
             request = replace(request, prompt_logprobs=num_scored, cache_prompt=False)
         for number in range(count):
             index = len(exchanges)
-            own = request_of_choice(request, index, number)
+            question = Question(model, request_of_choice(request, index, number), prompt)
             repeated = _as_text(written, model) if body.echo else ""
-            exchanges.append(CompletionExchange(body, model, own, prompt, index, repeated))
-    return SeveralChoices(exchanges) if len(exchanges) > 1 else exchanges[0]
+            exchanges.append(CompletionExchange(body, question, index, repeated))
+    return exchanges[0].with_others(exchanges[1:])
 
 
 def _places(prompts: Sequence[str | list[int]]) -> list[tuple[str, str | list[int]]]:
@@ -174,17 +167,9 @@ def _as_text(prompt: str | list[int], model: ServedModel) -> str:
 class CompletionExchange(ChoiceExchange):
     """Writes the continuation of one prompt."""
 
-    def __init__(
-        self,
-        body: CompletionBody,
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
-        index: int = 0,
-        repeated: str = "",
-    ) -> None:
+    def __init__(self, body: CompletionBody, question: Question, index: int = 0, repeated: str = "") -> None:
         """`repeated` is the text before the model's own, if the prompt is echoed."""
-        super().__init__(body, model, request, prompt, index=index)
+        super().__init__(body, question, index)
         self._texts = [repeated]
         self._told_prompt = False
         """Whether a chunk has sent the prompt's tokens."""
@@ -207,10 +192,11 @@ class CompletionExchange(ChoiceExchange):
         """Returns OpenAI's finish reason of the choice."""
         return finish_reason(finished)
 
-    def ended_choice(self, finished: Finished) -> Any:
-        """Returns a successful choice, with its prompt's log-probabilities if requested."""
-        self._scored = finished.scored if self.request.prompt_logprobs is not None else None
-        return super().ended_choice(finished)
+    def ended_choice(self, end: Finished | Failed) -> Any:
+        """Returns the choice of a whole answer, with its prompt's log-probabilities if requested."""
+        if isinstance(end, Finished) and self.request.prompt_logprobs is not None:
+            self._scored = end.scored
+        return super().ended_choice(end)
 
     def end_chunk(self, reason: str) -> TextCompletion:
         """Returns the last chunk of the choice."""

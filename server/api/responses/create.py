@@ -19,11 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from models.prompt.chat_template import Message, RenderedPrompt
+from models.prompt.chat_template import Message
+from server.api.answer import Answer, Exchange, OutputEvent, Question
 from server.api.call import generate, inspect
 from server.api.context import ApiContext
-from server.api.conversation import Conversation, open_conversation
-from server.api.dialect import Body, Exchange, OutputEvent, Payload, Rules, parse_body, validated
+from server.api.conversation import Conversation
+from server.api.dialect import Body, Payload, Rules, parse_body, validated
 from server.api.errors import ApiError, Code, explain
 from server.api.guard import namespace_of
 from server.api.openai.params import read_params
@@ -163,18 +164,12 @@ def error_of(error: ApiError) -> ResponseError:
 
 
 def begun_response(
-    body: ResponsesBody,
-    fields: Mapping[str, Any],
-    *,
-    response_id: str,
-    model: str,
-    temperature: float,
-    top_p: float,
+    body: ResponsesBody, fields: Mapping[str, Any], request: GenerationRequest, model: str
 ) -> ResponseBody:
     """Returns a response before its first token; `fields` are the body's, as they were sent."""
     wish = body.reasoning or ReasoningWish()
     return {
-        "id": response_id,
+        "id": request.request_id,
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,
@@ -195,12 +190,12 @@ def begun_response(
         "safety_identifier": body.safety_identifier,
         "service_tier": body.service_tier or "default",
         "store": body.is_stored,
-        "temperature": temperature,
+        "temperature": request.sampling.temperature,
         "text": {"format": {"type": "text"}, **(fields.get("text") or {})},
         "tool_choice": fields.get("tool_choice") or "auto",
         "tools": fields.get("tools") or [],
         "top_logprobs": 0,
-        "top_p": top_p,
+        "top_p": request.sampling.top_p,
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
@@ -360,34 +355,32 @@ def open_response(context: ApiContext, incoming: Incoming) -> Exchange:
     generation = validated(GenerationBody, body.generation())
     params = read_params(generation, model)
     session = given.items.history.session
-    request = build_request(
-        _in_chain(incoming, session),
-        replace(params, grammar=_grammar(body, given, model), is_single_call=_is_single_call(body, given)),
-        prompt,
+    params = replace(
+        params,
+        grammar=_grammar(body, given, model),
+        is_single_call=_is_single_call(body, given),
         prompt_param="input",
-        namespace=namespace,
-        model=model,
-        config=context.config,
     )
+    request = build_request(_in_chain(incoming, session), model, prompt, params, namespace)
     store = context.kept(store_of) if body.is_stored else None
     keeping = Keeping(store, given, session or incoming.request_id) if store is not None else None
-    return ResponseExchange(body, incoming.fields, model, request, prompt, given, keeping)
+    question = Question(model, request, prompt, given.conversation)
+    return ResponseExchange(body, incoming.fields, question, given, keeping)
 
 
 def read_given(context: ApiContext, body: InputBody, model: ServedModel, namespace: str, name: str) -> ReadInput:
     """Returns the source of a prompt; raises ApiError. Waits for the store."""
     items = read_request_items(body, context.kept(store_of), namespace, name)
     tools, found = _found_tools(_offered_tools(body, model), items, model, namespace)
-    conversation = open_conversation(
-        model,
+    conversation = Conversation(
+        model.renderer,
         messages=_messages(body, items, found),
         tools=tools.shown,
         changed_tools=tools.callable_tools,
         forbids_calls=body.forbids_calls,
         template_arguments=body.thinking_wish().template_arguments(),
         namespace=namespace,
-        hygiene=context.config.prompt_hygiene,
-    )
+    ).prepared_for(model, hygiene=context.config.prompt_hygiene)
     return ReadInput(items, tools, conversation)
 
 
@@ -475,36 +468,27 @@ class ResponseExchange(Exchange):
         self,
         body: ResponsesBody,
         fields: Mapping[str, Any],
-        model: ServedModel,
-        request: GenerationRequest,
-        prompt: RenderedPrompt,
+        question: Question,
         given: ReadInput,
         keeping: Keeping | None,
     ) -> None:
-        super().__init__(model, request, prompt, is_streamed=body.stream is True, conversation=given.conversation)
+        super().__init__(question, is_streamed=body.stream is True)
         self._keeping = keeping
         self._conversation_id = body.conversation
         style = ThoughtStyle(is_summary=body.wants_summary, is_enclosed=ENCRYPTED_THOUGHTS in (body.include or ()))
-        self._output = AnswerOutput(request.request_id.removeprefix(ID_PREFIX), given.tools, style)
-        self._response = begun_response(
-            body,
-            fields,
-            response_id=request.request_id,
-            model=model.id,
-            temperature=request.sampling.temperature,
-            top_p=request.sampling.top_p,
-        )
+        self._output = AnswerOutput(self.request.request_id.removeprefix(ID_PREFIX), given.tools, style)
+        self._response = begun_response(body, fields, self.request, self.model.id)
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yields each event with its number; the last event holds the whole response, also a failed one."""
         number = 0
-        async for event in self._told(events):
+        async for event in self._told(answer):
             yield sse_event({"type": event["type"], "sequence_number": number, **event}, event["type"])
             number += 1
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
+    async def body(self, answer: Answer) -> Payload:
         """Returns the body of an answer that is not streamed."""
-        async for event in events:
+        async for event in answer.events():
             if isinstance(event, Finished):
                 self._output.close(_item_status(event))
                 return await self._ended(event)
@@ -516,11 +500,11 @@ class ResponseExchange(Exchange):
         """Returns the answer as clients send it back."""
         return read_messages(self._output.items)
 
-    async def _told(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[Event]:
+    async def _told(self, answer: Answer) -> AsyncIterator[Event]:
         for kind in ("created", "in_progress"):
             yield {"type": f"response.{kind}", "response": self._response}
         try:
-            async for event in events:
+            async for event in answer.events():
                 for told in self._told_of(event):
                     yield told
                 if isinstance(event, Finished):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.prompt.chat_template import RenderedPrompt
-from server.api import call
+from server.api import answer
 from server.api.conversation import MIN_TOKENS_AHEAD, next_turn_request
 from server.engine.request import GenerationRequest, Priority
 from tests.server.api.test_live import Live, assistant, serving, until, user
@@ -70,13 +70,13 @@ def test_the_next_turn_evaluates_only_its_new_message(
     thinking: Live, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluated: list[bool] = []
-    evaluate_ahead = call._evaluate_ahead
+    evaluate_ahead = answer._evaluate_ahead
 
     async def watch(*args: Any) -> None:
         await evaluate_ahead(*args)
         evaluated.append(True)
 
-    monkeypatch.setattr(call, "_evaluate_ahead", watch)
+    monkeypatch.setattr(answer, "_evaluate_ahead", watch)
     system = {"role": "system", "content": f"Answers are evaluated, streamed or not ({stream}). " * 4}
     options = {"extra_body": {"session_id": f"s{stream}", "ignore_eos": True}, "max_tokens": 200}
     ask = thinking.streamed if stream else thinking.text

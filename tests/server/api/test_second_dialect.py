@@ -26,11 +26,12 @@ from models.output.pieces import (
     ToolCallStarted,
 )
 from models.prompt.chat_template import Message
+from server.api.answer import Answer, Exchange, Question
 from server.api.app import APIS, create_app
 from server.api.call import generate
 from server.api.context import ApiContext
 from server.api.conversation import Conversation
-from server.api.dialect import Api, Dialect, Exchange, HeaderRoute, OutputEvent, Payload
+from server.api.dialect import Api, Dialect, HeaderRoute, Payload
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
 from server.api.params import GenerationParams, Incoming, build_request
@@ -104,22 +105,22 @@ def line(payload: Mapping[str, Any]) -> bytes:
 class EventExchange(Exchange):
     """Writes each piece as an event of its own."""
 
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        async for event in events:
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        async for event in answer.events():
             if not isinstance(event, Started):
                 name, payload = written(event)
                 yield sse_event(payload, name)
 
-    async def body(self, events: AsyncIterator[OutputEvent]) -> Payload:
-        return {"events": [written(event) async for event in events if not isinstance(event, Started)]}
+    async def body(self, answer: Answer) -> Payload:
+        return {"events": [written(event) async for event in answer.events() if not isinstance(event, Started)]}
 
     def reply_messages(self) -> list[Message]:
         return [{"role": "assistant", "content": [{"text": "called f, as it is sent back"}]}]
 
 
 class LineExchange(EventExchange):
-    async def frames(self, events: AsyncIterator[OutputEvent]) -> AsyncIterator[bytes]:
-        async for event in events:
+    async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
+        async for event in answer.events():
             if not isinstance(event, Started):
                 name, payload = written(event)
                 yield line({name: payload})
@@ -151,12 +152,10 @@ def opened(kind: type[Exchange], context: ApiContext, incoming: Incoming) -> Exc
     messages: list[Message] = [{"role": "user", "content": [{"text": incoming.fields["ask"]}]}]
     conversation = Conversation(model.renderer, messages, TOOLS, {}, namespace)
     prompt = conversation.render()
-    params = GenerationParams(SamplingParams(), incoming.fields.get("limit"))
-    request = build_request(
-        incoming, params, prompt, prompt_param="ask", namespace=namespace, model=model, config=context.config
-    )
+    params = GenerationParams(SamplingParams(), incoming.fields.get("limit"), prompt_param="ask")
+    request = build_request(incoming, model, prompt, params, namespace)
     is_streamed = incoming.fields.get("stream", False)
-    return kind(model, request, prompt, is_streamed=is_streamed, conversation=conversation)
+    return kind(Question(model, request, prompt, conversation), is_streamed=is_streamed)
 
 
 async def ask(request: Request) -> Response:

@@ -1,29 +1,58 @@
 """The sums of a namespace are those of its requests, and all together those of all."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from server.api.live.activity import MAX_NAMESPACES, PACE_TOKENS, Pace, Totals
-from server.api.record import AnswerFigures
+from server.api.record import Arrival, OpenRequest, RequestRecord
 from server.engine.diagnosis import Miss, MissReason, Reuse
-from server.engine.request import Delta, Failed, Finished, FinishReason, Started, StepFailed, Timings
+from server.engine.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    Started,
+    StepFailed,
+    Timings,
+)
 
 MISS = Miss(MissReason.EVICTED, lost_tokens=40)
 
 
-def answered(num_prompt: int = 100, cached: int = 60, predicted: int = 5, tier: str = "memory") -> AnswerFigures:
-    figures = AnswerFigures(num_prompt)
-    figures.observe(Started(0, num_prompt, Reuse(cached, cached), tier=tier))
-    figures.observe(Delta("x", tuple(range(predicted))))
-    timings = Timings(cached, num_prompt - cached, 20.0, predicted, 50.0)
-    figures.observe(Finished(FinishReason.STOP, num_prompt, timings))
-    return figures
+REQUEST = GenerationRequest("r", np.zeros(100, np.int32), 9)
+
+
+def opened(namespace: str = "", events: Sequence[Event] = ()) -> OpenRequest:
+    one = OpenRequest(replace(REQUEST, namespace=namespace), "m", Arrival("/v1/completions", 0.0))
+    for event in events:
+        one.observe(event)
+    return one
+
+
+def answered(
+    namespace: str = "",
+    misses: tuple[Miss, ...] = (),
+    saved: float = 0.0,
+    tier: str = "memory",
+    *,
+    has_left: bool = False,
+) -> RequestRecord:
+    started = Started(0, 100, Reuse(60, 60, misses=misses), tier=tier)
+    end = Finished(FinishReason.STOP, 100, Timings(60, 40, 20.0, 5, 50.0))
+    events: list[Event] = [started, Delta("x", tuple(range(5))), *([] if has_left else [end])]
+    return RequestRecord((opened(namespace, events),), saved_seconds=saved)
 
 
 def test_sums_are_kept_by_namespace_and_of_all() -> None:
     totals = Totals()
-    totals.add("ours", answered(), [MISS], 1.5)
-    totals.add("ours", answered(tier="disk"), [], 0.5)
-    totals.add("theirs", answered(), [], 1.0)
+    totals.add(answered("ours", (MISS,), 1.5))
+    totals.add(answered("ours", saved=0.5, tier="disk"))
+    totals.add(answered("theirs", saved=1.0))
     ours, every = totals.of("ours"), totals.of(None)
     assert (ours.requests, ours.succeeded, ours.prompt_tokens, ours.cached_tokens) == (2, 2, 200, 120)
     assert ours.evaluated_tokens == 80 and ours.completion_tokens == 10 and ours.saved_seconds == 2.0
@@ -35,11 +64,9 @@ def test_sums_are_kept_by_namespace_and_of_all() -> None:
 
 def test_how_requests_ended_is_told_apart() -> None:
     totals = Totals()
-    failed, left = AnswerFigures(10), answered()
-    failed.observe(Failed(StepFailed("x")))
-    left.outcome, left.timings = None, None
-    for figures in (failed, left, answered()):
-        totals.add("", figures, [], 0.0)
+    failed = RequestRecord((opened(events=[Failed(StepFailed("x"))]),))
+    for record in (failed, answered(has_left=True), answered()):
+        totals.add(record)
     sums = totals.of(None)
     assert (sums.requests, sums.succeeded, sums.failed, sums.cancelled) == (3, 1, 1, 1)
     assert sums.prompt_tokens == 200, "one that never held a slot has looked for nothing"
@@ -48,8 +75,8 @@ def test_how_requests_ended_is_told_apart() -> None:
 def test_only_so_many_namespaces_are_remembered() -> None:
     totals = Totals()
     for number in range(MAX_NAMESPACES + 5):
-        totals.add(f"n{number}", answered(), [], 0.0)
-        totals.add("n0", answered(), [], 0.0)
+        totals.add(answered(f"n{number}"))
+        totals.add(answered("n0"))
     assert totals.of("n1").requests == 0 and totals.of("n0").requests == MAX_NAMESPACES + 6
     assert totals.of(None).requests == 2 * (MAX_NAMESPACES + 5)
 
