@@ -1,0 +1,150 @@
+"""What is told of a request that has ended: each subscriber is one function of its record."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.inference.sampling_params import SamplingParams
+from server.api.live.activity import ended_fields
+from server.api.observe import Metrics, phases, span_attributes
+from server.api.record import Arrival, OpenRequest, RequestRecord, ended_entry
+from server.diagnosis.account import Name
+from server.engine.diagnosis import Miss, MissReason, Reuse
+from server.engine.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationRequest,
+    OutOfMemory,
+    Progress,
+    Started,
+    Timings,
+)
+
+ARRIVAL = Arrival("/v1/chat/completions", received=100.0, key_name="alice")
+REQUEST = GenerationRequest(
+    "r-1", np.zeros(50, np.int32), 9, SamplingParams(seed=7), session_id="s", namespace="ours"
+)
+MISS = Miss(MissReason.SYSTEM_CHANGED, 0, "system", 2, before="secret", after="words", lost_tokens=8)
+STARTED = Started(3, 50, Reuse(30, 30, 0.5, MISS, 8, (MISS,)), restore_ms=500.0, tier="disk")
+TEXT = Delta("x", (1, 2))
+ENDED = Finished(FinishReason.STOP, 50, Timings(30, 20, 400.0, 5, 800.0))
+
+
+def opened(events: Sequence[Event] = (), **changes: Any) -> OpenRequest:
+    """A request that got its slot at 102 s, and its first text at 103 s."""
+    one = OpenRequest(REQUEST, "tiny", ARRIVAL, session_id="s", **changes)
+    for event in events:
+        one.observe(event)
+    if one.started is not None:
+        one.started_at = 102.0
+    if one.first_text_at is not None:
+        one.first_text_at = 103.0
+    return one
+
+
+def recorded(*choices: OpenRequest, **fields: Any) -> RequestRecord:
+    return RequestRecord(choices, ended=105.0, ended_at=2000.0, **fields)
+
+
+WELL = recorded(opened([STARTED, Progress(50, 50), TEXT, ENDED]), name=Name("ours", "s"), turn_number=2)
+FAILED = recorded(opened([STARTED, TEXT, Failed(OutOfMemory("no memory"))]))
+LEFT = recorded(opened([STARTED, Progress(44, 50)]))
+QUEUED = recorded(opened())
+BEFORE = [("queue", 100.0, 101.5), ("restore", 101.5, 102.0)]
+
+
+def test_a_turn_has_the_costs_of_its_request() -> None:
+    turn = WELL.turn
+    assert turn is not None
+    assert (turn.request_id, turn.model_id, turn.ended, turn.finish) == ("r-1", "tiny", 2000.0, "stop")
+    assert (turn.prompt_tokens, turn.cached_tokens, turn.evaluated_tokens, turn.predicted_tokens) == (50, 30, 20, 5)
+    assert (turn.prompt_ms, turn.tier, turn.kept, turn.lost_tokens, turn.miss) == (400.0, "disk", 0.5, 8, MISS)
+    assert QUEUED.turn is None, "it never held a slot"
+    assert LEFT.turn is not None and (LEFT.turn.finish, LEFT.turn.prompt_ms) == ("cancelled", 3000.0)
+
+
+@pytest.mark.parametrize(
+    ("record", "finish", "error", "first_token_ms"),
+    [
+        (WELL, "stop", None, 3000.0),
+        (FAILED, "failed (OutOfMemory)", "no memory", 3000.0),
+        (LEFT, "cancelled", None, None),
+        (QUEUED, "cancelled", None, None),
+    ],
+)
+def test_the_log_says_how_it_ended(
+    record: RequestRecord, finish: str, error: str | None, first_token_ms: float | None
+) -> None:
+    entry = ended_entry(record)
+    assert (entry.finish, entry.error, entry.first_token_ms, entry.total_ms) == (
+        finish,
+        error,
+        first_token_ms,
+        5000.0,
+    )
+    assert (entry.request_id, entry.session_id, entry.key, entry.turn) == ("r-1", "s", "alice", record.turn_number)
+    assert entry.tokens_per_second == (5.0 if record is WELL else None)
+    assert "secret" not in str(entry)
+
+
+def test_an_event_tells_the_figures_of_its_own_choice() -> None:
+    other = opened([STARTED, ENDED], is_first=False, repeats_prompt=True)
+    record = recorded(WELL.first, other)
+    first, second = ended_fields(record, WELL.first), ended_fields(record, other)
+    assert (first["finish"], first["completion_tokens"], first["total_ms"], first["lost_tokens"]) == (
+        "stop",
+        5,
+        5000.0,
+        8,
+    )
+    assert (second["lost_tokens"], second["miss"]) == (0, None), "the first choice tells of the turn"
+    assert (record.counts.prompt, record.counts.cached, record.counts.predicted) == (50, 30, 10)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (
+            WELL,
+            [("queue", 100.0, 101.5), ("restore", 101.5, 102.0), ("prefill", 102.0, 103.0), ("decode", 103.0, 105.0)],
+        ),
+        (LEFT, [("queue", 100.0, 101.5), ("restore", 101.5, 102.0), ("prefill", 102.0, 105.0)]),
+        (QUEUED, [("queue", 100.0, 105.0)]),
+    ],
+)
+def test_a_trace_has_the_phases_that_there_were(record: RequestRecord, expected: list[Any]) -> None:
+    assert list(phases(record)) == expected
+
+
+def test_a_trace_tells_why_a_request_ended() -> None:
+    assert span_attributes(WELL)["gen_ai.response.finish_reasons"] == ("stop",)
+    assert span_attributes(FAILED)["error.type"] == "OutOfMemory"
+    told = span_attributes(LEFT)
+    assert (told["error.type"], told["gen_ai.conversation.id"], told["gen_ai.request.seed"]) == ("cancelled", "s", 7)
+    assert (told["mlx_serve.tier"], told["mlx_serve.lost_tokens"]) == ("disk", 8)
+    of_text = replace(ARRIVAL, endpoint="/completion")
+    assert span_attributes(recorded(OpenRequest(REQUEST, "m", of_text)))["gen_ai.operation.name"] == "text_completion"
+
+
+def test_metrics_count_each_request_once() -> None:
+    metrics = Metrics(dict, 2)
+    for record in (WELL, FAILED, LEFT, QUEUED):
+        metrics.tell(record)
+    labels = {"model": "tiny", "endpoint": "/v1/chat/completions"}
+
+    def value(name: str, **more: str) -> float | None:
+        return metrics.registry.get_sample_value(f"mlx_serve_{name}", {**labels, **more})
+
+    assert value("request_success_total", finished_reason="stop") == 1
+    assert value("request_failure_total", reason="OutOfMemory") == 1
+    assert value("request_failure_total", reason="cancelled") == 2
+    assert value("e2e_request_latency_seconds_sum") == 20.0
+    assert value("request_queue_time_seconds_count") == 3, "one never held a slot"
+    assert value("restored_tokens_total", tier="disk") == 90
+    assert value("lost_tokens_total", reason="system_changed") == 24
