@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from server.app.keys import SHARED
+from server.cli.main import COMMANDS
 from server.cli.repl.terminal import history_file, open_history
-from server.cli.shell import EXAMPLES
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
 
@@ -37,7 +37,7 @@ def environment(tmp_path: Path) -> Mapping[str, str]:
         (programs / name).write_text(f"#!/bin/sh\n{script}\n")
         (programs / name).chmod(0o755)
     home = tmp_path / "home"
-    for folder in (".local/share/bash-completion/completions", ".local/share/man/man1", ".config/fish/completions"):
+    for folder in (".local/share/bash-completion/completions", ".config/fish/completions"):
         (home / folder).mkdir(parents=True)
     (home / ".config" / "mlx-serve").mkdir()
     kept = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
@@ -53,12 +53,12 @@ def sh(script: str, environment: Mapping[str, str]) -> None:
 
 def test_nothing_is_left(environment: Mapping[str, str], tmp_path: Path) -> None:
     home = Path(environment["HOME"])
-    used_commands = [*EXAMPLES["completion"], *EXAMPLES["man"], EXAMPLES["config"][1], *EXAMPLES["service install"]]
+    used_commands = [*COMMANDS["completion"][2:], COMMANDS["config"][3], *COMMANDS["service install"][2:]]
     sh("\n".join(used_commands), environment)
     keep_something(write("qwen3", tmp_path / "tiny"), environment)
     open_history(history_file({"XDG_STATE_HOME": str(home / ".local" / "state")})).store_string("Hi")
     used = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
-    assert len(used) > 7, used
+    assert len(used) > 6, used
     assert ".cache/mlx-serve/responses.sqlite3" in used
     assert not any(path.stat().st_mode & SHARED for path in (home / ".cache").rglob("*.sqlite3"))
     [block] = re.findall(r"```sh\n(.*?)```", DOCS, re.DOTALL)

@@ -10,6 +10,7 @@ Also the errors of the process as a whole, told to the person who started it in 
 DoctorError.
 """
 
+import contextlib
 import difflib
 import math
 import re
@@ -25,6 +26,8 @@ from server.pool.names import parse_alias, parse_keep_alive
 
 MEBIBYTE = 1024 * 1024
 GIGABYTE = 10**9
+DEFAULT_URL = "http://127.0.0.1:8080"
+"""The address of a server with the default settings."""
 ANY_ORIGIN = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
@@ -39,22 +42,13 @@ def _setting(
     *,
     flag: str,
     unit: str | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
+    between: tuple[float, float] = (-math.inf, math.inf),
     choices: tuple[str, ...] | None = None,
-    secret: bool = False,
 ) -> Any:
     """Returns a dataclass field with the metadata of the command line and the documentation."""
-    metadata = {
-        "help": help_text,
-        "flag": flag,
-        "unit": unit,
-        "minimum": minimum,
-        "maximum": maximum,
-        "choices": choices,
-        "secret": secret,
-    }
-    return field(default=default, repr=not secret, metadata=metadata)
+    is_secret = flag == "--api-key"
+    told = {"help": help_text, "flag": flag, "unit": unit, "between": between, "choices": choices}
+    return field(default=default, repr=not is_secret, metadata={**told, "secret": is_secret})
 
 
 @dataclass(frozen=True)
@@ -83,8 +77,7 @@ class ServerConfig:
         None,
         "Models that may be loaded at once; by default as many as fit. With 1 only MODEL is served.",
         flag="--max-models",
-        minimum=1,
-        maximum=1024,
+        between=(1, 1024),
     )
     keep_alive: str | None = _setting(
         None,
@@ -94,36 +87,34 @@ class ServerConfig:
         unit="duration",
     )
     host: str = _setting("127.0.0.1", "Address to listen on.", flag="--host")
-    port: int = _setting(8080, "Port to listen on; 0 takes a free one.", flag="--port", minimum=0, maximum=65535)
+    port: int = _setting(8080, "Port to listen on; 0 takes a free one.", flag="--port", between=(0, 65535))
     name: str | None = _setting(
         None,
         "Name in the header X-Served-By of every answer, to tell several servers apart; by default this machine's "
         "name.",
         flag="--name",
     )
-    slots: int = _setting(
-        8, "Sequences that are live on the device at once.", flag="--slots", minimum=1, maximum=1024
-    )
+    slots: int = _setting(8, "Sequences that are live on the device at once.", flag="--slots", between=(1, 1024))
     cache_memory_bytes: int | None = _setting(
         None,
         "Memory for the state of past tokens, live and stored, at any time; by default from the machine's memory.",
         flag="--cache-memory",
         unit="bytes",
-        minimum=MEBIBYTE,
+        between=(MEBIBYTE, math.inf),
     )
     cache_disk_bytes: int | None = _setting(
         None,
         "Disk space for state that outlives memory and restarts; by default nothing is written.",
         flag="--cache-disk",
         unit="bytes",
-        minimum=MEBIBYTE,
+        between=(MEBIBYTE, math.inf),
     )
     cache_disk_write_bytes_per_day: int | None = _setting(
         100 * GIGABYTE,
         "Most that is written to --cache-disk in 24 hours, so that the disk does not wear out; 'none' for no limit.",
         flag="--cache-disk-writes",
         unit="bytes/day",
-        minimum=MEBIBYTE,
+        between=(MEBIBYTE, math.inf),
     )
     cache_dir: str = _setting(
         "~/.cache/mlx-serve",
@@ -135,35 +126,32 @@ class ServerConfig:
         "Longest prompt and answer together; by default the model's own limit.",
         flag="--context",
         unit="tokens",
-        minimum=16,
+        between=(16, math.inf),
     )
     max_waiting: int = _setting(
         64,
         "Requests that may wait for a slot; one more is answered with status 429.",
         flag="--max-waiting",
-        minimum=0,
-        maximum=100_000,
+        between=(0, 100_000),
     )
     chunk_tokens: int = _setting(
         256,
         "Prompt tokens evaluated per step; running answers pause for at most one such step.",
         flag="--chunk-tokens",
         unit="tokens",
-        minimum=16,
-        maximum=65_536,
+        between=(16, 65_536),
     )
     max_body_bytes: int = _setting(
         32 * MEBIBYTE,
         "Largest request body; a larger one is answered with status 413.",
         flag="--max-body",
         unit="bytes",
-        minimum=1024,
+        between=(1024, math.inf),
     )
     api_key: str | None = _setting(
         None,
         "Key that clients must send as a bearer token; by default none is asked for.",
         flag="--api-key",
-        secret=True,
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -217,31 +205,28 @@ class ServerConfig:
         "Longest answer when the request names no limit; by default until the context is full.",
         flag="--default-max-tokens",
         unit="tokens",
-        minimum=1,
+        between=(1, math.inf),
     )
     heartbeat_seconds: float = _setting(
         5.0,
         "Silence on a stream after which a comment is sent, so that proxies keep it open.",
         flag="--heartbeat",
         unit="seconds",
-        minimum=0.01,
-        maximum=3600,
+        between=(0.01, 3600),
     )
     client_seconds: float = _setting(
         10.0,
         "Time in which a client must send its request, or take some of its answer; then its connection is closed.",
         flag="--client-timeout",
         unit="seconds",
-        minimum=0.1,
-        maximum=3600,
+        between=(0.1, 3600),
     )
     drain_seconds: float = _setting(
         10.0,
         "Time that running answers have to finish once the server is asked to stop.",
         flag="--drain",
         unit="seconds",
-        minimum=0,
-        maximum=3600,
+        between=(0, 3600),
     )
     log_level: str = _setting(
         "info",
@@ -305,7 +290,7 @@ def is_origin(text: str) -> bool:
 
 
 def _check_setting(name: str, kind: Any, value: Any, metadata: Any) -> None:
-    if value is None and _allows_none(kind):
+    if value is None and type(None) in getattr(kind, "__args__", ()):
         return
     if kind == tuple[str, ...]:
         _check_names(name, value)
@@ -315,11 +300,7 @@ def _check_setting(name: str, kind: Any, value: Any, metadata: Any) -> None:
     elif kind in (str, str | None):
         _check_text(name, value, metadata["choices"])
     else:
-        _check_number(name, value, kind in (int, int | None), metadata["minimum"], metadata["maximum"])
-
-
-def _allows_none(kind: Any) -> bool:
-    return type(None) in getattr(kind, "__args__", ())
+        _check_number(name, value, kind in (int, int | None), *metadata["between"])
 
 
 def _check_names(name: str, value: Any) -> None:
@@ -340,13 +321,13 @@ def _check_text(name: str, value: Any, choices: tuple[str, ...] | None) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
 
 
-def _check_number(name: str, value: Any, is_whole: bool, minimum: float | None, maximum: float | None) -> None:
+def _check_number(name: str, value: Any, is_whole: bool, minimum: float, maximum: float) -> None:
     accepted = (int,) if is_whole else (int, float)
     if isinstance(value, bool) or not isinstance(value, accepted) or not math.isfinite(value):
         raise ConfigError(f"{name} is {value!r}; it must be a {'whole ' if is_whole else ''}number")
-    if minimum is not None and value < minimum:
+    if value < minimum:
         raise ConfigError(f"{name} is {value}; it must be at least {minimum}")
-    if maximum is not None and value > maximum:
+    if value > maximum:
         raise ConfigError(f"{name} is {value}; it must be at most {maximum}")
 
 
@@ -381,15 +362,12 @@ class SettingOrigin(StrEnum):
 
 @dataclass(frozen=True)
 class ToldSetting:
-    """A setting's value and its source."""
+    """A setting's value, in the type of `ServerConfig`, and its source."""
 
     value: Any
-    """The value in the type of `ServerConfig`."""
     origin: SettingOrigin
     where: str
-    """What a person edits to change the setting: `--port`, `MLX_SERVE_PORT`, `port in FILE`; the flag for a
-    default.
-    """
+    """What a person edits to change the setting: `--port`, `MLX_SERVE_PORT`, `port in FILE`."""
 
 
 Layer = Mapping[str, ToldSetting]
@@ -411,21 +389,28 @@ def variable_of(setting: "Field[Any]") -> str:
 
 def from_flags(given: Mapping[str, Any]) -> Layer:
     """Returns the settings of the command line, by field name; None means not given. Raises ConfigError."""
-    told = {name: value for name, value in given.items() if value not in (None, [], ())}
-    return {name: _told(SETTINGS[name], _flag_value(name, value), SettingOrigin.FLAG) for name, value in told.items()}
+    layer = {}
+    for name, value in given.items():
+        if value not in (None, [], ()):
+            setting, flag = SETTINGS[name], SETTINGS[name].metadata["flag"]
+            # A switch sets the opposite of the default.
+            is_switch = setting.type is bool
+            read = not setting.default if is_switch else _read(setting, value, flag)
+            layer[name] = ToldSetting(read, SettingOrigin.FLAG, flag)
+    return layer
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
     """Returns the settings of variables; an empty variable is ignored. Raises ConfigError for an unknown variable."""
-    names = {variable_of(setting): name for name, setting in SETTINGS.items()}
+    names = {variable_of(setting): setting for setting in SETTINGS.values()}
     layer = {}
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text or _is_injected(variable, text):
             continue
         if variable not in names:
             raise ConfigError(f"{variable} belongs to no setting{_nearest(variable, names)}")
-        setting = SETTINGS[names[variable]]
-        layer[setting.name] = _told(setting, _parsed(setting, text, variable), SettingOrigin.VARIABLE, variable)
+        setting = names[variable]
+        layer[setting.name] = ToldSetting(_read(setting, text, variable), SettingOrigin.VARIABLE, variable)
     return layer
 
 
@@ -435,13 +420,13 @@ def from_file(text: str, path: str) -> Layer:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}") from error
-    names = {key_of(setting): name for name, setting in SETTINGS.items()}
+    names = {key_of(setting): setting for setting in SETTINGS.values()}
     layer = {}
     for key, value in table.items():
         if key not in names:
             raise ConfigError(f"{key!r} in {path} is no setting{_nearest(key, names)}")
-        setting, where = SETTINGS[names[key]], f"{key} in {path}"
-        layer[setting.name] = _told(setting, _file_value(setting, value, where), SettingOrigin.FILE, where)
+        setting, where = names[key], f"{key} in {path}"
+        layer[setting.name] = ToldSetting(_read(setting, value, where), SettingOrigin.FILE, where)
     return layer
 
 
@@ -457,8 +442,10 @@ def merge(layers: Iterable[Layer]) -> Layer:
             if name not in merged and not (is_key_told and name in _ONE_KEY):
                 merged[name] = told
         is_key_told = is_key_told or not _KEYS.isdisjoint(layer)
-    defaults = {name: _told(setting, setting.default, SettingOrigin.DEFAULT) for name, setting in SETTINGS.items()}
-    return {name: merged.get(name, told) for name, told in defaults.items()}
+    return {
+        name: merged.get(name) or ToldSetting(setting.default, SettingOrigin.DEFAULT, setting.metadata["flag"])
+        for name, setting in SETTINGS.items()
+    }
 
 
 def checked(settings: Layer) -> ServerConfig:
@@ -523,47 +510,28 @@ def parse_size_per_day(text: str) -> int | None:
     raise ConfigError(f"{text!r} is not a size per day; write it like 200GB/day, or none for no limit")
 
 
-def _told(setting: "Field[Any]", value: Any, origin: SettingOrigin, where: str = "") -> ToldSetting:
-    return ToldSetting(value, origin, where or setting.metadata["flag"])
+def _read(setting: "Field[Any]", value: Any, where: str) -> Any:
+    """Returns a setting's value, given a text of any source or a value of the file.
 
-
-def _flag_value(name: str, value: Any) -> Any:
-    setting = SETTINGS[name]
-    if isinstance(value, str) and is_size(setting):
-        return _size(setting, value, setting.metadata["flag"])
-    if setting.type is bool:
-        # A switch sets the opposite of the default.
-        return not setting.default
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _file_value(setting: "Field[Any]", value: Any, where: str) -> Any:
-    if isinstance(value, str) and (is_size(setting) or setting.type == tuple[str, ...]):
-        return _parsed(setting, value, where)
-    if setting.metadata["unit"] == "duration" and isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _parsed(setting: "Field[Any]", text: str, where: str) -> Any:
-    """Returns the value of a text; a text that is no number stays a text, for `check` to refuse."""
+    What cannot be read stays as it is, for `check` to refuse.
+    """
+    if isinstance(value, list):
+        return tuple(value)
+    if not isinstance(value, str):
+        is_duration = setting.metadata["unit"] == "duration" and type(value) is int
+        return str(value) if is_duration else value
     if is_size(setting):
-        return _size(setting, text, where)
+        return _size(setting, value, where)
     if setting.type == tuple[str, ...]:
-        return tuple(part.strip() for part in text.split(",") if part.strip())
+        return tuple(part.strip() for part in value.split(",") if part.strip())
     if setting.type is bool:
-        return _SWITCH.get(text.strip().lower(), text)
-    for kind in (int, float):
-        if setting.type in (kind, kind | None):
-            return _number(kind, text)
-    return text
-
-
-def _number(kind: type[int] | type[float], text: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        return text
+        return _SWITCH.get(value.strip().lower(), value)
+    with contextlib.suppress(ValueError):
+        if setting.type in (int, int | None):
+            return int(value)
+        if setting.type is float:
+            return float(value)
+    return value
 
 
 def _size(setting: "Field[Any]", text: str, where: str) -> int | None:

@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,12 @@ class Claim:
     """Weights, and the budget for the state of past tokens."""
     url: str
     """The server's address, such as `http://127.0.0.1:8080`; empty while it starts."""
+
+
+def runtime_folder(environment: Mapping[str, str]) -> Path:
+    """Returns this user's folder for the claims of running servers; it need not exist."""
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "mlx-serve" if runtime else Path(tempfile.gettempdir()) / f"mlx-serve-{os.geteuid()}"
 
 
 class OwnClaim:

@@ -1,68 +1,97 @@
-"""A running server, asked by a command over one connection: `ps`, `stop`, and the conversation of `run`.
-
-`run` uses the model of a server that has it loaded: a second copy would take as much memory.
-"""
+"""A running server, asked by a command over one connection: `ps`, `stop`, `doctor`, and where a model is loaded."""
 
 import json
 import logging
 import math
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import httpx2
 import typer
 
 from models.names import parse_repository
 from models.short_names import size_text
-from server.app.config import StartError
+from server.app.config import DEFAULT_URL, KEY_VARIABLE, ConfigError, StartError
+from server.app.memory_budget import running, runtime_folder
 from server.cli.models import plain_table
-from server.cli.repl.conversation import (
-    AnswerCosts,
-    Answerer,
-    AnswerFailed,
-    Manner,
-    Said,
-    Turn,
-    body_fields,
-    costs_of,
-)
+from server.cli.options import Json, Key, Url, command_group
 
 logger = logging.getLogger(__name__)
 
+app = command_group()
+
 TIMEOUT_SECONDS = 30.0
+FOR_EVER_DAYS = 3650
+"""A model that expires later than this stays for ever."""
+FIND_SECONDS = 1.0
+"""Seconds that a server may take to list its models; a healthy one on this machine needs far less."""
+OWNER = "mlx-serve/"
+"""Prefix of our servers' owner, before the version; another program has another owner."""
+
+
+def known_urls() -> list[str]:
+    """Returns the addresses of this user's servers, then the usual one, as of another user's or a container's."""
+    own = [claim.url for claim in running(runtime_folder(os.environ)) if claim.url]
+    return list(dict.fromkeys([*own, DEFAULT_URL]))
+
+
+def usual_url() -> str:
+    """Returns the usual address or, where this user's servers run only at others, the first of these."""
+    return known_urls()[0]
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """Returns the headers that a key makes."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 class AskedServer:
     """A connection to the server at an address."""
 
     def __init__(self, url: str, api_key: str | None, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/")
-        self._client = httpx2.Client(timeout=timeout_seconds, trust_env=False, headers=headers)
+        self._client = httpx2.Client(timeout=timeout_seconds, trust_env=False, headers=bearer(api_key))
 
     def get(self, path: str, query: Mapping[str, str | int] | None = None) -> Any:
         """Returns the answer's object. Raises StartError with a sentence where there is none."""
+        answer = self._ask("GET", path, params=dict(query or {}))
+        if answer is None:
+            raise StartError(f"no server answers at {self.url}")
+        return self._read(answer)
+
+    def find(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any | None:
+        """Returns the answer's object; None where no server answers, or it has no such path or model.
+
+        Raises StartError where the server refuses.
+        """
+        answer = self._ask(method, path, json=body)
+        return None if answer is None or answer.status_code == httpx2.codes.NOT_FOUND else self._read(answer)
+
+    def _ask(self, method: str, path: str, **content: Any) -> httpx2.Response | None:
         try:
-            answer = self._client.get(self.url + path, params=dict(query or {}))
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise StartError(f"no server answers at {self.url}") from error
-        if answer.status_code == httpx2.codes.UNAUTHORIZED:
-            raise StartError(f"the server at {self.url} asks for a key: --api-key or MLX_SERVE_API_KEY gives it")
+            return self._client.request(method, self.url + path, **content)
+        except (httpx2.HTTPError, httpx2.InvalidURL):
+            return None
+
+    def _read(self, answer: httpx2.Response) -> Any:
         try:
             found = answer.json()
             if answer.status_code == httpx2.codes.OK:
                 return found
-            said = str(found["error"]["message"])
+            error = found["error"]
+            said = error if isinstance(error, str) else str(error["message"])
         except (ValueError, KeyError, TypeError):
             said = f"status {answer.status_code}"
+        if answer.status_code == httpx2.codes.UNAUTHORIZED:
+            said += "; --api-key or MLX_SERVE_API_KEY gives the key"
         raise StartError(f"the server at {self.url} refuses: {said}")
 
 
-FOR_EVER_DAYS = 3650
-"""A model that expires later than this stays for ever."""
+# ------------------------------------------------------------------------------------------------ what is loaded
 
 HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 
@@ -95,47 +124,22 @@ class LoadedEntry:
         return self.name, size_text(self.size_bytes), str(self.context_tokens), until, self.url
 
 
+@app.command()
+def ps(api_key: Key = None, as_json: Json = False) -> None:
+    """Prints the models that servers of this machine have loaded. Raises StartError where a server refuses to say."""
+    show_loaded(known_urls(), api_key, as_json=as_json)
+
+
 def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
     """Prints the models that the servers have loaded. Raises StartError where a server refuses to say."""
-    found = [entry for url in urls for entry in _loaded_at(url, api_key)]
+    answers = [(url, AskedServer(url, api_key).find("GET", "/api/ps")) for url in urls]
+    found = [_entry(model, url) for url, answer in answers if answer for model in answer["models"]]
     if as_json:
         typer.echo(json.dumps([entry.record() for entry in found], indent=2))
     elif found:
         typer.echo(plain_table([HEADINGS, *(entry.cells() for entry in found)]))
     else:
         typer.echo("No server of yours on this machine has a model loaded. `mlx-serve serve` starts one.")
-
-
-def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
-    """Unloads a model from every server where it is loaded and idle. Raises StartError where it is not loaded, or
-    answers.
-    """
-    done = [url for url in urls if _unload_at(url, name, api_key)]
-    if as_json:
-        typer.echo(json.dumps({"name": name, "servers": done}, indent=2))
-    elif done:
-        typer.echo(f"{name} is unloaded.")
-    if not done:
-        raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
-
-
-def _unload_at(url: str, name: str, api_key: str | None) -> bool:
-    """Returns whether a server had the model loaded and has unloaded it."""
-    answer = _ask("POST", url, "/v1/models/unload", api_key, {"model": name})
-    if answer is None or answer.status_code == httpx2.codes.NOT_FOUND:
-        return False
-    if answer.status_code != httpx2.codes.OK:
-        raise StartError(_message(answer, url))
-    return bool(answer.json().get("changed"))
-
-
-def _loaded_at(url: str, api_key: str | None) -> list[LoadedEntry]:
-    answer = _ask("GET", url, "/api/ps", api_key)
-    if answer is None or answer.status_code == httpx2.codes.NOT_FOUND:
-        return []
-    if answer.status_code != httpx2.codes.OK:
-        raise StartError(_message(answer, url))
-    return [_entry(model, url) for model in answer.json()["models"]]
 
 
 def _entry(model: dict[str, Any], url: str) -> LoadedEntry:
@@ -145,34 +149,70 @@ def _entry(model: dict[str, Any], url: str) -> LoadedEntry:
     return LoadedEntry(name, int(model["size"]), int(model["context_length"]), seconds, url)
 
 
-def _ask(
-    method: str, url: str, path: str, api_key: str | None, body: dict[str, Any] | None = None
-) -> httpx2.Response | None:
-    """Returns a server's answer; None if there is none."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        with httpx2.Client(timeout=TIMEOUT_SECONDS, trust_env=False, headers=headers) as client:
-            return client.request(method, url + path, json=body)
-    except httpx2.HTTPError:
-        return None
+@app.command()
+def stop(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A loaded model, as `mlx-serve ps` shows it.")],
+    api_key: Key = None,
+    as_json: Json = False,
+) -> None:
+    """Unloads a model from every server of this machine; raises StartError."""
+    unload(name, known_urls(), api_key, as_json=as_json)
 
 
-def _message(answer: httpx2.Response, url: str) -> str:
-    try:
-        error = answer.json()["error"]
-        said = error if isinstance(error, str) else error["message"]
-    except (ValueError, KeyError, TypeError):
-        said = f"status {answer.status_code}"
-    hint = "; give the server's key with --api-key" if answer.status_code == httpx2.codes.UNAUTHORIZED else ""
-    return f"the server at {url} refuses: {said}{hint}"
+def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
+    """Unloads a model where it is loaded and idle. Raises StartError where it is not loaded, or answers."""
+    asked = {"model": name}
+    done = [url for url in urls if _changes(AskedServer(url, api_key).find("POST", "/v1/models/unload", asked))]
+    if as_json:
+        typer.echo(json.dumps({"name": name, "servers": done}, indent=2))
+    elif done:
+        typer.echo(f"{name} is unloaded.")
+    if not done:
+        raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
 
 
-ASK_SECONDS = 1.0
-"""Seconds that a server may take to list its models; a healthy one on this machine needs far less."""
-OWNER = "mlx-serve/"
-"""Prefix of our servers' owner, before the version; another program has another owner."""
+def _changes(answer: Any) -> bool:
+    return bool(answer and answer.get("changed"))
 
-_MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
+
+# --------------------------------------------------------------------------------------------------- the doctor
+
+
+@app.command()
+def doctor(
+    url: Url = None,
+    file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Read recorded requests from a file of JSON lines instead.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", envvar=KEY_VARIABLE, help="The key that the client sends: a key sees its own sessions."
+        ),
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The cache_salt that the client sends, if it does.")
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(metavar="NUMBER", help="With --file: prompt tokens per second, to show seconds too."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Prints what `server/doctor/` finds. Raises ConfigError and DoctorError."""
+    from server.doctor.report import examine_file, examine_server
+
+    if speed is not None and not 0 < speed < math.inf:
+        raise ConfigError(f"--speed is {speed}; it must be above 0")
+    if file is None:
+        examine_server(url or usual_url(), api_key, cache_salt, as_json=as_json)
+    elif url is not None:
+        raise ConfigError("give the address of a server or --file, not both")
+    else:
+        examine_file(Path(file), speed, as_json=as_json)
+
+
+# ------------------------------------------------------------------------------------------ where a model is loaded
 
 
 @dataclass(frozen=True)
@@ -193,7 +233,7 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
     locked = None
     for url in urls:
         try:
-            served = next((one for one in _models_at(url, api_key) if _is_same(name, one)), None)
+            served = next((one for one in models_at(url, api_key) if _is_same(name, one)), None)
         except KeyNeeded as error:
             locked = locked or error
             continue
@@ -204,11 +244,11 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
     return None
 
 
-def _models_at(url: str, api_key: str | None) -> list[str]:
+def models_at(url: str, api_key: str | None) -> list[str]:
     """Returns the models of one of our servers; none if another program answers, or nothing."""
     try:
-        with httpx2.Client(timeout=ASK_SECONDS, trust_env=False) as client:
-            answer = client.get(f"{url}/v1/models", headers=_headers(api_key))
+        with httpx2.Client(timeout=FIND_SECONDS, trust_env=False, headers=bearer(api_key)) as client:
+            answer = client.get(f"{url}/v1/models")
             if answer.status_code == httpx2.codes.UNAUTHORIZED:
                 raise KeyNeeded(url)
             return [str(model["id"]) for model in answer.json()["data"] if model["owned_by"].startswith(OWNER)]
@@ -221,92 +261,3 @@ def _is_same(name: str, served: str) -> bool:
     """Whether two names are of one model: a short name and an address stand for a repository."""
     repository = parse_repository(name)
     return name == served or (repository is not None and repository == parse_repository(served))
-
-
-def _headers(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
-
-
-class JoinedModel:
-    """A model behind HTTP. Conversations of several such programs never mix."""
-
-    def __init__(self, served: Served, api_key: str | None = None) -> None:
-        self._served = served
-        self._headers = _headers(api_key)
-        self._session = f"run-{uuid.uuid4().hex[:6]}"
-
-    @property
-    def name(self) -> str:
-        return self._served.model
-
-    async def answer(
-        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
-    ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last. Raises AnswerFailed. On a cancel, the server notices the closed
-        connection.
-        """
-        body = {
-            "model": self._served.model,
-            "messages": list(turns),
-            "session_id": f"{self._session}-{conversation}",
-            "stream": True,
-            **body_fields(parameters),
-        }
-        # The server sends heartbeats every few seconds, at an interval of its choice.
-        timeout = httpx2.Timeout(None, connect=ASK_SECONDS)
-        try:
-            async with (
-                httpx2.AsyncClient(timeout=timeout, trust_env=False, headers=self._headers) as client,
-                client.stream("POST", f"{self._served.url}/v1/chat/completions", json=body) as answer,
-            ):
-                if answer.status_code != httpx2.codes.OK:
-                    raise AnswerFailed(_message_of(await answer.aread()))
-                async for line in answer.aiter_lines():
-                    for part in _parts_of(line):
-                        yield part
-        except httpx2.HTTPError as error:
-            raise AnswerFailed(f"the server at {self._served.url} does not answer any more") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise AnswerFailed(f"what the server at {self._served.url} sends cannot be read") from error
-
-
-class JoinedModels:
-    """The models of one server, which loads the one asked for."""
-
-    def __init__(self, served: Served, api_key: str | None = None) -> None:
-        self._url, self._api_key = served.url, api_key
-        self.current: Answerer = JoinedModel(served, api_key)
-
-    def names(self) -> Sequence[str]:
-        """Returns the models that the server has or can load."""
-        return _models_at(self._url, self._api_key)
-
-    def change(self, name: str) -> None:
-        """Changes to another model of the server. Raises AnswerFailed."""
-        found = find_served(name, [self._url], self._api_key)
-        if found is None:
-            raise AnswerFailed(f"the server at {self._url} has no model {name!r}; /model lists those it has")
-        self.current = JoinedModel(found, self._api_key)
-
-
-def _parts_of(line: str) -> list[Said | AnswerCosts]:
-    """Returns the parts in one line of the stream. Raises AnswerFailed for the server's own error."""
-    if not line.startswith("data: {"):
-        return []
-    chunk = json.loads(line.removeprefix("data: "))
-    if "error" in chunk:
-        raise AnswerFailed(_message_of(line.removeprefix("data: ")))
-    deltas = [choice["delta"] for choice in chunk.get("choices", ())]
-    said: list[Said | AnswerCosts] = [
-        Said(delta[field], manner) for delta in deltas for field, manner in _MANNERS.items() if delta.get(field)
-    ]
-    return said + ([costs_of(chunk["timings"])] if chunk.get("timings") else [])
-
-
-def _message_of(body: str | bytes) -> str:
-    try:
-        error: Any = json.loads(body)["error"]
-        hint = "; /new starts another conversation" if error["code"] == "context_length_exceeded" else ""
-        return f"{error['message']}{hint}"
-    except (ValueError, KeyError, TypeError):
-        return "the server gave no answer that can be read"

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import plistlib
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -17,13 +19,121 @@ from models.errors import reason
 from models.names import resolve
 from server.app.config import PREFIX, StartError
 from server.cli.config import config_file, load_config
-from server.cli.units import LABEL, MARK, PASSED_ON, ServiceSpec, launchd_plist, passed_on, systemd_unit
+from server.cli.options import Json, command_group
+
+app = command_group()
+_service = command_group(invoke_without_command=True)
+app.add_typer(_service, name="service")
 
 Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Runs a program to its end and returns its output. Raises OSError where there is none."""
 
 LOG_LINES = 100
 NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
+
+
+LABEL = "mlx-serve"
+MARK = "Written by `mlx-serve service install`."
+"""Marks every file, so that no other file is overwritten or removed."""
+STOP_SECONDS = 30
+"""Seconds beyond the time for running answers: conversations are written to the disk, and connections closed."""
+MAX_FILES = 8192
+"""Open files and connections. launchd's own limit of 256 would leave few connections."""
+RESTART_SECONDS = 5
+USAGE_STATUS = 2
+"""Exit status for unusable settings: a restart would not help."""
+
+PASSED_ON = (
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_HUB_OFFLINE",
+    "LD_PRELOAD",
+    "MLX_SERVE_CONFIG",
+    "XDG_CACHE_HOME",
+    "XDG_CONFIG_HOME",
+)
+"""Variables with locations. None is a secret: everyone on the machine may ask systemd for them."""
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """How the server is started."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    drain_seconds: float
+    """Seconds for running answers when the server ends."""
+    log_file: str = ""
+    """launchd's log file; systemd has its journal."""
+
+    @property
+    def stop_seconds(self) -> int:
+        """Seconds from the request to end until the server is killed."""
+        return int(self.drain_seconds) + STOP_SECONDS
+
+
+def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the part of the environment that the server needs too."""
+    return {name: environment[name] for name in PASSED_ON if environment.get(name)}
+
+
+def systemd_unit(spec: ServiceSpec) -> str:
+    """Returns a unit of systemd's, for the manager of one user."""
+    command = " ".join(_systemd_word(word).replace("$", "$$") for word in spec.command)
+    variables = [f"Environment={_systemd_word(f'{name}={value}')}" for name, value in spec.environment.items()]
+    return "\n".join(
+        [
+            f"# {MARK}",
+            "[Unit]",
+            "Description=mlx-serve, a local inference server",
+            "StartLimitIntervalSec=300",
+            "StartLimitBurst=5",
+            "",
+            "[Service]",
+            "Type=exec",
+            f"ExecStart={command}",
+            *variables,
+            "Restart=on-failure",
+            f"RestartSec={RESTART_SECONDS}",
+            f"RestartPreventExitStatus={USAGE_STATUS}",
+            f"TimeoutStopSec={spec.stop_seconds}",
+            f"LimitNOFILE={MAX_FILES}",
+            "UMask=0077",
+            "",
+            "[Install]",
+            "WantedBy=default.target",
+            "",
+        ]
+    )
+
+
+def launchd_plist(spec: ServiceSpec) -> str:
+    """Returns a property list of launchd's, for an agent of one user."""
+    entries = {
+        "Label": LABEL,
+        "ProgramArguments": list(spec.command),
+        "EnvironmentVariables": dict(spec.environment),
+        "RunAtLoad": True,
+        # After a crash, not after it was asked to end.
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 10,
+        # Others get less of the processor, and of the disk.
+        "ProcessType": "Interactive",
+        "ExitTimeOut": spec.stop_seconds,
+        "SoftResourceLimits": {"NumberOfFiles": MAX_FILES},
+        "Umask": 0o077,
+        "StandardOutPath": spec.log_file,
+        "StandardErrorPath": spec.log_file,
+    }
+    text = plistlib.dumps(entries, sort_keys=False).decode()
+    return text.replace("<plist ", f"<!-- {MARK} -->\n<plist ", 1)
+
+
+def _systemd_word(word: str) -> str:
+    """Returns a word in quotes, per systemd.syntax(7); `%` would begin a specifier."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'
 
 
 @dataclass(frozen=True)
@@ -228,26 +338,35 @@ def _printed(text: str, name: str) -> str:
     return match[1].strip() if match else ""
 
 
-def install(environment: Mapping[str, str]) -> None:
+@_service.callback()
+def _without_a_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@_service.command()
+def install() -> None:
     """Writes the service and starts it; raises ConfigError, ModelError or StartError."""
-    seen = passed_on(environment)
+    seen = passed_on(os.environ)
     # As the service will see them, without the variables of this shell alone.
     config = load_config({}, seen)
     for name in config.models:
         resolve(name)
-    manager = find_manager(environment)
+    manager = find_manager(os.environ)
     log_file = str(manager.log_file) if isinstance(manager, Launchd) else ""
     manager.install(ServiceSpec([*own_program(sys.argv[0]), "serve"], seen, config.drain_seconds, log_file))
     typer.echo(f"The server starts now and when you log in; {manager.file} says how.")
     typer.echo(f"Its settings are those of {config_file(seen)}; after a change install it again.")
-    for name in _unseen(environment):
-        typer.echo(f"It does not see {name} of this shell; write that setting into the file.")
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in PASSED_ON:
+            typer.echo(f"It does not see {name} of this shell; write that setting into the file.")
     typer.echo("`mlx-serve service status` says whether it runs, `mlx-serve service logs` what it said.")
 
 
-def show_state(environment: Mapping[str, str], *, as_json: bool) -> int:
-    """Prints whether the server is installed and runs; returns 0 if it runs, 1 if not. Raises StartError."""
-    manager = find_manager(environment)
+@_service.command("status")
+def show_state(as_json: Json = False) -> None:
+    """Prints whether the server is installed and runs; exit status 1 if it does not run. Raises StartError."""
+    manager = find_manager(os.environ)
     state = manager.state()
     if as_json:
         record = {
@@ -262,24 +381,28 @@ def show_state(environment: Mapping[str, str], *, as_json: bool) -> int:
         typer.echo("There is no service; `mlx-serve service install` makes one.")
     else:
         typer.echo(f"{state.detail}{f', process {state.pid}' if state.pid else ''}")
-    return 0 if state.is_running else 1
+    raise typer.Exit(0 if state.is_running else 1)
 
 
-def show_log(environment: Mapping[str, str], *, follow: bool) -> int:
-    """Shows the end of the log, or follows it until Ctrl-C; returns the exit status. Raises StartError."""
-    manager = find_manager(environment)
+@_service.command("logs")
+def show_log(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Shows the end of the log, or follows it until Ctrl-C. Raises StartError."""
+    manager = find_manager(os.environ)
     if not manager.state().is_installed:
         raise StartError("there is no service; `mlx-serve service install` makes one")
     command = manager.log_command(follow=follow)
     try:
-        return subprocess.run(command, check=False).returncode
+        raise typer.Exit(subprocess.run(command, check=False).returncode)
     except OSError as error:
         raise StartError(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
-def remove(environment: Mapping[str, str]) -> None:
+@_service.command()
+def remove() -> None:
     """Ends the server and deletes its file; raises StartError."""
-    manager = find_manager(environment)
+    manager = find_manager(os.environ)
     if manager.remove():
         typer.echo(f"The server has ended, and {manager.file} is deleted.")
     else:
@@ -297,7 +420,3 @@ def own_program(started: str) -> Sequence[str]:
     if path.name == "mlx-serve" and path.is_file() and os.access(path, os.X_OK):
         return [str(path.absolute())]
     return [sys.executable, str(Path(__file__).resolve().parents[2] / "mlx_serve.py")]
-
-
-def _unseen(environment: Mapping[str, str]) -> Sequence[str]:
-    return [name for name in environment if name.startswith(PREFIX) and name not in PASSED_ON]

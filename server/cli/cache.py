@@ -1,23 +1,46 @@
-"""`mlx-serve cache list` and `mlx-serve cache rm`: the folders in which `--cache-disk` keeps conversations."""
+"""`mlx-serve cache`: the prefix tree of a running server, and the folders of `--cache-disk`."""
 
 import json
+import os
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cache.budget import DiskInUse, FolderUnusable
 from cache.disk.model_folders import ModelFolder, find_all, remove
 from models.short_names import size_text
-from server.app.config import StartError
+from server.app.config import ConfigError, StartError
+from server.cli.ask import AskedServer, usual_url
+from server.cli.config import load_config
+from server.cli.options import Json, Key, Url, command_group
+from server.cli.top import clean, count
+
+app = command_group()
+_cache = command_group(invoke_without_command=True)
+app.add_typer(_cache, name="cache")
+
+Folder = Annotated[
+    str | None, typer.Option("--cache-dir", metavar="TEXT", help="The folder that servers have as --cache-dir.")
+]
 
 
-def show(cache_dir: str, *, as_json: bool) -> None:
-    """Prints one line for each model's folder; raises FolderUnusable."""
-    folder = Path(cache_dir).expanduser()
+@_cache.callback()
+def _without_a_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        show_tree()
+
+
+@_cache.command("list")
+def show_folders(cache_dir: Folder = None, as_json: Json = False) -> None:
+    """Prints one line for each model's folder; raises ConfigError and FolderUnusable."""
+    folder = _folder(cache_dir)
     found = _find(folder)
     if as_json:
         typer.echo(json.dumps([_record(entry) for entry in found], indent=2))
@@ -27,14 +50,20 @@ def show(cache_dir: str, *, as_json: bool) -> None:
         _print_table(found)
 
 
-def remove_folders(names: Sequence[str], cache_dir: str, *, everything: bool) -> None:
-    """Deletes the folders of `names`, or all. Raises StartError for an unknown name or one in use, and then
-    deletes none.
+@_cache.command("rm")
+def remove_folders(
+    names: Annotated[list[str] | None, typer.Argument(metavar="FOLDER", help="As `cache list` names it.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete every folder.")] = False,
+    cache_dir: Folder = None,
+) -> None:
+    """Deletes folders, by their names or by models with one folder; none if one is unknown or in use.
 
-    A name is the folder's, or the model's where only one folder belongs to that model.
+    Raises ConfigError, StartError and FolderUnusable.
     """
-    found = _find(Path(cache_dir).expanduser())
-    chosen = found if everything else [_named(name, found) for name in names]
+    if bool(names) == everything:
+        raise ConfigError("give the folders to remove, or --all")
+    found = _find(_folder(cache_dir))
+    chosen = [_named(name, found) for name in names] if names else found
     busy = next((entry for entry in chosen if entry.is_in_use), None)
     if busy is not None:
         raise StartError(f"{busy.path.name} is in use by a running server; stop that first")
@@ -42,6 +71,10 @@ def remove_folders(names: Sequence[str], cache_dir: str, *, everything: bool) ->
         _remove(entry)
     if everything and not chosen:
         typer.echo("There is nothing to remove.")
+
+
+def _folder(cache_dir: str | None) -> Path:
+    return Path(load_config({"cache_dir": cache_dir}, os.environ).cache_dir).expanduser()
 
 
 def _find(folder: Path) -> list[ModelFolder]:
@@ -93,3 +126,98 @@ def _record(entry: ModelFolder) -> dict[str, object]:
         "last_used": int(entry.last_used) or None,
         "in_use": entry.is_in_use,
     }
+
+
+STYLES = {"live": "green", "memory": "blue", "disk": "yellow"}
+_Edge = Mapping[str, Any]
+
+
+def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
+    """Yields the tree of the memory, then the tree of the disk only, and sums."""
+    yield Text.assemble((clean(cache["model"]), "bold"), f"  {_sums(cache)}")
+    nodes: Sequence[_Edge] = cache["nodes"]
+    yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))
+    on_disk = [edge for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
+    if on_disk:
+        yield Text("on disk only", "bold")
+        yield from _branches(_rooted(on_disk), max_depth, lambda edge: _said(edge, "disk"))
+    if not nodes and not on_disk:
+        yield Text("nothing is held")
+    if cache["truncated"]:
+        yield Text("there is more: --limit shows up to 10000 edges", "dim")
+
+
+def _sums(cache: Mapping[str, Any]) -> str:
+    held = cache["bytes"]
+    memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
+    disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
+    return f"{count(cache['num_tokens'])} tokens on {count(cache['num_nodes'])} edges, {memory} in memory{disk}"
+
+
+def _rooted(edges: Sequence[_Edge]) -> list[_Edge]:
+    """Returns the edges, with those whose parent is missing as roots."""
+    ids = {edge["id"] for edge in edges}
+    return [{**edge, "parent": edge["parent"] if edge["parent"] in ids else None} for edge in edges]
+
+
+def _branches(edges: Sequence[_Edge], max_depth: int | None, said: Any) -> Iterator[Text]:
+    below: defaultdict[int | None, list[_Edge]] = defaultdict(list)
+    for edge in edges:
+        below[edge["parent"]].append(edge)
+    waiting = [(edge, "", edge is below[None][-1]) for edge in reversed(below[None])]
+    while waiting:
+        edge, indent, is_last = waiting.pop()
+        yield Text.assemble((indent + ("└ " if is_last else "├ "), "dim"), said(edge))
+        inner = indent + ("  " if is_last else "│ ")
+        children = below[edge["id"]]
+        if max_depth is not None and len(inner) // 2 >= max_depth:
+            if children:
+                yield Text(f"{inner}… {count(_num_below(edge, below))} more", "dim")
+            continue
+        waiting += [(child, inner, child is children[-1]) for child in reversed(children)]
+
+
+def _num_below(edge: _Edge, below: Mapping[int | None, list[_Edge]]) -> int:
+    found = [edge]
+    for one in found:
+        found += below.get(one["id"], [])
+    return len(found) - 1
+
+
+def _said(edge: _Edge, tier: str) -> Text:
+    size = "" if tier == "live" else f" {size_text(edge['bytes'])}"
+    marks = [
+        f"restored {edge['uses']}×" if edge.get("uses") else "",
+        edge.get("restore_point") or "",
+        "pinned" if edge.get("pinned") else "",
+        "on disk too" if edge.get("disk_tokens", 0) >= edge["tokens"] else "",
+    ]
+    told = ", ".join(mark.replace("_", " ") for mark in marks if mark)
+    words = clean(edge["preview"].replace("\n", " "))
+    return Text.assemble(
+        (f"{count(edge['tokens'])} {tier}{size}", STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim")
+    )
+
+
+@_cache.command("tree")
+def show_tree(
+    url: Url = None,
+    api_key: Key = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Where several models are loaded.")] = None,
+    namespace: Annotated[str | None, typer.Option(metavar="TEXT", help="Another one, for the owner.")] = None,
+    depth: Annotated[int | None, typer.Option(metavar="NUMBER", min=1, help="How many edges deep to go.")] = None,
+    limit: Annotated[int, typer.Option(metavar="NUMBER", min=1, max=10_000, help="The most edges to list.")] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the object of /v1/cache.")] = False,
+) -> None:
+    """Prints the tree, a line for each edge. Raises StartError where the server does not show it."""
+    asked = {"model": model, "namespace": namespace, "limit": limit}
+    query = {name: value for name, value in asked.items() if value is not None}
+    cache = AskedServer(url or usual_url(), api_key).get("/v1/cache", query)
+    if as_json:
+        typer.echo(json.dumps(cache, indent=2, ensure_ascii=False))
+        return
+    console = Console(highlight=False)
+    for line in tree_lines(cache, depth):
+        if console.is_terminal:
+            line.truncate(console.width, overflow="ellipsis")
+        console.print(line, soft_wrap=True)

@@ -1,14 +1,15 @@
-"""`mlx-serve config`, and reading a server's settings from flags, environment and file."""
+"""`mlx-serve config`, and the settings as flags, variables and the file give them."""
 
+import inspect
 import json
 import os
 import shlex
 import stat
 import textwrap
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import Field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -26,11 +27,16 @@ from server.app.config import (
     from_environment,
     from_file,
     from_flags,
+    is_size,
     key_of,
     merge,
+    size_literal,
     toml_value,
     variable_of,
 )
+from server.cli.options import Json, command_group, model_names
+
+app = command_group()
 
 HIDDEN = "(not shown)"
 """Stands for a secret."""
@@ -39,6 +45,58 @@ _HEAD = """\
 # Settings of mlx-serve. A line takes effect without its '#'.
 # A variable of the environment goes before this file, a flag before both; `mlx-serve config` shows the result.
 """
+
+
+_TEMPLATE_HELP = "Print a file of all settings, to be edited."
+_MODEL_DEFAULT = "Default: the pulled model that was used last, else demo."
+
+
+def with_settings(**others: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that gives a command a flag for each setting; `others` are switches of its own."""
+    own = {name: (annotation, False) for name, annotation in others.items()}
+    options = {name: (_option(setting), None) for name, setting in SETTINGS.items()} | own
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in options.items()
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def _option(setting: "Field[Any]") -> Any:
+    metadata, kind = setting.metadata, setting.type
+    if metadata["flag"] == "MODEL":
+        told = f"{metadata['help']} {_MODEL_DEFAULT}"
+        return Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=told, autocompletion=model_names)]
+    info = typer.Option(
+        metadata["flag"],
+        help=metadata["help"] + _default(setting),
+        metavar=None if kind is bool else _metavar(setting),
+        autocompletion=(lambda: list(metadata["choices"])) if metadata["choices"] else None,
+    )
+    # A text is read as one of the file or of a variable is.
+    return Annotated[(bool if kind is bool else list[str] if kind == tuple[str, ...] else str) | None, info]
+
+
+def _default(setting: "Field[Any]") -> str:
+    """Returns what to add to the help text; nothing for a switch or a default of None, whose own text says it."""
+    default: Any = setting.default
+    if default is None or default == () or setting.type is bool:
+        return ""
+    return f" Default: {size_literal(setting, default) if is_size(setting) else default}."
+
+
+def _metavar(setting: "Field[Any]") -> str:
+    if setting.metadata["choices"]:
+        return "|".join(setting.metadata["choices"])
+    if is_size(setting):
+        return "SIZE" if setting.metadata["unit"] == "bytes" else "SIZE/day"
+    return (setting.metadata["unit"] or ("TEXT" if setting.type in (str, str | None) else "NUMBER")).upper()
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
@@ -73,22 +131,22 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
     return checked(_with_key(settings))
 
 
-def show_settings(given: Mapping[str, Any], environment: Mapping[str, str], *, as_json: bool) -> None:
-    """Prints each setting, its value and its source. Raises ConfigError."""
-    settings = read_settings(given, environment)
+@app.command("config")
+@with_settings(as_json=Json, as_template=Annotated[bool, typer.Option("--template", help=_TEMPLATE_HELP)])
+def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
+    """Prints each setting, its value and its source, or a file of all with their defaults. Raises ConfigError."""
+    if as_template:
+        typer.echo("\n".join([_HEAD, *map(_template_entry, SETTINGS.values())]), nl=False)
+        return
+    settings = read_settings(given, os.environ)
     checked(settings)
-    file = config_file(environment)
+    file = config_file(os.environ)
     if as_json:
         records = [_record(name, told) for name, told in settings.items()]
         typer.echo(json.dumps({"file": str(file), "exists": file.is_file(), "settings": records}, indent=2))
     else:
         typer.echo(_table(settings))
         typer.echo(f"\nfile: {file}{'' if file.is_file() else ', which is not there'}")
-
-
-def template() -> str:
-    """Returns a file of all settings with their defaults, each line a comment."""
-    return "\n".join([_HEAD, *(_template_entry(name) for name in SETTINGS)])
 
 
 def _read_file(environment: Mapping[str, str]) -> Layer:
@@ -150,7 +208,6 @@ def _table(settings: Layer) -> str:
     return "\n".join(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {where}" for key, value, where in rows)
 
 
-def _template_entry(name: str) -> str:
-    setting = SETTINGS[name]
+def _template_entry(setting: "Field[Any]") -> str:
     told = textwrap.fill(setting.metadata["help"], 100, initial_indent="# ", subsequent_indent="# ")
     return f"{told}\n#{key_of(setting)} = {toml_value(setting, setting.default)}".rstrip() + "\n"

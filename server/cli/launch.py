@@ -4,7 +4,7 @@ A server that is started for the agent ends with the agent.
 """
 
 import contextlib
-import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
 
 import httpx2
@@ -22,9 +22,10 @@ import typer
 
 from server.app import memory_budget
 from server.app.config import ConfigError, StartError
-from server.cli.ask import KeyNeeded, Served, find_served
+from server.cli.ask import AskedServer, KeyNeeded, Served, find_served, known_urls
 from server.cli.at_login import own_program
 from server.cli.config import load_model_config
+from server.cli.options import MODEL_HELP, Key, command_group, model_names
 from server.cli.recipes import (
     RECIPES,
     LaunchTarget,
@@ -38,6 +39,8 @@ from server.cli.recipes import (
     prompt_speed,
     savings_between,
 )
+
+app = command_group()
 
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
@@ -76,7 +79,7 @@ def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], 
 def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> str:
     while process.poll() is None:
         url = next((claim.url for claim in memory_budget.running(runtime) if claim.pid == process.pid), "")
-        if url and _is_ready(url):
+        if url and _get(url, "/health", None) is not None:
             return url
         time.sleep(POLL_SECONDS)
     log.seek(0)
@@ -84,17 +87,18 @@ def _wait_for(process: "subprocess.Popen[bytes]", runtime: Path, log: Any) -> st
     raise StartError((lines[-1] if lines else "it said nothing").removeprefix("mlx-serve: "))
 
 
-def _is_ready(url: str) -> bool:
+def _get(url: str, path: str, key: str | None) -> dict[str, Any] | None:
+    """Returns an answer's object; None where there is none."""
     try:
-        with _client(None) as client:
-            return client.get(f"{url}/health").status_code == httpx2.codes.OK
-    except httpx2.HTTPError:
-        return False
+        found = AskedServer(url, key, ASK_SECONDS).get(path)
+    except StartError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def describe_target(served: Served, key: str | None) -> LaunchTarget:
     """Returns the model as an agent must see it."""
-    models = _get(f"{served.url}/v1/models", key).get("data", [])
+    models = (_get(served.url, "/v1/models", key) or {}).get("data", [])
     found: dict[str, Any] = next((model for model in models if model.get("id") == served.model), {})
     return LaunchTarget(served.url, served.model, int(found.get("context_length") or 0), key or "")
 
@@ -102,7 +106,7 @@ def describe_target(served: Served, key: str | None) -> LaunchTarget:
 def look_at_sessions(target: LaunchTarget) -> SessionCounts:
     """Returns the counts of the server's sessions; none where the server does not say."""
     try:
-        return count_sessions(_get(f"{target.url}/v1/sessions", target.key)["data"])
+        return count_sessions((_get(target.url, "/v1/sessions", target.key) or {})["data"])
     except (KeyError, TypeError):
         return {}
 
@@ -112,31 +116,12 @@ def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCou
     turns: list[Any] = []
     for namespace, name in changed(before, after):
         query = httpx2.QueryParams({"namespace": namespace} if namespace and not target.key else {})
-        session = _get(f"{target.url}/v1/sessions/{_quoted(name)}?{query}", target.key)
-        turns += session.get("turns") or []
+        session = _get(target.url, f"/v1/sessions/{quote(name, safe='')}?{query}", target.key)
+        turns += (session or {}).get("turns") or []
     try:
         return prompt_speed(turns)
     except (KeyError, TypeError):
         return 0.0
-
-
-def _quoted(name: str) -> str:
-    return quote(name, safe="")
-
-
-def _get(url: str, key: str | None) -> dict[str, Any]:
-    try:
-        with _client(key) as client:
-            answer = client.get(url)
-            found = answer.json() if answer.status_code == httpx2.codes.OK else {}
-    except (httpx2.HTTPError, json.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _client(key: str | None) -> httpx2.Client:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx2.Client(timeout=ASK_SECONDS, trust_env=False, headers=headers)
 
 
 @dataclass(frozen=True)
@@ -149,6 +134,31 @@ class Launch:
     arguments: Sequence[str]
     is_shown: bool = False
     """Whether the command is only shown, not run."""
+
+
+@app.command("launch", context_settings={"ignore_unknown_options": True})
+def _launch(
+    client: Annotated[
+        str,
+        typer.Argument(metavar="|".join(RECIPES), help="The agent to start.", autocompletion=lambda: list(RECIPES)),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="For the agent; behind -- if they begin with -."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help=f"{MODEL_HELP} Default: the one that `serve` has.",
+            autocompletion=model_names,
+        ),
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Show the command, and start nothing.")] = False,
+    api_key: Key = None,
+) -> None:
+    asked = Launch(client, model, api_key, arguments or (), show)
+    raise typer.Exit(launch(asked, known_urls(), memory_budget.runtime_folder(os.environ), os.environ))
 
 
 def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mapping[str, str]) -> int:

@@ -9,11 +9,15 @@ from rich.table import Table
 
 from models.names import InstalledModel, installed
 from models.short_names import size_text
+from server.cli.options import Json, command_group
+
+app = command_group()
 
 HEADINGS = ("NAME", "SIZE", "ARCHITECTURE", "WEIGHTS", "FOLDER")
 
 
-def show_installed(*, as_json: bool = False) -> None:
+@app.command("list")
+def show_installed(as_json: Json = False) -> None:
     """Prints the models that `serve` and `run` find by name: a table, or JSON for programs."""
     models = installed()
     console = Console(markup=False, highlight=False, soft_wrap=True)

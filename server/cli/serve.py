@@ -43,6 +43,7 @@ from server.api.observe import check_otlp
 from server.app import memory_budget
 from server.app.config import ConfigError, ServerConfig, StartError
 from server.app.keys import KeyRing, read_keys
+from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
@@ -257,7 +258,11 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
         pool = _make_pool(service, config, around, claim)
         try:
             on_listening = partial(show_banner, console, service, config, around)
-            return asyncio.run(_serve(pool, config, keys, listener, max_connections, on_listening, sigterm))
+            app = create_pool_app(pool, config, keys=keys)
+            server = _Server(app, Limits(config.client_seconds, max_connections), on_listening)
+            return asyncio.run(
+                _serve(server, _Stopper(server, pool, app, config.drain_seconds), config, listener, sigterm)
+            )
         finally:
             # The process ends in a moment anyway; a signal now would only change the exit status.
             sigterm.on_signal = lambda: None
@@ -397,19 +402,10 @@ def _cannot_listen(host: str, port: int, error: OSError) -> StartError:
 
 
 async def _serve(
-    pool: ModelPool,
-    config: ServerConfig,
-    keys: KeyRing,
-    listener: socket.socket,
-    max_connections: int,
-    on_listening: Callable[[], None],
-    sigterm: Sigterm,
+    server: "_Server", stopper: "_Stopper", config: ServerConfig, listener: socket.socket, sigterm: Sigterm
 ) -> int:
-    app = create_pool_app(pool, config, keys=keys)
+    pool, app = stopper.pool, stopper.app
     pool.watch()
-    limits = Limits(config.client_seconds, max_connections)
-    server = _Server(app, limits, on_listening)
-    stopper = _Stopper(server, pool, app, config.drain_seconds)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopper.signalled)
     sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)
@@ -466,20 +462,20 @@ class _Stopper:
 
     def __init__(self, server: _Server, pool: ModelPool, app: Starlette, drain_seconds: float) -> None:
         self._server = server
-        self._pool = pool
-        self._app = app
+        self.pool = pool
+        self.app = app
         self._drain_seconds = drain_seconds
         self._draining: asyncio.Task[None] | None = None
 
     def signalled(self) -> None:
         """Handles one SIGTERM or SIGINT."""
         if self._draining is not None:
-            num_running = self._pool.num_running
+            num_running = self.pool.num_running
             logger.warning("stopped at once%s", ": answers that were running are cut off" if num_running else "")
             logging.shutdown()
             # The worker may be inside a step, and an interpreter that ends around it would abort noisily.
             os._exit(130)
-        start_draining(self._app)
+        start_draining(self.app)
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def finish(self) -> None:
@@ -488,12 +484,12 @@ class _Stopper:
             await self._draining
 
     async def _drain(self) -> None:
-        num_running = self._pool.num_running
+        num_running = self.pool.num_running
         if num_running:
             logger.info("stopping: %d running, up to %g s to finish", num_running, self._drain_seconds)
-        if not await self._pool.drain(self._drain_seconds):
+        if not await self.pool.drain(self._drain_seconds):
             logger.warning("stopping: what still runs ends now")
-        await asyncio.to_thread(self._pool.stop)
+        await asyncio.to_thread(self.pool.stop)
         self._server.should_exit = True
 
 

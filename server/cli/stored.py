@@ -1,34 +1,15 @@
-"""`mlx-serve pull`, `show`, `cp`, `tag`, `rm`, `create` and `verify`: models of this machine, and names of one's
-own.
-
-A family's name stands for the largest of its models that this machine has memory for.
-"""
+"""`mlx-serve show`, `cp`, `tag`, `rm`, `create` and `verify`: models of this machine, and names of one's own."""
 
 import json
-import logging
 import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from models.errors import ModelfileError, ModelNotFound, StoreError, reason
-from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress
 from models.names import (
     BUILT_IN,
     InstalledModel,
@@ -40,22 +21,29 @@ from models.names import (
     identity_of,
     parse_repository,
     place_of,
-    resolve,
-    shorten,
 )
-from models.short_names import ShortName, find_family, find_short_name, largest, size_text
+from models.short_names import size_text
 from models.store import library
 from models.store.library import FileFault, Making, verify
 from models.store.modelfile import WITHOUT_EFFECT, modelfile_of, parameters_of, parse_modelfile
 from models.store.stored_model import StoredModel, WeightsPlace
 from server.app.config import StartError
-from server.app.memory_budget import Machine, comfortable_weights_bytes, largest_weights_bytes, read_machine
+from server.cli.options import AnyModel, Force, Json, OwnName, command_group
+
+app = command_group()
 
 STANDARD_INPUT = "-"
 
 
-def show(name: str, *, as_modelfile: bool, as_json: bool) -> None:
+@app.command()
+def show(
+    name: AnyModel,
+    as_modelfile: Annotated[bool, typer.Option("--modelfile", help="Print a Modelfile that makes it.")] = False,
+    as_json: Json = False,
+) -> None:
     """Prints what a model is; raises ModelError."""
+    # Else transformers advises to install PyTorch; it reads this when it is imported.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     place, stored = place_of(name), find_stored(name)
     if as_modelfile:
         if stored is None:
@@ -72,13 +60,20 @@ def show(name: str, *, as_modelfile: bool, as_json: bool) -> None:
             typer.echo("\n".join([f"{label:<12} {first}".rstrip(), *(f"{'':<12} {line}" for line in others)]))
 
 
-def copy(source: str, name: str, *, replaces: bool, as_json: bool) -> None:
+@app.command("cp")
+def copy(source: AnyModel, name: OwnName, replaces: Force = False, as_json: Json = False) -> None:
     """Gives a model another name. Raises ModelError."""
     made = library.create(name, place_of(source), source, Making(replaces=replaces))
     _tell({"name": made.short_name, "from": source}, f"{made.short_name} stands for {made.weights}.", as_json)
 
 
-def tag(name: str, tag_name: str, *, replaces: bool, as_json: bool) -> None:
+@app.command()
+def tag(
+    name: OwnName,
+    tag_name: Annotated[str, typer.Argument(metavar="TAG", help="What stands behind the colon, such as v2.")],
+    replaces: Force = False,
+    as_json: Json = False,
+) -> None:
     """Gives a name of one's own another tag. Raises ModelError."""
     stored = find_stored(name)
     if stored is None:
@@ -87,7 +82,15 @@ def tag(name: str, tag_name: str, *, replaces: bool, as_json: bool) -> None:
     copy(stored.name, f"{family}:{tag_name.removeprefix(f'{family}:')}", replaces=replaces, as_json=as_json)
 
 
-def create(name: str, file: str, *, as_json: bool) -> None:
+@app.command()
+def create(
+    name: OwnName,
+    file: Annotated[
+        str,
+        typer.Option("-f", "--file", metavar="FILE", help="A Modelfile, as Ollama has them; - is standard input."),
+    ] = "Modelfile",
+    as_json: Json = False,
+) -> None:
     """Makes a model from a Modelfile; raises ModelError and StartError."""
     text, folder = _read(file)
     try:
@@ -107,7 +110,8 @@ def create(name: str, file: str, *, as_json: bool) -> None:
     )
 
 
-def remove(name: str, *, is_forced: bool, as_json: bool) -> None:
+@app.command("rm")
+def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> None:
     """Removes a name of one's own, or the files of a repository, after a question. Raises ModelError and
     StartError.
     """
@@ -122,11 +126,15 @@ def remove(name: str, *, is_forced: bool, as_json: bool) -> None:
         _remove_weights(name, is_forced=is_forced, as_json=as_json)
 
 
-def check_files(name: str, *, removes_damaged: bool, as_json: bool) -> int:
-    """Prints the faults of a model's files, and returns the exit status. Raises ModelError.
-
-    On request, damaged files of the cache are removed, so that they are pulled anew.
-    """
+@app.command("verify")
+def check_files(
+    name: AnyModel,
+    removes_damaged: Annotated[
+        bool, typer.Option("--remove-damaged", help="Remove what is damaged from the cache, to be pulled again.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Prints the faults of a model's files; exit status 1 if there are any. Raises ModelError."""
     place, folder = files_of(name)
     found = verify(folder)
     removed = [] if not removes_damaged or place.kind != "repository" else list(_remove_files(folder, found.faults))
@@ -147,7 +155,7 @@ def check_files(name: str, *, removes_damaged: bool, as_json: bool) -> int:
         rest = found.num_files - found.num_compared
         unknown = f"; of {rest} no hash is known" if rest else ""
         typer.echo(f"{name} is whole: {found.num_compared} files have the hub's hash{unknown}.")
-    return 1 if found.faults else 0
+    raise typer.Exit(1 if found.faults else 0)
 
 
 def _remove_files(folder: Path, faults: Sequence[FileFault]) -> Iterator[str]:
@@ -290,219 +298,3 @@ def _confirm(question: str, *, is_forced: bool) -> None:
 
 def _tell(record: dict[str, Any], sentence: str, as_json: bool) -> None:
     typer.echo(json.dumps(record, indent=2) if as_json else sentence)
-
-
-LINE_SHARE = 0.1
-"""Without a terminal, a line is printed for each further part of this size."""
-LINE_SECONDS = 15.0
-"""Seconds after which a line is printed anyway, if there is progress."""
-JSON_SECONDS = 0.5
-
-
-def pull_for_person(name: str, *, as_json: bool = False, is_forced: bool = False) -> None:
-    """Downloads a model with progress. Raises ModelError. Ctrl-C ends the process and says how to go on.
-
-    A family stands for the largest of its models that fits this machine's memory. `is_forced` also fetches a model
-    that does not fit.
-    """
-    from models.hub import pull
-
-    console = Console(markup=False, highlight=False)
-    machine = this_machine()
-    chosen = choose(name, comfortable_weights_bytes(machine))
-    name = shorten(name) if chosen is None else chosen.name
-    if chosen is not None and not as_json:
-        console.print(f"{name} ({about(chosen)}) is the largest of its family that fits here.", soft_wrap=True)
-    limit_bytes = None if is_forced else largest_weights_bytes(machine)
-    # During retries the bar stands still; if they fail, the error has the sentence.
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-    before = signal.signal(signal.SIGINT, _stop_pull(name))
-    try:
-        with _reporter(console, name, as_json=as_json) as reporter:
-            folder = pull(name, reporter.tell, max_weights_bytes=limit_bytes)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if as_json:
-        console.out(json.dumps({"status": "success", "name": name, "path": str(folder)}, ensure_ascii=False))
-        return
-    console.print(f"{name} is here: {folder}", soft_wrap=True)
-    console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
-
-
-def choose(name: str, limit_bytes: int) -> ShortName | None:
-    """Returns the largest model of a family that fits a machine; None for a name that is no family's.
-
-    Raises ModelNotFound where none fits.
-    """
-    family = find_family(name) if not Path(name).expanduser().is_dir() else ()
-    if not family:
-        return None
-    found = largest(family, limit_bytes)
-    if found is None:
-        smallest = family[0]
-        raise ModelNotFound(
-            f"The smallest of {name}, {smallest.name}, takes {about(smallest)}, and this machine has memory for "
-            f"{size_text(max(limit_bytes, 0))} of weights"
-        )
-    return found
-
-
-def offer(name: str) -> str | None:
-    """Asks at a terminal whether to download a missing model; returns its name once it is here.
-
-    None for a model that is here, or one that cannot be downloaded. Raises ModelError.
-    """
-    if _is_here(name):
-        return None
-    limit_bytes = comfortable_weights_bytes(this_machine())
-    chosen = choose(name, limit_bytes) or find_short_name(name)
-    wanted = shorten(name) if chosen is None else chosen.name
-    if parse_repository(wanted) is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return None
-    size = "" if chosen is None else f" ({about(chosen)}{_fit(chosen, limit_bytes)})"
-    console = Console(markup=False, highlight=False)
-    answer = console.input(f"{wanted} is not on this machine. Pull it{size}? [Y/n] ").strip().lower()
-    if answer not in ("", "y", "yes"):
-        return None
-    pull_for_person(wanted)
-    return wanted
-
-
-def about(model: ShortName) -> str:
-    """Returns the approximate size of a model."""
-    return f"about {size_text(model.num_bytes)}"
-
-
-def this_machine() -> Machine:
-    """Returns the machine's memory in bytes."""
-    # Asking the device takes a moment.
-    import mlx.core as mx
-
-    return read_machine(mx.device_info())
-
-
-def _fit(model: ShortName, limit_bytes: int) -> str:
-    return "; fits this machine" if model.num_bytes <= limit_bytes else "; more than this machine has memory for"
-
-
-def _is_here(name: str) -> bool:
-    try:
-        resolve(name)
-    except ModelNotFound:
-        return False
-    return True
-
-
-class _Reporter:
-    """Shows a download. A context manager."""
-
-    def __enter__(self) -> "_Reporter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leaves nothing behind."""
-
-    def tell(self, event: PullEvent) -> None:
-        """Shows one step."""
-        raise NotImplementedError
-
-
-class _Bars(_Reporter):
-    """Bars at a terminal: one for all files, one for the file being fetched."""
-
-    def __init__(self, console: Console, name: str) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._whole = self._progress.add_task(name, total=None)
-        self._part: TaskID | None = None
-        self._file = ""
-        self._num_files = 1
-
-    def __enter__(self) -> "_Bars":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def tell(self, event: PullEvent) -> None:
-        match event:
-            case PullPlanned(files=files):
-                self._num_files = sum(bool(file.digest) for file in files)
-            case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
-                self._progress.update(self._whole, completed=done, total=total)
-                if file is not None and self._num_files > 1:
-                    self._show(file.name, here, file.num_bytes)
-            case PullChecking(file=file):
-                self._progress.update(self._part or self._whole, description=f"checking {file.name}")
-
-    def _show(self, name: str, here: int, total: int) -> None:
-        if name != self._file or self._part is None:
-            if self._part is not None:
-                self._progress.remove_task(self._part)
-            self._file, self._part = name, self._progress.add_task(name, total=total, completed=here)
-        self._progress.update(self._part, completed=here)
-
-
-class _Lines(_Reporter):
-    def __init__(self, console: Console, name: str) -> None:
-        self._console = console
-        self._name = name
-        self._told_share = 0.0
-        self._told_at = time.monotonic()
-
-    def tell(self, event: PullEvent) -> None:
-        if not isinstance(event, PullProgress) or not event.total_bytes:
-            return
-        share, now = event.done_bytes / event.total_bytes, time.monotonic()
-        more = share - self._told_share
-        if more >= LINE_SHARE or (more > 0 and now - self._told_at >= LINE_SECONDS):
-            self._told_share, self._told_at = share, now
-            here, total = size_text(event.done_bytes), size_text(event.total_bytes)
-            self._console.print(f"{self._name}: {share:.0%}, {here} of {total}", soft_wrap=True)
-
-
-class _Json(_Reporter):
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._told_at = 0.0
-
-    def tell(self, event: PullEvent) -> None:
-        match event:
-            case PullPlanned(repository=repository, files=files):
-                listed = [{"name": file.name, "bytes": file.num_bytes} for file in files]
-                self._print({"status": "planned", "repository": repository, "files": listed})
-            case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
-                now = time.monotonic()
-                if done < total and now - self._told_at < JSON_SECONDS:
-                    return
-                self._told_at = now
-                part = {} if file is None else {"file": file.name, "file_bytes": here, "file_total": file.num_bytes}
-                self._print({"status": "downloading", "completed": done, "total": total, **part})
-            case PullChecking(file=file):
-                self._print({"status": "checking", "file": file.name})
-
-    def _print(self, figures: dict[str, object]) -> None:
-        self._console.out(json.dumps(figures, ensure_ascii=False))
-
-
-def _reporter(console: Console, name: str, *, as_json: bool) -> _Reporter:
-    if as_json:
-        return _Json(console)
-    return _Bars(console, name) if console.is_terminal else _Lines(console, name)
-
-
-def _stop_pull(name: str) -> Callable[[int, FrameType | None], None]:
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        # Downloads run in threads that would otherwise be waited for; what they wrote is kept for the next time.
-        note = f"\nmlx-serve: stopped; go on where it stopped with: mlx-serve pull {name}\n"
-        os.write(sys.stderr.fileno(), note.encode())
-        os._exit(1)
-
-    return stop

@@ -1,8 +1,4 @@
-"""`mlx-serve top` and `mlx-serve cache tree`: a running server's figures, drawn for a terminal of any size.
-
-`top` draws the object of `/v1/stats` again and again until the user leaves; `cache tree` prints the prefix tree of
-`/v1/cache` once.
-"""
+"""`mlx-serve top`: the object of a server's `/v1/stats`, drawn for a terminal of any size until the user leaves."""
 
 import contextlib
 import json
@@ -11,10 +7,9 @@ import select
 import signal
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len, set_cell_size
@@ -24,7 +19,10 @@ from rich.text import Text
 
 from models.short_names import size_text
 from server.app.config import StartError
-from server.cli.ask import AskedServer
+from server.cli.ask import AskedServer, usual_url
+from server.cli.options import Key, Url, command_group
+
+app = command_group()
 
 BAR = 20
 NARROW = 60
@@ -132,7 +130,7 @@ def _requests(requests: Sequence[Mapping[str, Any]], screen: TopPage, room: int)
         yield Text("no request is running", "dim")
         return
     is_narrow = screen.width < NARROW
-    yield Text(_row("SLOT", "SESSION", "PHASE", "PROMPT", "OUTPUT", "TIME", is_narrow=is_narrow), "bold")
+    yield Text(_row(("SLOT", "SESSION", "PHASE", "PROMPT", "OUTPUT", "TIME"), is_narrow=is_narrow), "bold")
     order = sorted(requests, key=lambda one: (one["slot"] is None, one["slot"] or 0, one["received"]))
     first = min(screen.first, max(0, len(order) - 1))
     shown = order[first : first + max(1, room - 1)]
@@ -150,18 +148,13 @@ def _request(one: Mapping[str, Any], speed: float | None, *, is_narrow: bool) ->
     output = f"{count(one['completion_tokens'])}"
     if speed and not is_prefill:
         output += f" {speed:.0f}/s"
-    return _row(
-        "-" if one["slot"] is None else str(one["slot"]),
-        clean(one["session_id"] or "-"),
-        one["phase"],
-        f"{prompt}{count(one['prompt_tokens'])}",
-        output,
-        duration(one["seconds"]),
-        is_narrow=is_narrow,
-    )
+    slot, session = "-" if one["slot"] is None else str(one["slot"]), clean(one["session_id"] or "-")
+    told = f"{prompt}{count(one['prompt_tokens'])}"
+    return _row((slot, session, one["phase"], told, output, duration(one["seconds"])), is_narrow=is_narrow)
 
 
-def _row(slot: str, session: str, phase: str, prompt: str, output: str, time: str, *, is_narrow: bool) -> str:
+def _row(cells: Sequence[str], *, is_narrow: bool) -> str:
+    slot, session, phase, prompt, output, time = cells
     if is_narrow:
         return f"{slot:>3} {_fitted(session, 14)} {phase:<7} {prompt:>10}"
     return f"{slot:>4} {_fitted(session, 24)} {phase:<8} {prompt:>14} {output:>14} {time:>8}"
@@ -236,21 +229,34 @@ class Watched:
         self._before = found
 
 
-def show_once(url: str, api_key: str | None, *, as_json: bool) -> None:
-    """Prints the server's figures once. Raises StartError where it gives none."""
-    stats = Watched(url, api_key).stats()
+@app.command()
+def top(
+    url: Url = None,
+    api_key: Key = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.2, max=3600, help="Time between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print what it does now, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: print the object of /v1/stats.")] = False,
+) -> None:
+    """Draws the server's figures, or prints them once. Raises StartError where it gives none."""
+    url = url or usual_url()
     if as_json:
-        typer.echo(json.dumps(stats, indent=2, ensure_ascii=False))
-        return
+        typer.echo(json.dumps(Watched(url, api_key).stats(), indent=2, ensure_ascii=False))
+    elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        _print_once(url, Watched(url, api_key).stats())
+    else:
+        _watch(url, Watched(url, api_key), interval)
+
+
+def _print_once(url: str, stats: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     width = console.width if console.is_terminal else PLAIN.width
     for line in lines(stats, replace(PLAIN, url=url, width=width)):
         console.print(line, soft_wrap=True)
 
 
-def watch(url: str, api_key: str | None, interval_seconds: float) -> None:
-    """Draws until the user leaves. Raises StartError where no server answers at first."""
-    watched = Watched(url, api_key)
+def _watch(url: str, watched: Watched, interval_seconds: float) -> None:
     stats: dict[str, Any] | None = watched.stats()
     console = Console(highlight=False)
     screen = TopPage(url, console.width, console.height)
@@ -302,89 +308,3 @@ def _keys() -> Iterator[Callable[[float], str]]:
         yield read
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-STYLES = {"live": "green", "memory": "blue", "disk": "yellow"}
-_Edge = Mapping[str, Any]
-
-
-def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterator[Text]:
-    """Yields the tree of the memory, then the tree of the disk only, and sums."""
-    yield Text.assemble((clean(cache["model"]), "bold"), f"  {_sums(cache)}")
-    nodes: Sequence[_Edge] = cache["nodes"]
-    yield from _branches(nodes, max_depth, lambda edge: _said(edge, edge["tier"]))
-    on_disk = [edge for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
-    if on_disk:
-        yield Text("on disk only", "bold")
-        yield from _branches(_rooted(on_disk), max_depth, lambda edge: _said(edge, "disk"))
-    if not nodes and not on_disk:
-        yield Text("nothing is held")
-    if cache["truncated"]:
-        yield Text("there is more: --limit shows up to 10000 edges", "dim")
-
-
-def _sums(cache: Mapping[str, Any]) -> str:
-    held = cache["bytes"]
-    memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
-    disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
-    return f"{count(cache['num_tokens'])} tokens on {count(cache['num_nodes'])} edges, {memory} in memory{disk}"
-
-
-def _rooted(edges: Sequence[_Edge]) -> list[_Edge]:
-    """Returns the edges, with those whose parent is missing as roots."""
-    ids = {edge["id"] for edge in edges}
-    return [{**edge, "parent": edge["parent"] if edge["parent"] in ids else None} for edge in edges]
-
-
-def _branches(edges: Sequence[_Edge], max_depth: int | None, said: Any) -> Iterator[Text]:
-    below: defaultdict[int | None, list[_Edge]] = defaultdict(list)
-    for edge in edges:
-        below[edge["parent"]].append(edge)
-    waiting = [(edge, "", edge is below[None][-1]) for edge in reversed(below[None])]
-    while waiting:
-        edge, indent, is_last = waiting.pop()
-        yield Text.assemble((indent + ("└ " if is_last else "├ "), "dim"), said(edge))
-        inner = indent + ("  " if is_last else "│ ")
-        children = below[edge["id"]]
-        if max_depth is not None and len(inner) // 2 >= max_depth:
-            if children:
-                yield Text(f"{inner}… {count(_num_below(edge, below))} more", "dim")
-            continue
-        waiting += [(child, inner, child is children[-1]) for child in reversed(children)]
-
-
-def _num_below(edge: _Edge, below: Mapping[int | None, list[_Edge]]) -> int:
-    found = [edge]
-    for one in found:
-        found += below.get(one["id"], [])
-    return len(found) - 1
-
-
-def _said(edge: _Edge, tier: str) -> Text:
-    size = "" if tier == "live" else f" {size_text(edge['bytes'])}"
-    marks = [
-        f"restored {edge['uses']}×" if edge.get("uses") else "",
-        edge.get("restore_point") or "",
-        "pinned" if edge.get("pinned") else "",
-        "on disk too" if edge.get("disk_tokens", 0) >= edge["tokens"] else "",
-    ]
-    told = ", ".join(mark.replace("_", " ") for mark in marks if mark)
-    words = clean(edge["preview"].replace("\n", " "))
-    return Text.assemble(
-        (f"{count(edge['tokens'])} {tier}{size}", STYLES[tier]), f"  {words}", (f"  ({told})" if told else "", "dim")
-    )
-
-
-def show_tree(
-    url: str, api_key: str | None, query: dict[str, str | int], max_depth: int | None, *, as_json: bool
-) -> None:
-    """Prints the tree, a line for each edge. Raises StartError where the server does not show it."""
-    cache = AskedServer(url, api_key).get("/v1/cache", query)
-    if as_json:
-        typer.echo(json.dumps(cache, indent=2, ensure_ascii=False))
-        return
-    console = Console(highlight=False)
-    for line in tree_lines(cache, max_depth):
-        if console.is_terminal:
-            line.truncate(console.width, overflow="ellipsis")
-        console.print(line, soft_wrap=True)

@@ -16,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from models.texts import shared_length
-from server.app.config import DoctorError
+from server.app.config import DEFAULT_URL, DoctorError
 from server.doctor import findings as turns
 from server.doctor.findings import Checkup, Finding, Refused, Savings, findings_of, savings_of
 from server.doctor.recorded import read_requests
 
-DEFAULT_URL = "http://127.0.0.1:8080"
 TIMEOUT_SECONDS = 10.0
 
 

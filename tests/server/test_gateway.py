@@ -1,9 +1,10 @@
-"""Several servers behind the HAProxy that `gateway-config` configures: each conversation stays where its state is."""
+"""Several servers behind HAProxy with `deploy/haproxy.cfg`: each conversation stays where its state is."""
 
 import contextlib
 import http.client
 import itertools
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -17,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from server.app.config import ConfigError
-from server.cli.gateway import Gateway, gateway_config, name_of
+from server.api.session_id import SESSION_HEADERS, SESSION_METADATA
 from tests.support.server_process import Process
 
 HAPROXY = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin:/usr/local/bin:/usr/bin")
@@ -30,32 +30,47 @@ FORMS = ("in the header", "in the body", "absent")
 needs_haproxy = pytest.mark.skipif(HAPROXY is None, reason="haproxy is missing; apt-get install haproxy brings it")
 
 
-@pytest.mark.parametrize(
-    ("gateway", "words"),
-    [
-        (Gateway(()), "--replica must name"),
-        (Gateway(("a:1", "a:1")), "twice"),
-        (Gateway(("a",)), "HOST:PORT"),
-        (Gateway(("a:1\n    server b b:2",)), "HOST:PORT"),
-        (Gateway(("a:70000",)), "HOST:PORT"),
-        (Gateway(("a:1",), listen="8000"), "--listen"),
-        (Gateway(("a:1",), admin_socket="/tmp/a b"), "--admin-socket"),
-        (Gateway(("a:1",), certificate="/tmp/a\n"), "--certificate"),
-        (Gateway(("a:1",), buffer_bytes=10), "--buffer"),
-    ],
-)
-def test_what_haproxy_would_misunderstand_is_refused(gateway: Gateway, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        gateway_config(gateway)
+ROOT = Path(__file__).parents[2]
+FILE = (ROOT / "deploy" / "haproxy.cfg").read_text(encoding="utf-8")
+
+
+def configured(replicas: Sequence[str], listen: str, admin_socket: str) -> str:
+    """Returns the file with what a person changes in it: the servers, the address, the socket."""
+    servers = "\n".join(f"    server {replica} {replica}" for replica in replicas)
+    text = re.sub(r"(?:    server \S+ \S+\n)+", f"{servers}\n", FILE, count=1)
+    text = re.sub(r"^    bind .*$", f"    bind {listen}", text, count=1, flags=re.MULTILINE)
+    return text.replace("/run/haproxy/admin.sock", admin_socket)
+
+
+def test_a_session_is_looked_for_where_the_servers_look_for_it() -> None:
+    rules = [line.split(maxsplit=2)[2] for line in FILE.splitlines() if "set-var(txn.session)" in line]
+    headers = [found[1] for rule in rules if (found := re.match(r"req\.hdr\((.+?)\)", rule))]
+    assert headers == list(SESSION_HEADERS)
+    in_bodies = [found[1] for rule in rules if (found := re.match(r"req\.body,json_query\('\$\.(.+?)'\)", rule))]
+    metadata = [f"metadata.{name}" for name in SESSION_METADATA]
+    assert in_bodies[:7] == ["session_id", "prompt_cache_key", *metadata, "conversation", "conversation.id"]
+    # The rules behind them are those of docs/scale.md for a request without a session.
+    parts = ("'$.conversation.id'", "txn.stored", "messages[1]", "messages[0]", "input[0]", "'$.input'", "'$.prompt'")
+    order = [next(number for number, rule in enumerate(rules) if part in rule) for part in parts]
+    assert order == list(range(order[0], len(rules)))
+    assert all("if of_session" in rule or "if !named" in rule for rule in rules)
+
+
+def test_the_docs_and_the_file_name_the_same_numbers() -> None:
+    docs = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert "deploy/haproxy.cfg" in docs and "first 1 MiB" in docs and "tune.bufsize 1048576" in FILE
+    assert "for 24 hours" in docs and FILE.count("expire 24h") == 2
+    assert FILE.count("CHANGE:") == 2
 
 
 @needs_haproxy
-@pytest.mark.parametrize("replica", ["127.0.0.1:8081", "[::1]:8081", "localhost:8081"])
-def test_haproxy_takes_the_configuration(replica: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replica", ["127.0.0.1:8081", "localhost:8081"])
+def test_haproxy_takes_the_file(replica: str, tmp_path: Path) -> None:
     file = tmp_path / "haproxy.cfg"
-    file.write_text(gateway_config(Gateway((replica, "127.0.0.1:9"), admin_socket=str(tmp_path / "admin"))))
-    checked = subprocess.run([str(HAPROXY), "-c", "-f", str(file)], capture_output=True, text=True)
-    assert (checked.returncode, checked.stderr.count("WARNING")) == (0, 0), checked.stderr
+    file.write_text(configured((replica, "127.0.0.1:9"), "127.0.0.1:8000", str(tmp_path / "admin")))
+    for path in (file, ROOT / "deploy" / "haproxy.cfg"):
+        checked = subprocess.run([str(HAPROXY), "-c", "-f", str(path)], capture_output=True, text=True)
+        assert (checked.returncode, checked.stderr.count("WARNING")) == (0, 0), checked.stderr
 
 
 @dataclass
@@ -148,7 +163,7 @@ class Cluster:
             self.start(name)
         file = folder / "haproxy.cfg"
         addresses = [self.address("first"), self.address("second")]
-        file.write_text(gateway_config(Gateway(addresses, f"127.0.0.1:{self.port}", self._socket)))
+        file.write_text(configured(addresses, f"127.0.0.1:{self.port}", self._socket))
         self._proxy = subprocess.Popen([str(HAPROXY), "-db", "-f", str(file)], stderr=subprocess.DEVNULL)
 
     def address(self, name: str) -> str:
@@ -160,7 +175,7 @@ class Cluster:
 
     def wait_for(self, name: str, state: str = "UP") -> None:
         """Returns once HAProxy sees a server so."""
-        wait_until(lambda: self._state_of(name_of(self.address(name))) == state)
+        wait_until(lambda: self._state_of(self.address(name)) == state)
 
     def stop(self, name: str) -> None:
         """Stops a server as its service manager would."""

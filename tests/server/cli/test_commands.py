@@ -17,7 +17,7 @@ from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import RenderedPrompt
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.cli.ask import JoinedModels, Served
+from server.cli.ask import Served
 from server.cli.chat import Chat, Opening, Screen, chat
 from server.cli.repl import local, terminal
 from server.cli.repl.commands import find_image, is_image
@@ -29,6 +29,7 @@ from server.cli.repl.conversation import (
     ParameterError,
     parse_parameter,
 )
+from server.cli.repl.joined import JoinedModels
 from server.cli.repl.local import LocalModel, LocalModels
 from server.cli.repl.terminal import history_file, open_history
 from tests.support.fake_engine import FakeEngine, Script, fake_model

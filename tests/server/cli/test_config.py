@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.app.config import SETTINGS, ConfigError, ServerConfig, from_file, key_of, variable_of
-from server.cli import main
+from server.cli import ask
 from server.cli.config import config_file, load_config, load_model_config
 from server.cli.main import execute
 
@@ -138,8 +138,8 @@ def test_run_takes_the_model_of_the_file(file: Path, capsys: pytest.CaptureFixtu
 def test_the_doctor_asks_the_server_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     usual, own = "http://127.0.0.1:8080", "http://127.0.0.1:9000"
     for known, url in (([usual], usual), ([own, usual], own)):
-        monkeypatch.setattr(main, "_known_urls", lambda known=known: known)
-        assert main._usual_url() == url
+        monkeypatch.setattr(ask, "known_urls", lambda known=known: known)
+        assert ask.usual_url() == url
 
 
 def test_the_cache_is_listed_where_the_file_puts_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

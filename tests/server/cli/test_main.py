@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     status, output, errors = run(capsys)
     assert (status, errors) == (0, "")
-    for command in ("serve", "run", "list", "pull", "doctor", "cache", "gateway-config"):
+    for command in ("serve", "run", "list", "pull", "doctor", "cache"):
         assert re.search(rf"^  {command} +\S", output, re.MULTILINE)
 
 
@@ -72,23 +72,6 @@ def test_the_docs_have_one_row_per_setting() -> None:
             default = f"{value // 10**9}GB/day"
         expected[setting.metadata["flag"]] = f" {default} | {setting.metadata['help']}"
     assert rows == expected
-
-
-def test_the_docs_have_every_flag_of_the_gateway(capsys: pytest.CaptureFixture[str]) -> None:
-    section = DOCS.partition("## `mlx-serve gateway-config")[2].partition("\n## ")[0]
-    _, output, _ = run(capsys, "gateway-config", "--help")
-    assert set(re.findall(r"^\| `(--[a-z-]+)", section, re.MULTILINE)) | {"--help"} == set(
-        re.findall(r"--[a-z-]+", output)
-    )
-
-
-def test_the_gateway_is_told_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = "--replica a:1 --replica b:2 --listen *:80 --buffer 2MiB --certificate /c.pem --admin-socket /s"
-    status, output, _ = run(capsys, "gateway-config", *arguments.split())
-    assert status == 0
-    for line in ("server a:1 a:1", "server b:2 b:2", "bind *:80 ssl crt /c.pem", "tune.bufsize 2097152"):
-        assert f"    {line}\n" in output
-    assert "stats socket /s " in output
 
 
 def test_the_docs_have_every_short_name() -> None:
@@ -134,9 +117,6 @@ def one_line(errors: str) -> str:
         ("run --context 3", "--context is 3"),
         ("pull", "org/name"),
         ("pull a/b c/d", "c/d"),
-        ("gateway-config", "--replica must name"),
-        ("gateway-config --replica a", "--replica is 'a'; it must be HOST:PORT"),
-        ("gateway-config --replica a:1 --buffer lots", "'lots' is not a size"),
     ],
 )
 def test_wrong_arguments_get_one_line_and_status_2(
@@ -240,9 +220,9 @@ sys.exit(f"loaded: {{slow}}" if slow else 0)
 
 
 def test_the_signature_of_serve_is_that_of_the_settings() -> None:
-    from server.cli.main import _serve
+    from server.cli.start import serve
 
-    assert list(inspect.signature(_serve).parameters) == [setting.name for setting in fields(ServerConfig)]
+    assert list(inspect.signature(serve).parameters) == [setting.name for setting in fields(ServerConfig)]
 
 
 @pytest.fixture

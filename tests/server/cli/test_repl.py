@@ -13,9 +13,10 @@ from starlette.routing import Route
 
 from server.api.app import create_app
 from server.app.config import ServerConfig
-from server.cli.ask import JoinedModels, KeyNeeded, Served, find_served
+from server.cli.ask import KeyNeeded, Served, find_served
 from server.cli.chat import Chat, Screen, fold
 from server.cli.repl.conversation import Manner, Said, WordWrap
+from server.cli.repl.joined import JoinedModels
 from server.engine.request import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running

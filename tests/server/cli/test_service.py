@@ -12,9 +12,16 @@ import pytest
 
 from server.app.config import StartError
 from server.cli import at_login
-from server.cli.at_login import Launchd, ServiceManager, Systemd
+from server.cli.at_login import (
+    Launchd,
+    ServiceManager,
+    ServiceSpec,
+    Systemd,
+    launchd_plist,
+    passed_on,
+    systemd_unit,
+)
 from server.cli.main import execute
-from server.cli.units import ServiceSpec, launchd_plist, passed_on, systemd_unit
 
 COMMAND = ["/home/a b/bin/mlx-serve", "serve", '50% of $HOME "x" \\']
 SPEC = ServiceSpec(COMMAND, {"HF_HOME": "/models 100%"}, 12.5, "/logs/mlx-serve.log")

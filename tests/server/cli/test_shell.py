@@ -1,21 +1,34 @@
-"""Completion in real shells, where this machine has them, and the manual page."""
+"""Completion in real shells, where this machine has them, with the program itself."""
 
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from server.app.config import SETTINGS, variable_of
-from server.cli.main import app, execute
-from server.cli.shell import EXIT_STATUSES, FILES, SCRIPTS, CommandOutline, outline
+from server.cli.main import COMMANDS, app, execute, load
+from server.cli.options import SHELLS
 
-DOCS = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
-MODELS = ["demo", "qwen3:8b", "qwen3:0.6b", "org/name"]
+ROOT = Path(__file__).parents[3]
+DOCS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+LINES = [
+    ("mlx-serve ser", ["serve", "service"]),
+    ("mlx-serve cache ", ["list", "rm", "tree"]),
+    ("mlx-serve serve --log-f", ["--log-format"]),
+    ("mlx-serve serve demo --log-format ", ["json", "text"]),
+    ("mlx-serve serve --log-level de", ["debug"]),
+    ("mlx-serve run demo-h", ["demo-hybrid"]),
+    ("mlx-serve launch --model demo-h", ["demo-hybrid"]),
+    ("mlx-serve launch co", ["codex"]),
+    ("mlx-serve completion z", ["zsh"]),
+    ("mlx-serve cache rm --al", ["--all"]),
+    ("mlx-serve list --al", []),
+]
 
 
 def needs(program: str) -> Any:
@@ -23,126 +36,102 @@ def needs(program: str) -> Any:
 
 
 @pytest.fixture
-def root() -> CommandOutline:
-    return outline(typer.main.get_command(app))
-
-
-@pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands for the program, of which scripts ask nothing but the models."""
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with the program on the path, and a folder to be completed."""
     program = tmp_path / "bin" / "mlx-serve"
     program.parent.mkdir()
-    rows = "".join(f"echo '{name}  1 GB'\n" for name in MODELS)
-    program.write_text(f'#!/bin/sh\n[ "$1" = list ] || exit 9\necho NAME  SIZE\n{rows}')
+    program.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" -m mlx_serve "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     (tmp_path / "work" / "folder").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
 
 
-def shell(*command: str, **variables: str) -> list[str]:
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **variables}
-    )
+def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert execute(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+def run(*command: str) -> list[str]:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.stderr == ""
     return ended.stdout.splitlines()
 
 
-def complete_in_bash(stub: Path, root: CommandOutline, line: str) -> list[str]:
-    script = stub / "script"
-    script.write_text(SCRIPTS["bash"](root))
-    run = f'source {script}; _mlx_serve; [ ${{#COMPREPLY[@]}} = 0 ] || printf "%s\\n" "${{COMPREPLY[@]}}"'
-    variables = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
-    return sorted(shell("bash", "-c", run, **variables))
+def in_bash(text: str, line: str) -> list[str]:
+    words = " ".join(f"'{word}'" for word in line.split(" "))
+    ask = f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _mlx_serve_completion mlx-serve"
+    return sorted(run("bash", "-c", f'{text}\n{ask}\nprintf "%s\\n" "${{COMPREPLY[@]}}"'))
 
 
-def complete_in_fish(stub: Path, root: CommandOutline, line: str) -> list[str]:
-    script = stub / "script"
-    script.write_text(SCRIPTS["fish"](root))
-    shown = shell("fish", "-N", "-c", f"source {script}; complete -C '{line}'", HOME=str(stub))
-    return sorted(row.partition("\t")[0] for row in shown)
+def in_fish(text: str, line: str) -> list[str]:
+    return sorted(row.partition("\t")[0] for row in run("fish", "-N", "-c", f"{text}\ncomplete -C '{line}'"))
+
+
+def in_zsh(text: str, line: str) -> list[str]:
+    """Has zsh show what it would hand to `_arguments`, since it completes in a terminal only."""
+    words = " ".join(f"'{word}'" for word in line.split(" "))
+    stubs = "compdef() { : }; _files() { : }; _arguments() { print -r -- $1 }"
+    ask = f"words=({words}); CURRENT=${{#words}}; _mlx_serve_completion"
+    shown = " ".join(run("zsh", "-f", "-c", f"{stubs}\n{text}\n{ask}")).partition("((")[2]
+    return sorted(re.findall(r'"([^"]+)"(?::"[^"]*")?', shown))
 
 
 COMPLETERS = [
-    pytest.param(complete_in_bash, marks=needs("bash"), id="bash"),
-    pytest.param(complete_in_fish, marks=needs("fish"), id="fish"),
+    pytest.param("bash", in_bash, marks=needs("bash"), id="bash"),
+    pytest.param("zsh", in_zsh, marks=needs("zsh"), id="zsh"),
+    pytest.param("fish", in_fish, marks=needs("fish"), id="fish"),
 ]
 
 
-@pytest.mark.parametrize("complete", COMPLETERS)
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("mlx-serve ser", ["serve", "service"]),
-        ("mlx-serve cache ", ["list", "rm", "tree"]),
-        ("mlx-serve serve --log-f", ["--log-format"]),
-        ("mlx-serve serve demo --log-format ", ["json", "text"]),
-        ("mlx-serve serve --log-level de", ["debug"]),
-        ("mlx-serve serve --cache-dir fo", ["folder"]),
-        ("mlx-serve run or", ["org/name"]),
-        ("mlx-serve completion z", ["zsh"]),
-        ("mlx-serve cache rm --al", ["--all"]),
-        ("mlx-serve list --al", []),
-        ("mlx-serve serve --port 8", []),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), LINES)
 def test_what_is_typed_is_completed(
-    complete: Any, line: str, words: list[str], stub: Path, root: CommandOutline
+    line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert [word.rstrip("/") for word in complete(stub, root, line)] == words
+    monkeypatch.setenv("_MLX_SERVE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    with pytest.raises(SystemExit):
+        execute([])
+    assert sorted(capsys.readouterr().out.split()) == words
 
 
-@pytest.mark.parametrize("complete", COMPLETERS)
-def test_every_command_and_flag_is_completed(complete: Any, stub: Path, root: CommandOutline) -> None:
-    names = [command.words[-1] for command in root.commands]
-    assert set(complete(stub, root, "mlx-serve ")) >= set(names)
-    for command in root.walk():
-        flags = {flag for option in command.options for flag in option.flags if flag.startswith("--")}
-        assert set(complete(stub, root, f"mlx-serve {command.name} --".replace("  ", " "))) == flags
+@pytest.mark.parametrize(("shell", "complete"), COMPLETERS)
+def test_a_shell_asks_the_program(shell: str, complete: Any, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = script(shell, capsys)
+    for line, words in (LINES[0], LINES[5]):
+        assert complete(text, line) == words, line
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if " " not in name])
+def test_every_flag_is_completed(name: str) -> None:
+    command = load(name)
+    with command.make_context(name, [], resilient_parsing=True) as context:
+        found = {item.value for item in command.shell_complete(context, "--")}
+    assert found == {flag for one in command.params for flag in one.opts if flag.startswith("--")} | {"--help"}
+
+
+def test_every_command_is_completed() -> None:
+    group: Any = typer.main.get_command(app)
+    with group.make_context("mlx-serve", [], resilient_parsing=True) as context:
+        assert {item.value for item in group.shell_complete(context, "")} == {n for n in COMMANDS if " " not in n}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
-def test_bash_goes_on_behind_a_colon(stub: Path, root: CommandOutline) -> None:
-    assert complete_in_bash(stub, root, "mlx-serve run qwen3:") == ["0.6b", "8b"]
-    assert complete_in_bash(stub, root, "mlx-serve run q") == ["qwen3:0.6b", "qwen3:8b"]
+def test_bash_takes_a_colon_as_part_of_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    text = script("bash", capsys)
+    assert run("bash", "-c", f"COMP_WORDBREAKS=' =:'\n{text}\necho \"$COMP_WORDBREAKS|\"") == [" =|"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in SCRIPTS])
-def test_the_shell_understands_its_script(name: str, stub: Path, root: CommandOutline) -> None:
-    script = stub / "script"
-    script.write_text(SCRIPTS[name](root))
-    assert shell(name, "-n", str(script)) == []
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(name)) for name in SHELLS])
+def test_the_shell_understands_its_script(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script").write_text(script(name, capsys))
+    assert run(name, "-n", str(tmp_path / "script")) == []
 
 
 def test_a_shell_without_completion_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["completion", "tcsh"]) == 2
     assert "there is one for bash, zsh, fish" in capsys.readouterr().err
-    assert execute(["completion", "bash"]) == 0
-    assert capsys.readouterr().out.startswith("# Completion of mlx-serve for bash.")
-
-
-def test_the_manual_has_every_command_flag_and_variable(
-    capsys: pytest.CaptureFixture[str], root: CommandOutline
-) -> None:
-    assert execute(["man"]) == 0
-    page = capsys.readouterr().out.replace("\\-", "-")
-    for command in root.walk():
-        assert f".SS mlx-serve {command.name}\n" in page or not command.words
-        for option in command.options:
-            assert all(f"\\fB{flag}\\fR" in page for flag in option.flags)
-    assert all(f"\\fB{variable_of(setting)}\\fR" in page for setting in SETTINGS.values())
-
-
-@pytest.mark.skipif(shutil.which("groff") is None, reason="there is no groff here")
-def test_the_manual_is_understood(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    execute(["man"])
-    page = tmp_path / "mlx-serve.1"
-    page.write_text(capsys.readouterr().out, encoding="utf-8")
-    shown = "\n".join(shell("groff", "-man", "-Tutf8", "-Kutf8", "-ww", "-P-cbou", str(page)))
-    assert "mlx-serve serve qwen3:8b --cache-disk 20GB" in shown.replace("‐", "-").replace("−", "-")
-
-
-def test_the_docs_say_the_same_of_exit_status_and_files() -> None:
-    assert set(re.findall(r"^\| (\d+) \|", DOCS, re.MULTILINE)) == {str(status) for status in EXIT_STATUSES}
-    assert all(f"`{path}`" in DOCS for path in FILES)

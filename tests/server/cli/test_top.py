@@ -23,9 +23,10 @@ from typer.testing import CliRunner
 from server.api.app import create_app, create_pool_app
 from server.app.config import ServerConfig, StartError
 from server.app.service import open_service
+from server.cli import ask
+from server.cli.cache import tree_lines
 from server.cli.main import app
-from server.cli.top import BAR, TopPage, Watched, clean, gauge, lines, max_scroll, tree_lines
-from server.doctor import report
+from server.cli.top import BAR, TopPage, Watched, clean, gauge, lines, max_scroll
 from server.pool.pool import ModelPool
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
@@ -210,7 +211,7 @@ def test_the_tree_of_a_running_server_is_printed(tmp_path: Path, monkeypatch: py
             assert httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).status_code == 200
         printed = run("cache", "tree", address).output
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-        monkeypatch.setattr(report, "DEFAULT_URL", address)
+        monkeypatch.setattr(ask, "DEFAULT_URL", address)
         assert run("cache").output == printed
         assert "You are a careful assistant" in printed and "├ " in printed and "└ " in printed
         assert "restored 1×" in printed

@@ -1,0 +1,64 @@
+"""Options and arguments that several commands share, and what a shell completes them with.
+
+Every command's file imports this one, which imports only what is quick.
+"""
+
+from typing import Annotated, Any
+
+import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+from server.app.config import KEY_VARIABLE, ConfigError
+
+MODEL_HELP = "'demo', a folder, a Hugging Face repository that was pulled, or a short name such as qwen3:0.6b."
+
+
+def command_group(**settings: Any) -> typer.Typer:
+    """Returns an empty group of commands, whose help is plain text."""
+    return typer.Typer(add_completion=False, rich_markup_mode=None, **settings)
+
+
+def model_names() -> list[str]:
+    """Returns the names of the models on this machine, for a shell's completion."""
+    from models.names import installed
+
+    return [name for model in installed() for name in (model.short_name, model.name) if name]
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Force = Annotated[bool, typer.Option("--force", help="Without asking, and in place of what has the name.")]
+Key = Annotated[
+    str | None,
+    typer.Option("--api-key", metavar="TEXT", envvar=KEY_VARIABLE, help="The key of a server that asks for one."),
+]
+Url = Annotated[
+    str | None,
+    typer.Argument(metavar="URL", help="Address of a running server. Default: yours, or http://127.0.0.1:8080."),
+]
+OwnName = Annotated[str, typer.Argument(metavar="NAME", help="A name of your own, such as writer or writer:v2.")]
+AnyModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help=f"{MODEL_HELP} Or a name of your own.", autocompletion=model_names),
+]
+
+
+SHELLS = ("bash", "zsh", "fish")
+COMPLETE_VARIABLE = "_MLX_SERVE_COMPLETE"
+"""The scripts run the program with this variable to ask for words."""
+
+app = command_group()
+
+
+@app.command()
+def completion(
+    shell: Annotated[
+        str, typer.Argument(metavar="|".join(SHELLS), help="The shell to be told.", autocompletion=lambda: [*SHELLS])
+    ],
+) -> None:
+    """Prints typer's script for a shell; raises ConfigError."""
+    if shell not in SHELLS:
+        raise ConfigError(f"there is no completion for {shell!r}; there is one for {', '.join(SHELLS)}")
+    typer.echo(get_completion_script(prog_name="mlx-serve", complete_var=COMPLETE_VARIABLE, shell=shell))
+    if shell == "bash":
+        # Else a colon, as in qwen3:8b, begins a word of its own.
+        typer.echo("COMP_WORDBREAKS=${COMP_WORDBREAKS//:}")

@@ -1,0 +1,232 @@
+"""`mlx-serve pull`, and the offer of `run` to pull: a download as a person or a program sees it.
+
+A family's name stands for the largest of its models that this machine has memory for.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from models.errors import ModelNotFound
+from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, pull
+from models.names import parse_repository, resolve, shorten
+from models.short_names import ShortName, find_family, find_short_name, largest, size_text
+from server.app.memory_budget import Machine, comfortable_weights_bytes, largest_weights_bytes, read_machine
+from server.cli.options import command_group
+
+app = command_group()
+
+LINE_SHARE = 0.1
+"""Without a terminal, a line is printed for each further part of this size."""
+LINE_SECONDS = 15.0
+"""Seconds after which a line is printed anyway, if there is progress."""
+JSON_SECONDS = 0.5
+
+
+@app.command("pull")
+def pull_for_person(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="org/name[@revision]",
+            help="Or its address on the hub, or a short name such as qwen3:0.6b, or a family such as qwen3.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for each step, for programs.")] = False,
+    is_forced: Annotated[
+        bool, typer.Option("--force", help="Download even what this machine has no memory for.")
+    ] = False,
+) -> None:
+    """Downloads a model with progress. Raises ModelError. Ctrl-C ends the process and says how to go on.
+
+    A family stands for the largest of its models that fits this machine's memory.
+    """
+    console = Console(markup=False, highlight=False)
+    machine = this_machine()
+    chosen = choose(name, comfortable_weights_bytes(machine))
+    name = shorten(name) if chosen is None else chosen.name
+    if chosen is not None and not as_json:
+        console.print(f"{name} ({about(chosen)}) is the largest of its family that fits here.", soft_wrap=True)
+    limit_bytes = None if is_forced else largest_weights_bytes(machine)
+    # During retries the bar stands still; if they fail, the error has the sentence.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    before = signal.signal(signal.SIGINT, _stop_pull(name))
+    try:
+        with _reporting(console, name, as_json=as_json) as tell:
+            folder = pull(name, tell, max_weights_bytes=limit_bytes)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if as_json:
+        console.out(json.dumps({"status": "success", "name": name, "path": str(folder)}, ensure_ascii=False))
+        return
+    console.print(f"{name} is here: {folder}", soft_wrap=True)
+    console.print(f"Try it: mlx-serve run {name}", soft_wrap=True)
+
+
+def choose(name: str, limit_bytes: int) -> ShortName | None:
+    """Returns the largest model of a family that fits a machine; None for a name that is no family's.
+
+    Raises ModelNotFound where none fits.
+    """
+    family = find_family(name) if not Path(name).expanduser().is_dir() else ()
+    if not family:
+        return None
+    found = largest(family, limit_bytes)
+    if found is None:
+        smallest = family[0]
+        raise ModelNotFound(
+            f"The smallest of {name}, {smallest.name}, takes {about(smallest)}, and this machine has memory for "
+            f"{size_text(max(limit_bytes, 0))} of weights"
+        )
+    return found
+
+
+def offer(name: str) -> str | None:
+    """Asks at a terminal whether to download a missing model; returns its name once it is here.
+
+    None for a model that is here, or one that cannot be downloaded. Raises ModelError.
+    """
+    with suppress(ModelNotFound):
+        resolve(name)
+        return None
+    limit_bytes = comfortable_weights_bytes(this_machine())
+    chosen = choose(name, limit_bytes) or find_short_name(name)
+    wanted = shorten(name) if chosen is None else chosen.name
+    if parse_repository(wanted) is None or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return None
+    size = ""
+    if chosen is not None:
+        fits = chosen.num_bytes <= limit_bytes
+        size = f" ({about(chosen)}; {'fits this machine' if fits else 'more than this machine has memory for'})"
+    console = Console(markup=False, highlight=False)
+    answer = console.input(f"{wanted} is not on this machine. Pull it{size}? [Y/n] ").strip().lower()
+    if answer not in ("", "y", "yes"):
+        return None
+    pull_for_person(wanted)
+    return wanted
+
+
+def about(model: ShortName) -> str:
+    """Returns the approximate size of a model."""
+    return f"about {size_text(model.num_bytes)}"
+
+
+def this_machine() -> Machine:
+    """Returns the machine's memory in bytes."""
+    # Asking the device takes a moment.
+    import mlx.core as mx
+
+    return read_machine(mx.device_info())
+
+
+class _Bars:
+    """Bars at a terminal: one for all files, one for the file being fetched."""
+
+    def __init__(self, progress: Progress, name: str) -> None:
+        self._progress = progress
+        self._whole = progress.add_task(name, total=None)
+        self._part: TaskID | None = None
+        self._file = ""
+        self._num_files = 1
+
+    def tell(self, event: PullEvent) -> None:
+        match event:
+            case PullPlanned(files=files):
+                self._num_files = sum(bool(file.digest) for file in files)
+            case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
+                self._progress.update(self._whole, completed=done, total=total)
+                if file is not None and self._num_files > 1:
+                    self._show(file.name, here, file.num_bytes)
+            case PullChecking(file=file):
+                self._progress.update(self._part or self._whole, description=f"checking {file.name}")
+
+    def _show(self, name: str, here: int, total: int) -> None:
+        if name != self._file or self._part is None:
+            if self._part is not None:
+                self._progress.remove_task(self._part)
+            self._file, self._part = name, self._progress.add_task(name, total=total, completed=here)
+        self._progress.update(self._part, completed=here)
+
+
+class _Lines:
+    def __init__(self, console: Console, name: str) -> None:
+        self._console = console
+        self._name = name
+        self._told_share = 0.0
+        self._told_at = time.monotonic()
+
+    def tell(self, event: PullEvent) -> None:
+        if not isinstance(event, PullProgress) or not event.total_bytes:
+            return
+        share, now = event.done_bytes / event.total_bytes, time.monotonic()
+        more = share - self._told_share
+        if more >= LINE_SHARE or (more > 0 and now - self._told_at >= LINE_SECONDS):
+            self._told_share, self._told_at = share, now
+            here, total = size_text(event.done_bytes), size_text(event.total_bytes)
+            self._console.print(f"{self._name}: {share:.0%}, {here} of {total}", soft_wrap=True)
+
+
+class _Json:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told_at = 0.0
+
+    def tell(self, event: PullEvent) -> None:
+        match event:
+            case PullPlanned(repository=repository, files=files):
+                listed = [{"name": file.name, "bytes": file.num_bytes} for file in files]
+                self._print({"status": "planned", "repository": repository, "files": listed})
+            case PullProgress(file=file, file_bytes=here, done_bytes=done, total_bytes=total):
+                now = time.monotonic()
+                if done < total and now - self._told_at < JSON_SECONDS:
+                    return
+                self._told_at = now
+                part = {} if file is None else {"file": file.name, "file_bytes": here, "file_total": file.num_bytes}
+                self._print({"status": "downloading", "completed": done, "total": total, **part})
+            case PullChecking(file=file):
+                self._print({"status": "checking", "file": file.name})
+
+    def _print(self, figures: dict[str, object]) -> None:
+        self._console.out(json.dumps(figures, ensure_ascii=False))
+
+
+@contextmanager
+def _reporting(console: Console, name: str, *, as_json: bool) -> Iterator[TellPull]:
+    if as_json:
+        yield _Json(console).tell
+    elif not console.is_terminal:
+        yield _Lines(console, name).tell
+    else:
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(TextColumn("{task.description}"), *columns, console=console, transient=True) as progress:
+            yield _Bars(progress, name).tell
+
+
+def _stop_pull(name: str) -> Callable[[int, FrameType | None], None]:
+    def stop(_signal: int, _frame: FrameType | None) -> None:
+        # Downloads run in threads that would otherwise be waited for; what they wrote is kept for the next time.
+        note = f"\nmlx-serve: stopped; go on where it stopped with: mlx-serve pull {name}\n"
+        os.write(sys.stderr.fileno(), note.encode())
+        os._exit(1)
+
+    return stop

@@ -1,0 +1,107 @@
+"""Answers from a model that a running server has loaded: a second copy would take as much memory."""
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import httpx2
+
+from server.cli.ask import FIND_SECONDS, Served, bearer, find_served, models_at
+from server.cli.repl.conversation import (
+    AnswerCosts,
+    Answerer,
+    AnswerFailed,
+    Manner,
+    Said,
+    Turn,
+    body_fields,
+    costs_of,
+)
+
+_MANNERS = {"reasoning_content": Manner.THOUGHT, "content": Manner.ANSWER}
+
+
+class JoinedModel:
+    """A model behind HTTP. Conversations of several such programs never mix."""
+
+    def __init__(self, served: Served, api_key: str | None = None) -> None:
+        self._served = served
+        self._headers = bearer(api_key)
+        self._session = f"run-{uuid.uuid4().hex[:6]}"
+
+    @property
+    def name(self) -> str:
+        return self._served.model
+
+    async def answer(
+        self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
+    ) -> AsyncGenerator[Said | AnswerCosts, None]:
+        """Yields an answer, and its costs last. Raises AnswerFailed. On a cancel, the server notices the closed
+        connection.
+        """
+        body = {
+            "model": self._served.model,
+            "messages": list(turns),
+            "session_id": f"{self._session}-{conversation}",
+            "stream": True,
+            **body_fields(parameters),
+        }
+        # The server sends heartbeats every few seconds, at an interval of its choice.
+        timeout = httpx2.Timeout(None, connect=FIND_SECONDS)
+        try:
+            async with (
+                httpx2.AsyncClient(timeout=timeout, trust_env=False, headers=self._headers) as client,
+                client.stream("POST", f"{self._served.url}/v1/chat/completions", json=body) as answer,
+            ):
+                if answer.status_code != httpx2.codes.OK:
+                    raise AnswerFailed(_message_of(await answer.aread()))
+                async for line in answer.aiter_lines():
+                    for part in _parts_of(line):
+                        yield part
+        except httpx2.HTTPError as error:
+            raise AnswerFailed(f"the server at {self._served.url} does not answer any more") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise AnswerFailed(f"what the server at {self._served.url} sends cannot be read") from error
+
+
+class JoinedModels:
+    """The models of one server, which loads the one asked for."""
+
+    def __init__(self, served: Served, api_key: str | None = None) -> None:
+        self._url, self._api_key = served.url, api_key
+        self.current: Answerer = JoinedModel(served, api_key)
+
+    def names(self) -> Sequence[str]:
+        """Returns the models that the server has or can load."""
+        return models_at(self._url, self._api_key)
+
+    def change(self, name: str) -> None:
+        """Changes to another model of the server. Raises AnswerFailed."""
+        found = find_served(name, [self._url], self._api_key)
+        if found is None:
+            raise AnswerFailed(f"the server at {self._url} has no model {name!r}; /model lists those it has")
+        self.current = JoinedModel(found, self._api_key)
+
+
+def _parts_of(line: str) -> list[Said | AnswerCosts]:
+    """Returns the parts in one line of the stream. Raises AnswerFailed for the server's own error."""
+    if not line.startswith("data: {"):
+        return []
+    chunk = json.loads(line.removeprefix("data: "))
+    if "error" in chunk:
+        raise AnswerFailed(_message_of(line.removeprefix("data: ")))
+    deltas = [choice["delta"] for choice in chunk.get("choices", ())]
+    said: list[Said | AnswerCosts] = [
+        Said(delta[field], manner) for delta in deltas for field, manner in _MANNERS.items() if delta.get(field)
+    ]
+    return said + ([costs_of(chunk["timings"])] if chunk.get("timings") else [])
+
+
+def _message_of(body: str | bytes) -> str:
+    try:
+        error: Any = json.loads(body)["error"]
+        hint = "; /new starts another conversation" if error["code"] == "context_length_exceeded" else ""
+        return f"{error['message']}{hint}"
+    except (ValueError, KeyError, TypeError):
+        return "the server gave no answer that can be read"
