@@ -42,7 +42,6 @@ from server.api.connections import HttpConfig, Limits, find_max_connections, qui
 from server.api.observe import check_otlp
 from server.app import memory_budget
 from server.app.config import ConfigError, ServerConfig, StartError
-from server.app.keys import KeyRing, read_keys
 from server.app.keys import read_keys
 from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
