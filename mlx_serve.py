@@ -1,8 +1,7 @@
 """Where the `mlx-serve` command begins: it makes sure that the program's packages are its own, then runs them.
 
-`server`, `models` and `cache` are plain names. Another distribution that has one of them writes its files over ours
-when it is installed, and takes ours with it when it goes; a folder of that name may also come first on the path. What
-follows would be an error from the middle of somebody else's code, so it is told here in one sentence.
+`server`, `models` and `cache` are plain names: another distribution may write its files over ours, and a folder of
+that name may come first on the path. One sentence tells of it here, before somebody else's code fails.
 """
 
 import base64
@@ -38,7 +37,7 @@ def main() -> NoReturn:
 
 
 def find_machine_problem(system: str, machine: str) -> str | None:
-    """Returns why MLX cannot run here, given what `platform.system` and `platform.machine` say; None if it can."""
+    """Returns why MLX cannot run here, given what `platform.system` and `platform.machine` say."""
     if (system, machine) == ("Darwin", "arm64") or (system == "Linux" and machine in ("x86_64", "aarch64")):
         return None
     needed = "this needs a Mac with Apple silicon (M1 or newer), or Linux on x86-64 or ARM"
@@ -48,9 +47,9 @@ def find_machine_problem(system: str, machine: str) -> str | None:
 
 
 def find_system_problem(system: str, version: str) -> str | None:
-    """Returns why MLX is not made for a system, given the version of macOS or of the C library; None if it is.
+    """Returns why MLX is not made for a system, given the version of macOS or of the C library.
 
-    Asked before anything is installed. An empty version, as of a Linux without glibc, is not enough.
+    An empty version, as of a Linux without glibc, is not enough.
     """
     needed = {"Darwin": ("macOS", (14,)), "Linux": ("glibc", (2, 35))}[system]
     if tuple(int(part) for part in version.split(".") if part.isdigit()) >= needed[1]:
@@ -62,7 +61,7 @@ def find_system_problem(system: str, version: str) -> str | None:
 
 
 def find_problem(root: Path) -> str | None:
-    """Returns what keeps the packages in the folder `root` from being the program's own; None if they are."""
+    """Returns what keeps the packages in the folder `root` from being the program's own."""
     for package in PACKAGES:
         spec = find_spec(package)
         if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != root / package:
@@ -87,7 +86,7 @@ def changed_files(root: Path) -> Iterator[str]:
 
 
 def other_owner(root: Path, name: str) -> str | None:
-    """Returns the name of another distribution in `root` that has the file `name` too."""
+    """Returns another distribution in `root` that has the file `name`."""
     for distribution in metadata.distributions(path=[str(root)]):
         title = distribution.metadata["Name"]
         if title != DISTRIBUTION and any(str(file) == name for file in distribution.files or ()):

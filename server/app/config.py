@@ -1,13 +1,10 @@
-"""Every setting of the server: its default, range, unit, help text and origin, in one place. Pure.
+"""Every setting: its default, range, unit, help text and origin, in one place. Pure.
 
-The command line, `--help` and the documentation are made from the fields below, so a setting is added here and
-nowhere else. `ServerConfig.check` is called once, where the process starts; each part is handed its settings and
-reads no environment variable for them. A setting has one name, made of its flag: `--cache-memory` is `cache_memory`
-in the file and `MLX_SERVE_CACHE_MEMORY` in the environment. A flag goes before a variable, a variable before the
-file, the file before the default.
+The command line, `--help` and the documentation are made from the fields below. A setting has one name, made of its
+flag: `--cache-memory` is `cache_memory` in the file and `MLX_SERVE_CACHE_MEMORY` in the environment. A flag goes
+before a variable, a variable before the file, the file before the default. No part of the server reads variables.
 
-Also the errors of the process as a whole, told to the person who started it in one sentence: ConfigError, StartError,
-DoctorError.
+Also the errors of the process as a whole, one sentence each: ConfigError, StartError, DoctorError.
 """
 
 import contextlib
@@ -33,7 +30,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.IGNORECASE)
 
 
 class ConfigError(ValueError):
-    """A setting cannot be used; the message names the setting, its value and what would be accepted."""
+    """The message names the setting, its value and what would be accepted."""
 
 
 def _setting(
@@ -45,7 +42,6 @@ def _setting(
     between: tuple[float, float] = (-math.inf, math.inf),
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """Returns a dataclass field with the metadata of the command line and the documentation."""
     is_secret = flag == "--api-key"
     told = {"help": help_text, "flag": flag, "unit": unit, "between": between, "choices": choices}
     return field(default=default, repr=not is_secret, metadata={**told, "secret": is_secret})
@@ -53,7 +49,7 @@ def _setting(
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of one server process. None means: chosen when the server starts, as the help text says."""
+    """Settings of one process. None means: chosen when the server starts, as the help text says."""
 
     models: tuple[str, ...] = _setting(
         ("demo",),
@@ -285,7 +281,7 @@ class ServerConfig:
 
 
 def is_origin(text: str) -> bool:
-    """Whether a text is an origin as browsers write it, `scheme://host[:port]`, or `*`."""
+    """Whether a text is `scheme://host[:port]` or `*`."""
     return text == ANY_ORIGIN or _ORIGIN.fullmatch(text) is not None
 
 
@@ -333,7 +329,7 @@ def _check_number(name: str, value: Any, is_whole: bool, minimum: float, maximum
 
 PREFIX = "MLX_SERVE_"
 FILE_VARIABLE = f"{PREFIX}CONFIG"
-"""Variable with the path of the settings file, in place of the usual file."""
+"""Names another settings file."""
 KEY_VARIABLE = f"{PREFIX}API_KEY"
 
 SETTINGS: Mapping[str, "Field[Any]"] = {setting.name: setting for setting in fields(ServerConfig)}
@@ -371,11 +367,11 @@ class ToldSetting:
 
 
 Layer = Mapping[str, ToldSetting]
-"""Settings of one source, by the name of the field of `ServerConfig`."""
+"""By the name of the field of `ServerConfig`."""
 
 
 def key_of(setting: "Field[Any]") -> str:
-    """Returns a setting's key in the file. The key of a switch that turns something off names what it turns off."""
+    """Returns the key in the file; that of a switch `--no-x` is `x`."""
     flag = str(setting.metadata["flag"]).lstrip("-").lower()
     if setting.type is bool and setting.default is True:
         flag = flag.removeprefix("no-")
@@ -383,12 +379,12 @@ def key_of(setting: "Field[Any]") -> str:
 
 
 def variable_of(setting: "Field[Any]") -> str:
-    """Returns the name of a setting's variable in the environment."""
+    """Returns the name of the variable."""
     return PREFIX + key_of(setting).upper()
 
 
 def from_flags(given: Mapping[str, Any]) -> Layer:
-    """Returns the settings of the command line, by field name; None means not given. Raises ConfigError."""
+    """Returns the settings given as flags, by field name; raises ConfigError."""
     layer = {}
     for name, value in given.items():
         if value not in (None, [], ()):
@@ -401,7 +397,7 @@ def from_flags(given: Mapping[str, Any]) -> Layer:
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
-    """Returns the settings of variables; an empty variable is ignored. Raises ConfigError for an unknown variable."""
+    """Returns the settings of variables that are not empty; raises ConfigError, also for an unknown name."""
     names = {variable_of(setting): setting for setting in SETTINGS.values()}
     layer = {}
     for variable, text in environment.items():
@@ -415,7 +411,7 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
 
 
 def from_file(text: str, path: str) -> Layer:
-    """Returns the settings of a file's text; `path` is for messages. Raises ConfigError for an unknown key."""
+    """Returns the settings of a file's text; raises ConfigError, also for an unknown name."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -433,7 +429,7 @@ def from_file(text: str, path: str) -> Layer:
 def merge(layers: Iterable[Layer]) -> Layer:
     """Returns every setting, given the layers, the strongest first.
 
-    Where a source names a key or a file of keys, the keys of weaker sources are not used.
+    A source that names a key or a file of keys replaces the keys of weaker sources.
     """
     merged: dict[str, ToldSetting] = {}
     is_key_told = False
@@ -449,7 +445,7 @@ def merge(layers: Iterable[Layer]) -> Layer:
 
 
 def checked(settings: Layer) -> ServerConfig:
-    """Returns the settings. Raises ConfigError, which names the wrong flag, variable or file."""
+    """Returns the settings. Raises ConfigError, which names the flag, variable or file."""
     config = ServerConfig(**{name: told.value for name, told in settings.items()})
     try:
         config.check()
@@ -460,7 +456,7 @@ def checked(settings: Layer) -> ServerConfig:
 
 
 def toml_value(setting: "Field[Any]", value: Any) -> str:
-    """Returns a value as the file has it; empty for None, which stands for a choice made at the start."""
+    """Returns a value as the file has it; empty for None."""
     if is_size(setting) and isinstance(value, int):
         return f'"{size_literal(setting, value)}"'
     if value is None:
@@ -487,10 +483,7 @@ def is_size(setting: "Field[Any]") -> bool:
 
 
 def parse_size(text: str) -> int:
-    """Returns a number of bytes from `8GB`, `512 MiB`, `1.5g` or `4096`; raises ConfigError.
-
-    GB is 10^9 bytes and GiB is 2^30, and so on for the other units.
-    """
+    """Returns the bytes of `8GB` (10^9), `512 MiB` (2^20), `1.5g` or `4096`; raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower(), re.ASCII)
     if match is None or match[2] not in _UNIT_BYTES:
         raise ConfigError(f"{text!r} is not a size; write it like 8GB, 512MB or 2GiB")
@@ -498,7 +491,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_size_per_day(text: str) -> int | None:
-    """Returns a number of bytes from `200GB/day`, None from `none`; raises ConfigError."""
+    """Returns the bytes of `200GB/day`, None for `none`; raises ConfigError."""
     if text.strip().lower() == "none":
         return None
     size, slash, unit = text.partition("/")
@@ -511,10 +504,7 @@ def parse_size_per_day(text: str) -> int | None:
 
 
 def _read(setting: "Field[Any]", value: Any, where: str) -> Any:
-    """Returns a setting's value, given a text of any source or a value of the file.
-
-    What cannot be read stays as it is, for `check` to refuse.
-    """
+    """Returns a value in the setting's type; what cannot be read stays as it is, for `check` to refuse."""
     if isinstance(value, list):
         return tuple(value)
     if not isinstance(value, str):
@@ -558,10 +548,8 @@ def _quoted(text: str) -> str:
 
 
 class StartError(Exception):
-    """The server cannot start, such as for a taken port. The message is one sentence for a person."""
+    """The server cannot start, such as for a taken port."""
 
 
 class DoctorError(Exception):
-    """`mlx-serve doctor` has nothing to examine: no server, another program, an unreadable file. The message is
-    one sentence.
-    """
+    """`mlx-serve doctor` has nothing to examine."""

@@ -1,7 +1,6 @@
 """The keys that clients may send: the owner and rights of each, and the file that lists them. Pure.
 
-A server takes the key of its settings, and the keys of a file that only its owner may read. Only the digest of a key
-is kept. Logs and answers name a key by its name in the file.
+Only the digest of a key is kept; logs and answers have a key's name. The file is readable by its owner only.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ class ApiKey:
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     is_operator: bool = False
-    """Whether the key sees the sessions and the cache of all keys."""
+    """Sees the sessions and the cache of all keys."""
 
 
 class KeyRing:
@@ -45,7 +44,7 @@ class KeyRing:
         self._names = {key.digest.hex()[:32]: key.name for key in self.keys}
 
     def find(self, given: str) -> ApiKey | None:
-        """Returns the key that was sent, or None, in a time that reveals nothing of which or how much matches."""
+        """Returns the key that was sent, in a time that reveals nothing of which or how much matches."""
         digest, found = digest_of(given), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -58,7 +57,7 @@ class KeyRing:
 
 
 def digest_of(key: str) -> bytes:
-    """Returns the digest by which a key is kept and compared."""
+    """Returns the digest by which a key is kept."""
     return hashlib.sha256(key.encode()).digest()
 
 
@@ -128,7 +127,7 @@ SHARED = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_keys(config: ServerConfig) -> KeyRing:
-    """Returns all keys of the settings. Raises ConfigError for a file that cannot be used."""
+    """Returns all keys of the settings. Raises ConfigError."""
     single = () if config.api_key is None else (ApiKey("", digest_of(config.api_key)),)
     if config.api_keys_file is None:
         return KeyRing(single)

@@ -1,8 +1,7 @@
 """Writes the process's log to standard error: for a terminal, for a file, or as JSON lines.
 
-In a terminal a line has the time of day, is coloured unless NO_COLOR is set, and is broken at the terminal's width;
-one line, rewritten again and again, shows the progress of a long prompt. In a file each event is one line with date
-and level. Text from a client is escaped, so that no name can forge a line or reach the terminal.
+In a terminal lines are coloured and broken at its width, and one line shows the progress of a long prompt. In a file
+each event is one line. Text from a client is escaped, so that no name can forge a line or reach the terminal.
 """
 
 import json
@@ -27,12 +26,11 @@ NOISY_LOGGERS = (
     "huggingface_hub",
     "filelock",
 )
-"""Libraries whose INFO and DEBUG lines say nothing about this server."""
 
 PROGRESS_SECONDS = 2.0
-"""Seconds between changes of the progress line, however many prompts are evaluated."""
+"""Seconds between changes of the progress line."""
 PROGRESS_IN_FILES = 5
-"""A file gets one of this many progress entries of a prompt, beginning with the first."""
+"""A file gets one of this many progress entries of a prompt."""
 DEFAULT_COLUMNS = 80
 
 _ERASE_LINE = "\r\x1b[K"
@@ -41,10 +39,7 @@ _COLOURS = {Tone.QUIET: "\x1b[2m", Tone.WARNING: "\x1b[33m", Tone.ERROR: "\x1b[3
 
 
 def configure_logging(level: str, log_format: str = "text") -> None:
-    """Sends messages of `level` ("debug" to "error") and above to standard error. Call it once per process.
-
-    `log_format` is "text" or "json".
-    """
+    """Logs messages of `level` and above to standard error, as `text` or `json`. Once per process."""
     root = logging.getLogger()
     root.handlers[:] = [make_handler(sys.stderr, log_format)]
     root.setLevel(level.upper())
@@ -53,7 +48,7 @@ def configure_logging(level: str, log_format: str = "text") -> None:
 
 
 def make_handler(stream: TextIO, log_format: str) -> logging.Handler:
-    """Returns the handler that writes the log to `stream` in the way that suits the stream."""
+    """Returns the handler that suits the stream."""
     console = Console(file=stream)
     if log_format == "text" and console.is_terminal and not console.is_dumb_terminal:
         return _TerminalHandler(stream, is_coloured=not console.no_color)
@@ -74,7 +69,7 @@ def _trace(record: logging.LogRecord) -> str:
 
 
 class _FileFormatter(logging.Formatter):
-    """One line per event: date and time in UTC, level, what happened. A trace follows on lines of its own."""
+    """One line per event; a trace follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Returns the line."""
@@ -130,7 +125,7 @@ class _TerminalHandler(logging.StreamHandler[TextIO]):
         return f"{lines}\n{trace}" if trace else lines
 
     def _progress_line(self, record: logging.LogRecord) -> str:
-        """Returns the progress line, shorter than the terminal: erasing a full line would leave its rest."""
+        """Returns a line shorter than the terminal: erasing a full line would leave its rest."""
         words = "  ".join([_time_of_day(record), *(part.text for part in _parts(record))])
         return self._paint(one_line(words, self._num_columns() - 1), Tone.QUIET)
 

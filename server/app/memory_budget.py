@@ -1,11 +1,8 @@
 """How much memory the state of past tokens may take: the machine's, less what the rest needs and others claim.
 
-The arithmetic is pure; `read_machine` asks the operating system and the device. Sizes are bytes.
-
-Each server claims its memory in a file, so that the next server leaves that memory alone. The files are in a folder
-that only the user can enter. A process keeps its file locked while it lives (flock(2)), so a file that can be locked
-was left by an ended process and is removed. Taking a claim and reading the others' is one step under a lock of the
-folder. Only the process that starts a server uses claims; running requests never do.
+The arithmetic is pure. Sizes are bytes. Each server claims its memory in a file that it keeps locked (flock(2)), in a
+folder that only the user can enter; a file that can be locked was left by an ended process and is removed. Taking a
+claim and reading the others' is one step under a lock of the folder.
 """
 
 import contextlib
@@ -25,20 +22,18 @@ from models.short_names import size_text
 logger = logging.getLogger(__name__)
 
 USABLE_SHARE = 0.75
-"""The share of the machine's memory for weights and state; the rest is for the system, other programs and a step's
-buffers.
-"""
+"""Share of the machine's memory for weights and state."""
 RECOMMENDED_SHARE = 0.9
-"""The used share of what the device recommends: above that, Metal pages and everything becomes slow."""
+"""Share of what the device recommends: above that, Metal pages and everything becomes slow."""
 WEIGHTS_SHARE = 0.8
-"""The share of the usable memory for weights, where there is a choice of models."""
+"""Share of the usable memory for weights, where there is a choice of models."""
 SMALLEST_BUDGET_BYTES = 256 << 20
-"""The least budget, even where the weights leave nothing: less would hold no conversation."""
+"""Less would hold no conversation."""
 POOL_SHARE = 1 / 16
-"""Freed buffers that MLX may keep to use again, as a share of the budget; they do not count towards the budget."""
+"""Freed buffers that MLX may keep, as a share of the budget; they do not count towards the budget."""
 SMALLEST_POOL_BYTES = 128 << 20
 LARGEST_POOL_BYTES = 1 << 30
-"""Buffers of one step with a reserve, in bytes: a smaller pool would make each step allocate them again."""
+"""The buffers of one step with a reserve: a smaller pool would make each step allocate them again."""
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
@@ -48,9 +43,9 @@ class Machine:
     """Memory of a machine."""
 
     memory_bytes: int
-    """Memory where state may live: a card's own, else the machine's, or less inside a container."""
+    """A card's own, else the machine's, or less inside a container."""
     recommended_bytes: int | None = None
-    """The most that the device recommends to use; None where it says nothing, as on a CPU."""
+    """The most that the device recommends to use; None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +60,12 @@ class MemoryPlan:
 
     @property
     def rest_bytes(self) -> int:
-        """Memory left for everything else; negative if more is promised than there is."""
+        """Memory for everything else; negative if more is promised than there is."""
         return self.machine_bytes - self.weights_bytes - self.budget_bytes - self.others_bytes
 
 
 def usable_bytes(machine: Machine) -> int:
-    """Returns how much weights and state may take together when no budget was asked for."""
+    """Returns how much weights and state may take together by default."""
     usable = int(machine.memory_bytes * USABLE_SHARE)
     if machine.recommended_bytes is not None:
         usable = min(usable, int(machine.recommended_bytes * RECOMMENDED_SHARE))
@@ -84,17 +79,17 @@ def largest_weights_bytes(machine: Machine) -> int:
 
 
 def comfortable_weights_bytes(machine: Machine) -> int:
-    """Returns the most that weights should take, so that conversations have memory too."""
+    """Returns the most that weights should take beside conversations."""
     return int(usable_bytes(machine) * WEIGHTS_SHARE)
 
 
 def choose_budget_bytes(machine: Machine, weights_bytes: int, others_bytes: int = 0) -> int:
-    """Returns the budget for state when none was asked for, beside the claims of others."""
+    """Returns the default budget for state, beside the claims of others."""
     return max(usable_bytes(machine) - others_bytes - weights_bytes, SMALLEST_BUDGET_BYTES)
 
 
 def find_excess(plan: MemoryPlan) -> str | None:
-    """Returns why a machine cannot hold a plan even without other servers; None if it can."""
+    """Returns why a machine cannot hold a plan; None if it can."""
     if plan.weights_bytes + plan.budget_bytes <= plan.machine_bytes:
         return None
     return (
@@ -104,9 +99,7 @@ def find_excess(plan: MemoryPlan) -> str | None:
 
 
 def choose_pool_bytes(budget_bytes: int) -> int:
-    """Returns how many bytes of freed buffers MLX may keep; by default Metal's limit is all of the device's
-    memory.
-    """
+    """Returns how many bytes of freed buffers MLX may keep; Metal's own limit is all of the memory."""
     return min(max(int(budget_bytes * POOL_SHARE), SMALLEST_POOL_BYTES), LARGEST_POOL_BYTES)
 
 
@@ -121,7 +114,6 @@ def read_machine(device_info: dict[str, Any]) -> Machine:
 
 
 def _read_limit(path: Path) -> int | None:
-    """Returns a container's limit; None for no limit ("max") or no such file."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -138,19 +130,19 @@ class Claim:
     pid: int
     model: str
     memory_bytes: int
-    """Weights, and the budget for the state of past tokens."""
+    """Weights and budget."""
     url: str
-    """The server's address, such as `http://127.0.0.1:8080`; empty while it starts."""
+    """Empty while it starts."""
 
 
 def runtime_folder(environment: Mapping[str, str]) -> Path:
-    """Returns this user's folder for the claims of running servers; it need not exist."""
+    """Returns this user's folder for claims; it need not exist."""
     runtime = environment.get("XDG_RUNTIME_DIR", "")
     return Path(runtime) / "mlx-serve" if runtime else Path(tempfile.gettempdir()) / f"mlx-serve-{os.geteuid()}"
 
 
 class OwnClaim:
-    """The claim of this process, until it is closed or the process ends."""
+    """The claim of this process."""
 
     def __init__(self, path: Path, descriptor: int, claim: Claim) -> None:
         self._path = path
@@ -169,9 +161,9 @@ class OwnClaim:
 
 
 def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
-    """Makes a claim and returns it with the claims of running servers. Raises OSError.
+    """Makes a claim and returns it with the claims of running servers.
 
-    The folder is created if it is missing; PermissionError if others than this user may enter it.
+    Raises OSError, as for a folder that others may enter; a missing folder is made.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(folder)
@@ -210,7 +202,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> Claim | None:
-    """Returns a running server's claim; None, after removing the file, if its process has ended."""
+    """Returns a running server's claim; removes that of an ended one."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -18,7 +18,6 @@ from server.app.memory_budget import Machine, read_machine
 from server.pool.loading import on_thread
 
 MAX_TOGETHER = 2
-"""Downloads at once; more would share the same line, so they wait."""
 
 
 def this_machine() -> Machine:
@@ -42,17 +41,14 @@ class Pulls:
     """The downloads of one server."""
 
     def __init__(self, fetch: Fetch, max_weights_bytes: Callable[[], int]) -> None:
-        """`max_weights_bytes` returns what this machine has memory for; called on the download's thread."""
+        """`max_weights_bytes` is called on the download's thread."""
         self._fetch = fetch
         self._max_weights_bytes = max_weights_bytes
         self._running: dict[str, _Pull] = {}
         self._places = asyncio.Semaphore(MAX_TOGETHER)
 
     async def steps(self, name: str) -> AsyncIterator[PullEvent]:
-        """Yields the steps of a download to its end. Raises ModelError.
-
-        A slow listener misses steps of one file, but never its end.
-        """
+        """Yields the steps of a download, though not every one of a file. Raises ModelError."""
         key = str(parse_repository(name) or name)
         pull = self._running.get(key)
         if pull is None:

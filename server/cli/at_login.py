@@ -26,7 +26,7 @@ _service = command_group(invoke_without_command=True)
 app.add_typer(_service, name="service")
 
 Runner = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
-"""Runs a program to its end and returns its output. Raises OSError where there is none."""
+"""Raises OSError where there is no such program."""
 
 LOG_LINES = 100
 NO_SESSION = "; this user has no session of systemd here: log in as that user, not by su or sudo"
@@ -34,14 +34,14 @@ NO_SESSION = "; this user has no session of systemd here: log in as that user, n
 
 LABEL = "mlx-serve"
 MARK = "Written by `mlx-serve service install`."
-"""Marks every file, so that no other file is overwritten or removed."""
+"""Marks our files: no other is overwritten or removed."""
 STOP_SECONDS = 30
-"""Seconds beyond the time for running answers: conversations are written to the disk, and connections closed."""
+"""Seconds beyond `drain_seconds`, to write conversations to the disk."""
 MAX_FILES = 8192
-"""Open files and connections. launchd's own limit of 256 would leave few connections."""
+"""launchd's own limit is 256."""
 RESTART_SECONDS = 5
 USAGE_STATUS = 2
-"""Exit status for unusable settings: a restart would not help."""
+"""Exit status after which a restart would not help."""
 
 PASSED_ON = (
     "HF_ENDPOINT",
@@ -53,7 +53,7 @@ PASSED_ON = (
     "XDG_CACHE_HOME",
     "XDG_CONFIG_HOME",
 )
-"""Variables with locations. None is a secret: everyone on the machine may ask systemd for them."""
+"""Variables with locations; no secrets, since everyone on the machine may ask systemd for them."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ class ServiceSpec:
     command: Sequence[str]
     environment: Mapping[str, str]
     drain_seconds: float
-    """Seconds for running answers when the server ends."""
     log_file: str = ""
-    """launchd's log file; systemd has its journal."""
+    """For launchd alone."""
 
     @property
     def stop_seconds(self) -> int:
@@ -79,7 +78,7 @@ def passed_on(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def systemd_unit(spec: ServiceSpec) -> str:
-    """Returns a unit of systemd's, for the manager of one user."""
+    """Returns a unit for the manager of one user."""
     command = " ".join(_systemd_word(word).replace("$", "$$") for word in spec.command)
     variables = [f"Environment={_systemd_word(f'{name}={value}')}" for name, value in spec.environment.items()]
     return "\n".join(
@@ -109,7 +108,7 @@ def systemd_unit(spec: ServiceSpec) -> str:
 
 
 def launchd_plist(spec: ServiceSpec) -> str:
-    """Returns a property list of launchd's, for an agent of one user."""
+    """Returns a property list for an agent of one user."""
     entries = {
         "Label": LABEL,
         "ProgramArguments": list(spec.command),
@@ -138,22 +137,21 @@ def _systemd_word(word: str) -> str:
 
 @dataclass(frozen=True)
 class ServiceState:
-    """Whether the server is installed and running."""
+    """Whether the server is installed and running; `detail` has the system's words."""
 
     is_installed: bool
     is_running: bool = False
     pid: int | None = None
     detail: str = ""
-    """The system's words, such as `active (running)`."""
 
 
 def run_program(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    """Runs a program of this machine."""
+    """Runs a program to its end."""
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 class ServiceManager(ABC):
-    """A file that describes the server, and a program that acts on the file."""
+    """A file that describes the server, and a program that acts on it."""
 
     file: Path
 
@@ -166,11 +164,11 @@ class ServiceManager(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Starts the server now and at each login, or restarts it if it runs. Raises StartError."""
+        """Starts, or restarts, the server now and has it start at each login. Raises StartError."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ends the server now and at later logins; no error if it does not run."""
+        """Ends the server for now and later; no error if it does not run."""
 
     @abstractmethod
     def ask(self) -> ServiceState:
@@ -185,7 +183,7 @@ class ServiceManager(ABC):
         """Cleans up after the file was removed."""
 
     def install(self, spec: ServiceSpec) -> None:
-        """Writes the file and starts the server. Raises StartError, and then nothing new is left."""
+        """Writes the file and starts the server. Raises StartError, and leaves nothing new then."""
         before = self._read()
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -218,7 +216,7 @@ class ServiceManager(ABC):
         return ServiceState(False) if self._read() is None else self.ask()
 
     def _read(self) -> str | None:
-        """Returns the text of the file; None where there is none. Raises StartError for a file of another program."""
+        """Returns the file's text, if there is one. Raises StartError for a file of another program."""
         try:
             text = self.file.read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -263,7 +261,7 @@ class Systemd(ServiceManager):
         self._must("systemctl", "--user", "restart", self._unit)
 
     def stop(self) -> None:
-        """Stops and disables the unit. Without a manager nothing runs, and only the link of `enable` is left."""
+        """Stops and disables the unit. Without a manager only the link of `enable` is left."""
         self._call("systemctl", "--user", "disable", "--now", self._unit)
         (self.file.parent / "default.target.wants" / self._unit).unlink(missing_ok=True)
 
@@ -304,7 +302,7 @@ class Launchd(ServiceManager):
         return launchd_plist(spec)
 
     def start(self) -> None:
-        """Loads the file, which starts the server; a loaded older one is unloaded first."""
+        """Loads the file, which starts the server; an older one is unloaded first."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         self.stop()
         self._must("launchctl", "enable", f"{self._domain}/{LABEL}")
@@ -333,7 +331,6 @@ class Launchd(ServiceManager):
 
 
 def _printed(text: str, name: str) -> str:
-    """Returns the value of the first line `name = value`, which belongs to the service itself."""
     match = re.search(rf"^\s*{name} = (.*)$", text, re.MULTILINE)
     return match[1].strip() if match else ""
 

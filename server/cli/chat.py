@@ -1,8 +1,7 @@
 """`mlx-serve run`: a conversation in the terminal with a model in this process, or one that a server has loaded.
 
-Ctrl-C stops the answer, not the program; the text so far stays in the conversation. Twice at the prompt it ends the
-program. With a question, or when standard input is no terminal, there is one answer, and the program ends. Answers
-and notes are wrapped, with dim thoughts, on a terminal, and are plain text anywhere else.
+Ctrl-C stops the answer, and the text so far stays; twice at the prompt it ends the program. With a question, or where
+standard input is no terminal, there is one answer.
 """
 
 import asyncio
@@ -42,15 +41,11 @@ _TWO_COLUMNS = re.compile(r"\S.*?\s{2,}")
 
 
 class Screen:
-    """Shows one answer after another. Not for several threads.
-
-    Without `columns` the text is left as it is, without thoughts: only the answer is kept.
-    """
+    """Shows answers, wrapped and with dim thoughts; without `columns` the answer's plain text alone."""
 
     def __init__(
         self, write: Callable[[str], object], columns: Callable[[], int] | None = None, *, is_coloured: bool = False
     ) -> None:
-        """`columns` returns the width of the terminal, and is called repeatedly since the width may change."""
         self._write = write
         self._columns = columns
         self._is_coloured = is_coloured
@@ -64,7 +59,7 @@ class Screen:
         self._write(f"{_DIM}{text}{_RESET}\n" if is_quiet and self._is_coloured else f"{text}\n")
 
     def complain(self, text: str) -> None:
-        """Shows an error, apart from the answer where the answer goes to a file."""
+        """Shows an error, apart from an answer that goes to a file."""
         if self._columns is None:
             sys.stderr.write(f"mlx-serve: {text}\n")
         else:
@@ -81,7 +76,7 @@ class Screen:
         self._write(self._wrap.feed(said.text, self._columns()))
 
     def end(self, mark: str = "") -> None:
-        """Ends an answer and its line; `mark` is shown behind its last word."""
+        """Ends an answer and its line, with `mark` behind its last word."""
         rest = self._wrap.finish(self._columns()) if self._columns is not None else ""
         reset = _RESET if self._manner is Manner.THOUGHT and self._is_coloured else ""
         self._write(f"{rest}{mark}{reset}\n")
@@ -96,7 +91,7 @@ class Screen:
 
 
 def fold(line: str, width: int) -> str:
-    """Returns a line broken at words; the second column of a two-column line stays a column, where there is space."""
+    """Returns a line broken at words; the second of two columns stays a column, where there is space."""
     column = _TWO_COLUMNS.match(line)
     if column is None or 2 * column.end() > width:
         wrap = WordWrap()
@@ -160,7 +155,7 @@ def run(
         bool, typer.Option("--no-history", help="Do not keep what is typed for the arrow keys of the next time.")
     ] = False,
 ) -> None:
-    """Talks with a model; raises ConfigError and ModelError. The exit status is that of `chat`."""
+    """Talks with a model; raises ConfigError and ModelError."""
     from server.cli.repl.terminal import history_file
 
     opening = Opening(system, " ".join(question or ()), None if no_history else history_file(os.environ))
@@ -178,7 +173,7 @@ def run(
 
 
 def _find_served(model: str, api_key: str | None) -> Served | None:
-    """Returns the model as a server on this machine has it loaded; names a server that refuses the key."""
+    """Returns the model where a server has it loaded; names a server that refuses the key."""
     try:
         return find_served(model, known_urls(), api_key)
     except KeyNeeded as error:
@@ -202,18 +197,17 @@ def _chat_here(config: ServerConfig, opening: "Opening") -> int:
 
 @dataclass(frozen=True)
 class Opening:
-    """How the conversation begins: the words on the command line."""
+    """How the conversation begins; `history` is the file for typed lines, if they are kept."""
 
     system: str = ""
     question: str = ""
     history: Path | None = None
-    """File for typed lines, if they are kept."""
 
 
 def chat(models: ModelChoice, opening: Opening, about: str = "") -> int:
     """Talks until the person leaves, or answers once, and returns the exit status.
 
-    `about` says where the model is, if not here; it is shown before the first prompt.
+    `about`, shown before the first prompt, says where the model is.
     """
     console = Console()
     screen = standard_screen(is_coloured=console.is_terminal and not console.no_color)
@@ -243,9 +237,8 @@ class Chat:
     screen: Screen
     dialogue: Dialogue = field(default_factory=Dialogue)
     read_line: Callable[[str], str] = input
-    """Shows a prompt and returns one line, or the pasted lines. Raises EOFError at the end."""
+    """Shows a prompt and returns one line, or the pasted lines. Raises EOFError."""
     was_interrupted: bool = False
-    """Whether the person stopped the last answer."""
 
     def __post_init__(self) -> None:
         self._commands = Commands(self.dialogue, self.models, self.answer)
@@ -343,7 +336,6 @@ class Chat:
 
 
 def _answer_once(talk: Chat, question: str) -> int:
-    """Answers the question, with the text from a pipe below it."""
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     text = "\n\n".join(part for part in (question.strip(), piped) if part)
     if not text:

@@ -1,8 +1,4 @@
-"""Signals and typed keys: Ctrl-C and SIGTERM during calls that Python cannot leave by itself, keys during an
-answer.
-
-Typed keys are not shown while nothing reads them, and none is lost. Imports nothing slow.
-"""
+"""Ctrl-C and SIGTERM during calls that Python cannot leave by itself, and keys typed during an answer."""
 
 import contextlib
 import ctypes
@@ -18,10 +14,9 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Makes Ctrl-C end the process at once, like any program, while the block runs; main thread only.
+    """Makes Ctrl-C end the process at once while the block runs; main thread only.
 
-    Python would wait for the end of the current call, and reading weights is one call that may take a minute;
-    imported code may also turn the interrupt into an error of its own.
+    Python would wait for the end of the current call, and reading weights is one call that may take a minute.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -32,10 +27,9 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Delays a Ctrl-C until the block is left; main thread only.
+    """Delays a Ctrl-C until the block is left; main thread only. Threads that start in the block never take one.
 
-    Threads that start in the block never take one. The C library's `system()` makes the whole process ignore Ctrl-C
-    while its command runs, and then Ctrl-C is lost, unless every thread holds it back.
+    While a command of the C library's `system()` runs, Ctrl-C is lost unless every thread holds it back.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -84,8 +78,7 @@ _LOCAL_MODES, _CONTROL_CHARACTERS = 3, 6
 def keys_unseen() -> Iterator[None]:
     """Hides typed keys, `^C` too, during an answer; they are read afterwards.
 
-    The terminal hands keys over one by one meanwhile. In line mode it would take Ctrl-D for the end of a line and
-    forget it when a program asks for keys.
+    In line mode the terminal would take Ctrl-D for the end of a line and forget it.
     """
     try:
         terminal = sys.stdin.fileno()

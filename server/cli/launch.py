@@ -45,11 +45,11 @@ app = command_group()
 ASK_SECONDS = 10.0
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0
-"""Seconds for the server to write its state to the disk."""
+"""For the server to write its state to the disk."""
 
 
 def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | None:
-    """Returns a running server that has the model loaded. Raises StartError where one asks for a key."""
+    """Returns a server that has the model loaded. Raises StartError where one asks for a key."""
     try:
         return find_served(model, urls, key)
     except KeyNeeded as error:
@@ -58,9 +58,9 @@ def find_running(model: str, urls: Sequence[str], key: str | None) -> Served | N
 
 @contextlib.contextmanager
 def started_server(command: Sequence[str], runtime: Path, tell: Callable[[str], object]) -> Iterator[str]:
-    """Starts a server, yields its address, and ends it. Raises StartError with the server's own words.
+    """Starts a server, yields its address, and ends it; `runtime` is the folder of claims.
 
-    `runtime` is the folder of the servers' claims.
+    Raises StartError with the server's own words.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         # The server gets its own session, so that Ctrl-C reaches the agent alone.
@@ -112,7 +112,7 @@ def look_at_sessions(target: LaunchTarget) -> SessionCounts:
 
 
 def measure_speed(target: LaunchTarget, before: SessionCounts, after: SessionCounts) -> float:
-    """Returns the prompt tokens per second of the sessions with new requests between two looks."""
+    """Returns the prompt tokens per second of the sessions with new requests."""
     turns: list[Any] = []
     for namespace, name in changed(before, after):
         query = httpx2.QueryParams({"namespace": namespace} if namespace and not target.key else {})
@@ -133,7 +133,7 @@ class Launch:
     api_key: str | None
     arguments: Sequence[str]
     is_shown: bool = False
-    """Whether the command is only shown, not run."""
+    """Whether the command is only shown."""
 
 
 @app.command("launch", context_settings={"ignore_unknown_options": True})
@@ -164,7 +164,7 @@ def _launch(
 def launch(asked: Launch, urls: Sequence[str], runtime: Path, environment: Mapping[str, str]) -> int:
     """Runs the agent and returns its exit status. Raises ConfigError, ModelError or StartError.
 
-    `urls` are the servers that may be asked, `runtime` the folder of the servers' claims.
+    `urls` are the servers to ask, `runtime` the folder of claims.
     """
     recipe = RECIPES.get(asked.client)
     if recipe is None:
@@ -216,7 +216,7 @@ def _run(recipe: Recipe, target: LaunchTarget, arguments: Sequence[str], environ
 
 @contextlib.contextmanager
 def _interrupts_left_to_the_agent() -> Iterator[None]:
-    """Leaves Ctrl-C to the agent. Uses a handler, since the agent would inherit an ignored signal."""
+    """Uses a handler, since the agent would inherit an ignored signal."""
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         yield

@@ -1,8 +1,6 @@
-"""How each coding agent is pointed at a server, by variables and flags of one run, and what the server saved.
-Pure.
+"""How each coding agent is pointed at a server, by variables and flags of one run, and what the server saved. Pure.
 
-Nothing is written into an agent's own configuration, so nothing needs consent or must be taken back. The savings of a
-run are the difference between two looks at the server's sessions.
+Nothing is written into an agent's own configuration. Savings are the difference of two looks at the sessions.
 """
 
 import json
@@ -12,15 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 NO_KEY = "none"
-"""A key for agents that want one, on a server that needs none."""
+"""For agents that want a key, on a server without one."""
 CODEX_KEY = "MLX_LAUNCH_KEY"
-"""Codex takes a key from a variable that its settings name."""
+"""The variable from which Codex takes the key."""
 COMPACT_FROM_TOKENS = 100_000
-"""With a shorter context Claude Code ignores `CLAUDE_CODE_AUTO_COMPACT_WINDOW`."""
+"""With less context Claude Code ignores `CLAUDE_CODE_AUTO_COMPACT_WINDOW`."""
 LONGEST_ANSWER_TOKENS = 32_000
 
 Variables = Mapping[str, str | None]
-"""None removes the shell's variable of that name for the agent."""
+"""None removes the shell's variable."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def environment_of(recipe: Recipe, target: LaunchTarget, environment: Mapping[st
 
 
 def command_of(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> list[str]:
-    """Returns the command line; `rest` are the person's arguments for the agent."""
+    """Returns the command line; `rest` is what a person adds."""
     return [recipe.program, *recipe.arguments(target), *rest]
 
 
@@ -133,17 +131,16 @@ def as_shell(recipe: Recipe, target: LaunchTarget, rest: Sequence[str]) -> str:
 
 
 SessionCounts = Mapping[tuple[str, str], tuple[int, int]]
-"""Prompt tokens restored and evaluated, by namespace and id of the session."""
+"""Prompt tokens restored and evaluated, by namespace and id."""
 
 
 @dataclass(frozen=True)
 class LaunchSavings:
-    """Prompt tokens, and the time they took or would have taken."""
+    """Prompt tokens, and their speed, 0 if unknown."""
 
     cached_tokens: int
     evaluated_tokens: int
     tokens_per_second: float = 0.0
-    """Speed of prompts; 0 if unknown."""
 
     def describe(self) -> str:
         """Returns one line for a person."""
@@ -173,7 +170,7 @@ def changed(before: SessionCounts, after: SessionCounts) -> list[tuple[str, str]
 
 
 def savings_between(before: SessionCounts, after: SessionCounts, tokens_per_second: float) -> LaunchSavings:
-    """Returns the tokens restored and evaluated in between. A session that began again counts from its beginning."""
+    """Returns what came in between. A session that began again counts from its beginning."""
     cached = evaluated = 0
     for name in changed(before, after):
         old_cached, old_evaluated = before.get(name, (0, 0))

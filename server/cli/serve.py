@@ -1,9 +1,8 @@
-"""`mlx-serve serve`: one process from the command line to its exit status, its sockets, and its start-up report.
+"""`mlx-serve serve`: one process from the command line to its exit status, its sockets, and its report at the start.
 
-The order matters. The address is bound before the model is loaded, so that a taken port costs no waiting; the server
-listens only when everything behind the socket is ready. On the first SIGTERM or Ctrl-C running answers have
-`drain_seconds` to finish, and answers still running after that are told so; new requests get status 503 meanwhile.
-Then the server stops listening. A second signal ends the process at once.
+The address is bound before the model is loaded, so that a taken port costs no waiting; the server listens once all
+behind the socket is ready. On the first SIGTERM or Ctrl-C running answers have `drain_seconds` to finish, and new
+requests get status 503. A second signal ends the process at once.
 """
 
 import asyncio
@@ -55,7 +54,6 @@ from server.pool.pool import ModelPool
 logger = logging.getLogger(__name__)
 
 SLOW_SECONDS = 0.5
-"""A slower token is worth a warning before anyone waits for an answer."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,12 @@ class Surroundings:
 
     others: Sequence[Claim]
     fast_blas: str | None
-    """The library that multiplies matrices in place of MLX's own."""
     urls: Sequence[str]
-    """Addresses of the server, the one for this machine first."""
+    """The address for this machine first."""
 
 
 def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
-    """Yields a label and a text for each fact, one line each; an empty label continues the line before."""
+    """Yields a label and a text for each line; an empty label continues the line before."""
     model = service.asked_for
     yield "model", f"{model.id}, {count_text(service.num_parameters)} parameters"
     yield "weights", weights_text(service)
@@ -104,7 +101,7 @@ def facts(service: Service, config: ServerConfig, around: Surroundings) -> Itera
 
 
 def weights_text(service: Service) -> str:
-    """Returns the size of the weights in memory, and why it differs from the size on disk."""
+    """Returns the size of the weights in memory and, where it differs, on disk."""
     held = size_text(service.memory.weights_bytes)
     if service.precision is Precision.STORED:
         return held
@@ -112,7 +109,7 @@ def weights_text(service: Service) -> str:
 
 
 def slowness(service: Service) -> str | None:
-    """Returns a warning for a model that this processor is too slow for; None if it is fast enough."""
+    """Returns a warning where this processor is too slow for the model."""
     seconds = service.seconds_per_token
     if seconds is None or seconds < SLOW_SECONDS:
         return None
@@ -135,7 +132,6 @@ def _cache_text(service: Service, config: ServerConfig) -> str:
 
 
 def _room_bytes(service: Service, config: ServerConfig) -> int | None:
-    """Returns the free bytes of the disk, and its bytes of state; None where it cannot be read."""
     try:
         free_bytes = shutil.disk_usage(Path(config.cache_dir).expanduser()).free
     except OSError:
@@ -160,7 +156,7 @@ def example_call(url: str, model: str, needs_key: bool) -> str:
 
 
 def count_text(number: int) -> str:
-    """Returns a count as people read it, such as `1.7 million`."""
+    """Returns a count such as `1.7 million`."""
     for word, unit in (("billion", 10**9), ("million", 10**6)):
         if number >= unit:
             return f"{number / unit:.1f} {word}"
@@ -168,7 +164,7 @@ def count_text(number: int) -> str:
 
 
 def round_count(number: float) -> str:
-    """Returns an estimate as people read it: two significant digits, such as `137 000` or `1.4 million`."""
+    """Returns a count with two significant digits, such as `137 000` or `1.4 million`."""
     if number >= 10**6:
         return count_text(int(number))
     unit = 1000 if number >= 10_000 else 100 if number >= 1000 else 1
@@ -180,7 +176,7 @@ _ELSEWHERE = {socket.AF_INET: ("192.0.2.1", 9), socket.AF_INET6: ("2001:db8::1",
 
 
 def is_for_this_machine(address: str) -> bool:
-    """Returns whether only programs on this machine reach a numeric address."""
+    """Returns whether a numeric address is loopback."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -190,7 +186,7 @@ def is_any(address: str) -> bool:
 
 
 def urls(address: str, port: int) -> list[str]:
-    """Returns the base addresses of a socket bound to `address`, the one for this machine first."""
+    """Returns the addresses of a bound socket, the one for this machine first."""
     if not is_any(address):
         return [_url(address, port)]
     return [_url(host, port) for host in ("127.0.0.1", *_own_addresses(is_ipv6=":" in address))]
@@ -226,9 +222,9 @@ def _url(host: str, port: int) -> str:
 
 
 CLOSE_SECONDS = 5
-"""Seconds for the last bytes to reach their clients once every answer has ended."""
+"""Seconds for the last bytes to reach their clients."""
 SWITCH_SECONDS = 0.001
-"""Seconds after which a thread that plans a prompt gives Python's lock to a waiting engine or event loop."""
+"""Seconds after which a planning thread gives Python's lock to a waiting engine or event loop."""
 KERNEL_BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
@@ -270,7 +266,6 @@ def serve(config: ServerConfig, runtime: Path, fast_blas: str | None) -> int:
 
 
 def _check_exposure(config: ServerConfig, address: str) -> None:
-    """Raises ConfigError where other machines could use the server without a key, unless that was asked for."""
     if not config.needs_key and not config.insecure_no_key and not is_for_this_machine(address):
         raise ConfigError(
             f"other machines can reach {config.host}, and without a key anyone there could use this server: give "
@@ -279,7 +274,7 @@ def _check_exposure(config: ServerConfig, address: str) -> None:
 
 
 def _check_cache_dir(config: ServerConfig) -> None:
-    """Raises FolderError, before a model is loaded, for an unusable folder or one that another server has open."""
+    """Raises FolderError for a folder that cannot be used, or that another server has open."""
     if config.cache_disk_bytes is None:
         return
     folder = Path(config.cache_dir).expanduser()
@@ -296,7 +291,6 @@ def _check_cache_dir(config: ServerConfig) -> None:
 
 
 def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None, list[Claim]]:
-    """Returns this server's claim, given up at the end, and the claims of running servers."""
     try:
         own, others = memory_budget.take(runtime, Claim(os.getpid(), "", 0, ""))
     except OSError as error:
@@ -307,7 +301,6 @@ def _claim(runtime: Path, stack: contextlib.ExitStack) -> tuple[OwnClaim | None,
 
 
 def _start(config: ServerConfig, console: Console, around: Surroundings, claim: OwnClaim | None) -> Service:
-    """Returns the service with its engine running."""
     with interruptible(), _progress(console, model_id(config.models[0])) as tell:
         service = open_service(config, around.others, tell)
         if claim is not None:
@@ -326,10 +319,6 @@ def _start(config: ServerConfig, console: Console, around: Surroundings, claim: 
 
 
 def _make_pool(service: Service, config: ServerConfig, around: Surroundings, claim: OwnClaim | None) -> ModelPool:
-    """Returns the pool with the first model loaded; named and installed models are loaded on request.
-
-    Raises ModelError for a missing model of the command line.
-    """
     first = source_of(config.models[0])
     others = [source_of(name) for name in config.models[1:]]
     taken = {name for source in (first, *others) for name in (source.id, source.name)} & set(service.variants)
@@ -375,7 +364,7 @@ def _progress(console: Console, model: str) -> Iterator[Callable[[str], object]]
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address but not listening yet. Raises StartError."""
+    """Returns a bound socket that does not listen yet. Raises StartError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -421,7 +410,6 @@ async def _serve(
 
 
 def _reload_keys(app: Starlette, config: ServerConfig) -> None:
-    """Reads the file of keys again; an unusable file changes nothing. Event loop only."""
     try:
         keys = read_keys(config)
     except ConfigError as error:
@@ -432,7 +420,7 @@ def _reload_keys(app: Starlette, config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, except that signals are ours and that a callback learns when it listens."""
+    """uvicorn, but for signals, which are ours."""
 
     def __init__(self, app: Starlette, limits: Limits, on_listening: Callable[[], None]) -> None:
         super().__init__(
@@ -442,7 +430,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone: uvicorn would send them to itself again at the end and so change the exit status."""
+        """Leaves signals alone: uvicorn would send them to itself again at the end and change the exit status."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -478,7 +466,7 @@ class _Stopper:
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def finish(self) -> None:
-        """Returns when all running work has ended."""
+        """Returns once a drain that began has ended."""
         if self._draining is not None:
             await self._draining
 
@@ -493,7 +481,7 @@ class _Stopper:
 
 
 def show_banner(console: Console, service: Service, config: ServerConfig, around: Surroundings) -> None:
-    """Prints what is served, within which limits, where, and how to ask it."""
+    """Prints the facts, and how to ask the server."""
     for label, text in facts(service, config, around):
         console.print(f"[bold]{label:<9}[/bold] {escape(text)}")
     example = example_call(around.urls[0], service.asked_for.id, config.needs_key)

@@ -1,6 +1,6 @@
 """A conversation in the terminal: its turns, parameters, saved file, and the wrapping of streamed text. Pure.
 
-Knows messages, parts of answers and their costs, but not who answers nor how text reaches the terminal.
+Knows neither who answers nor how text reaches the terminal.
 """
 
 import difflib
@@ -43,7 +43,7 @@ class AnswerCosts:
     predicted_ms: float
 
     def describe(self) -> str:
-        """Returns two lines: what the prompt cost and how fast the answer came."""
+        """Returns two lines, of the prompt and of the answer."""
         prompt_tokens = self.cached_tokens + self.evaluated_tokens
         share = self.cached_tokens / prompt_tokens if prompt_tokens else 0
         # The time runs from the first token to the last, so one token fewer was made in it.
@@ -57,11 +57,11 @@ class AnswerCosts:
 
 
 class AnswerFailed(Exception):
-    """There is no answer, or no more of it; the message is one sentence for the person."""
+    """The answer is missing or incomplete; the message is one sentence."""
 
 
 Turn: TypeAlias = dict[str, Any]
-"""A message of the conversation, as templates and the API take it."""
+"""A message, as templates and the API take it."""
 
 
 class Answerer(Protocol):
@@ -73,7 +73,7 @@ class Answerer(Protocol):
     def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last. Raises AnswerFailed. When cancelled it stops the model first.
+        """Yields an answer, and its costs last; stops the model when cancelled. Raises AnswerFailed.
 
         Missing `parameters` are as the model recommends.
         """
@@ -112,7 +112,7 @@ class OneModel:
 
 
 def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
-    """Returns the costs in an API answer's `timings`. Raises KeyError or ValueError."""
+    """Returns the costs in an answer's `timings`. Raises KeyError or ValueError."""
     return AnswerCosts(
         int(timings["cache_n"]),
         int(timings["prompt_n"]),
@@ -123,7 +123,7 @@ def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
 
 
 _FOR_PROGRAMS = ("logit_bias", "allowed_token_ids", "bad_words", "top_logprobs", "dry_")
-"""First parts of names that are no numbers, or useful only beside such ones."""
+"""First parts of the names of no use to a person."""
 SAMPLING = tuple(field.name for field in fields(SamplingParams) if not field.name.startswith(_FOR_PROGRAMS))
 MAX_TOKENS, THINK = "max_tokens", "think"
 NAMES = (*SAMPLING, MAX_TOKENS, THINK)
@@ -133,7 +133,7 @@ _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, 
 
 
 class ParameterError(ValueError):
-    """The parameter does not exist, or refuses the value; the message is one sentence."""
+    """No such parameter or value; the message is one sentence."""
 
 
 def parse_parameter(name: str, text: str) -> Any:
@@ -152,7 +152,7 @@ def parse_parameter(name: str, text: str) -> Any:
 
 
 def check_value(name: str, value: Any) -> None:
-    """Raises ParameterError for a value that is out of range, or of another kind."""
+    """Raises ParameterError for a value of another kind or out of range."""
     check_name(name)
     if name == THINK and not isinstance(value, bool):
         raise ParameterError(f"think is true or false, not {value!r}")
@@ -166,7 +166,7 @@ def check_value(name: str, value: Any) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises ParameterError for a name that no parameter has."""
+    """Raises ParameterError for an unknown name."""
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}"
@@ -187,7 +187,7 @@ def body_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a chat template's arguments besides the messages, as the field of a body; empty if none."""
+    """Returns the chat template's arguments as a field of a body; empty if there are none."""
     return {"chat_template_kwargs": {"enable_thinking": parameters[THINK]}} if THINK in parameters else {}
 
 
@@ -198,11 +198,11 @@ def _text(value: Any) -> str:
 
 
 FORMAT = "mlx-serve conversation 1"
-"""Begins every saved file, so that no other file is mistaken for one, or overwritten."""
+"""Begins every saved file, so that no other file is overwritten."""
 
 
 class NotAConversation(ValueError):
-    """The text is no saved conversation; the message says why, without the file's name."""
+    """The message says why, without the file's name."""
 
 
 @dataclass
@@ -213,11 +213,11 @@ class Dialogue:
     turns: list[Turn] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     number: int = 1
-    """Number of this conversation, so that a server can tell it from earlier ones."""
+    """Tells a server this conversation from earlier ones."""
     costs: AnswerCosts | None = None
     last_message: str = ""
     is_answered: bool = False
-    """Whether the last message and its answer are the last two turns."""
+    """Whether the last two turns are the last message and its answer."""
 
     def prompt(self) -> list[Turn]:
         """Returns all messages, the system message first."""
@@ -225,13 +225,13 @@ class Dialogue:
         return [*system, *self.turns]
 
     def start_anew(self) -> None:
-        """Forgets all messages; the system message and the parameters stay."""
+        """Forgets the messages, not the system message and the parameters."""
         self.turns.clear()
         self.costs, self.last_message, self.is_answered = None, "", False
         self.number += 1
 
     def take_back(self) -> None:
-        """Forgets the last message and its answer, if it was answered."""
+        """Forgets the last message and its answer."""
         if self.is_answered:
             del self.turns[-2:]
 
@@ -304,7 +304,7 @@ FENCE = "```"
 
 _JOINER = "\u200d"
 _CLOSING = frozenset("、。，．！？：；）」』】〉》〕〗…ー々っッゃゅょャュョ")
-"""Wide letters that no line may begin with."""
+"""Wide letters that begin no line."""
 _TAB = " " * 4
 
 
@@ -325,7 +325,7 @@ class WordWrap:
         """Whether the line began with a fence."""
 
     def feed(self, text: str, width: int) -> str:
-        """Returns the text that can be shown now, for lines of `width` cells."""
+        """Returns what can be shown now, in lines of `width` cells."""
         return "".join(self._take(letter, width) for letter in text if _is_shown(letter))
 
     def finish(self, width: int) -> str:
@@ -376,7 +376,7 @@ class WordWrap:
 
 
 def _is_shown(letter: str) -> bool:
-    """Returns whether a letter is safe on a terminal: no model may move the cursor or change the title."""
+    """Whether a letter is safe on a terminal: no model may move the cursor or change the title."""
     return letter in "\n\t" or unicodedata.category(letter) != "Cc"
 
 
@@ -385,12 +385,12 @@ def _is_wide(letter: str) -> bool:
 
 
 def _is_joined(before: str, letter: str) -> bool:
-    """Returns whether two letters are parts of one sign: accents, emoji of several parts, skin tones, flags."""
+    """Whether two letters are parts of one sign: accents, emoji of several parts, skin tones, flags."""
     if _JOINER in (before, letter) or cell_len(letter) == 0 or "\U0001f3fb" <= letter <= "\U0001f3ff":
         return True
     return all("\U0001f1e6" <= one <= "\U0001f1ff" for one in (before, letter))
 
 
 def _base(word: str) -> str:
-    """Returns the last letter of a word that takes space of its own."""
+    """Returns the last letter that takes space of its own."""
     return next((letter for letter in reversed(word) if cell_len(letter)), word[-1])
