@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
-COMMAND = [sys.executable, "-c", "from server.cli.main import main; main()", "serve"]
+COMMAND = [sys.executable, "-c", "from mlx_serve import main; main()", "serve"]
 DEADLINE_SECONDS = 120.0
 
 

@@ -347,10 +347,10 @@ def test_a_pipe_is_one_message(folder: Path) -> None:
     assert b"\x1b" not in ended.stdout
 
 
-def test_an_empty_pipe_says_so(folder: Path) -> None:
-    ended = run_in_pipe(str(folder), sent=b" \n")
-    assert (ended.returncode, ended.stdout) == (1, b"")
-    assert ended.stderr == b"mlx-serve: there is no question: standard input is empty\n"
+def test_an_empty_pipe_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert chat(OneModel(LocalModel(fake_model(), FakeEngine())), Opening()) == 1
+    assert capsys.readouterr() == ("", "mlx-serve: there is no question: standard input is empty\n")
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
 import mlx.core as mx
@@ -25,12 +25,14 @@ import pytest
 
 from models.inference.sampling_params import SamplingParams
 from server.api.app import create_app
-from server.app.config import KEY_VARIABLE, ServerConfig, StartError
+from server.app.config import ServerConfig, StartError
 from server.app.memory_budget import Claim, Machine, choose_pool_bytes, running
 from server.app.service import _bound_pool, model_id, open_service, read_sampling
+from server.cli import serve
+from server.cli.main import execute
 from server.cli.serve import _Stopper, bind, count_text, example_call, is_for_this_machine, urls
 from tests.support.fake_engine import FakeEngine, fake_model
-from tests.support.server_process import COMMAND, Process
+from tests.support.server_process import Process
 from tests.support.tiny_models import write
 
 JSON = {"Content-Type": "application/json"}
@@ -50,6 +52,29 @@ def serving(folder: Path, *arguments: str, **options: Any) -> Iterator[Process]:
         yield process
     finally:
         process.close()
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str]]:
+    """Runs `serve`, which has to end before a model is loaded; returns its exit status and standard error."""
+
+    def load(*_: object) -> NoReturn:
+        pytest.fail("the model is loaded")
+
+    def run(*arguments: str | Path) -> tuple[int, str]:
+        status = execute(["serve", *map(str, arguments)])
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        return status, captured.err
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setattr(serve, "_start", load)
+    # What is for the whole process stays as it is in that of the tests.
+    monkeypatch.setattr(serve, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(serve, "Sigterm", lambda action: None)
+    return run
 
 
 class Stream:
@@ -130,10 +155,13 @@ def test_half_open_connections_beyond_the_descriptors_keep_nobody_out_and_the_lo
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
 
 
-def test_too_few_descriptors_are_told_at_the_start(folder: Path) -> None:
-    with serving(folder, limits={resource.RLIMIT_NOFILE: 64}) as server:
-        assert server.wait() == 1
-        assert "ulimit -n" in server.output.splitlines()[-1]
+def test_too_few_descriptors_are_told_at_the_start(
+    folder: Path, refused: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    status, told = refused(folder, "--port", "0")
+    assert (status, told.count("\n")) == (1, 1)
+    assert "ulimit -n" in told
 
 
 def test_what_does_not_finish_in_time_is_told_so(folder: Path) -> None:
@@ -146,24 +174,25 @@ def test_what_does_not_finish_in_time_is_told_so(folder: Path) -> None:
 
 
 def test_a_cache_folder_that_cannot_be_used_ends_the_start_before_the_model_is_loaded(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, refused: Callable[..., tuple[int, str]]
 ) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with serving(folder, "--cache-disk", "8MB", "--cache-dir", str(tmp_path / "file")) as server:
-        assert server.wait() == 1
-        assert server.output == f"mlx-serve: the cache folder {tmp_path / 'file'} cannot be used: file exists\n"
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    told = f"mlx-serve: the cache folder {file} cannot be used: file exists\n"
+    assert refused(folder, "--port", "0", "--cache-disk", "8MB", "--cache-dir", file) == (1, told)
 
 
-def test_the_cache_folder_has_the_models_name_and_one_server_at_a_time(folder: Path, tmp_path: Path) -> None:
+def test_the_cache_folder_has_the_models_name_and_one_server_at_a_time(
+    folder: Path, tmp_path: Path, refused: Callable[..., tuple[int, str]]
+) -> None:
     arguments = ("--cache-disk", "8MB", "--cache-dir", str(tmp_path / "new"))
     with serving(folder, *arguments) as server:
         server.wait_for("Try it:")
         assert f"disk      8.0 MB in {tmp_path / 'new'}, at most 100.0 GB written a day\n" in server.output
         assert [path.name[:-16] for path in (tmp_path / "new").iterdir()] == ["tiny-"]
-        with serving(folder, *arguments) as second:
-            assert second.wait() == 1
-            assert "is in use by another process" in second.output
-            assert len(second.output.splitlines()) == 1, "it is told before anything is loaded"
+        status, told = refused(folder, "--port", "0", *arguments)
+        assert (status, told.count("\n")) == (1, 1)
+        assert "is in use by another process" in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -220,29 +249,18 @@ def test_a_second_signal_speaks_of_answers_only_where_some_ran(
     assert "stopped at once" in caplog.text
 
 
-def test_a_key_is_asked_for_and_not_shown(folder: Path) -> None:
-    with serving(folder, "--api-key", "geheim") as server:
+def test_a_key_is_asked_for_and_not_shown(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("geheim\n")
+    with serving(folder, "--api-key-file", str(tmp_path / "key")) as server:
         assert get(server.port, "/v1/models")[0] == 401
+        assert status_with(server.port, "geheim") == 200
         assert "geheim" not in server.output
         assert "Bearer YOUR_KEY" in server.output
 
 
-def test_a_key_comes_from_a_file_or_the_environment(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("geheim\n")
-    for arguments, environment in ((("--api-key-file", str(tmp_path / "key")), {}), ((), {KEY_VARIABLE: "geheim"})):
-        with serving(folder, *arguments, environment=environment) as server:
-            assert get(server.port, "/v1/models")[0] == 401
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=DEADLINE_SECONDS)
-            connection.request("GET", "/v1/models", headers={"Authorization": "Bearer geheim"})
-            assert connection.getresponse().status == 200
-            connection.close()
-            assert "geheim" not in server.output
-
-
-def test_an_address_that_others_reach_needs_a_key(folder: Path) -> None:
-    with serving(folder, "--host", "0.0.0.0") as server:
-        assert server.wait() == 2
-        assert "--insecure-no-key" in server.output and "Try it:" not in server.output
+def test_an_address_that_others_reach_needs_a_key(folder: Path, refused: Callable[..., tuple[int, str]]) -> None:
+    status, told = refused(folder, "--port", "0", "--host", "0.0.0.0")
+    assert status == 2 and "--insecure-no-key" in told
     with serving(folder, "--host", "0.0.0.0", "--insecure-no-key") as server:
         assert get(server.port, "/health")[0] == 200
         assert "key       none: anyone" in server.output
@@ -285,9 +303,17 @@ def test_two_servers_see_what_the_other_has_claimed(folder: Path, tmp_path: Path
     assert running(tmp_path / "mlx-serve") == []
 
 
-@pytest.mark.parametrize("moment", ["", "weights", "trying"])
-def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path) -> None:
-    with serving(folder, "--log-level", "debug") as server:
+@pytest.mark.parametrize("moment", ["importing", "weights", "trying"])
+def test_ctrl_c_while_it_starts_ends_it_without_a_word(moment: str, folder: Path, tmp_path: Path) -> None:
+    """Before its own code runs, the interpreter decides: a Ctrl-C while it imports `site` ends it with status 1."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'server.cli.main': os.write(1, b'importing\\n')\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    with serving(folder, "--log-level", "debug", environment={"PYTHONPATH": str(tmp_path)}) as server:
         server.wait_for(moment)
         server.signal(signal.SIGINT)
         assert server.wait() in (130, -signal.SIGINT)
@@ -318,21 +344,15 @@ def test_ctrl_c_while_mlx_looks_for_a_compiler_is_not_lost(folder: Path, tmp_pat
         assert not server.output
 
 
-def test_a_taken_port_is_told_before_the_model_is_loaded(folder: Path) -> None:
+def test_a_taken_port_is_told_before_the_model_is_loaded(
+    folder: Path, refused: Callable[..., tuple[int, str]]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = subprocess.run(
-            [*COMMAND, str(folder), "--port", str(port)],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_SECONDS,
-            check=False,
+        assert refused(folder, "--port", port) == (
+            1,
+            f"mlx-serve: port {port} of 127.0.0.1 is in use; choose another with --port, or 0 for any free one\n",
         )
-    assert ended.returncode == 1
-    assert ended.stdout == ""
-    assert ended.stderr == (
-        f"mlx-serve: port {port} of 127.0.0.1 is in use; choose another with --port, or 0 for any free one\n"
-    )
 
 
 def test_a_bound_socket_does_not_listen_yet() -> None:
@@ -486,7 +506,9 @@ def test_a_service_bounds_the_pool_by_its_budget() -> None:
         mx.set_cache_limit(limit)
 
 
-def test_keys_of_a_file_are_read_again_on_sighup(folder: Path, tmp_path: Path) -> None:
+def test_keys_of_a_file_are_read_again_on_sighup(
+    folder: Path, tmp_path: Path, refused: Callable[..., tuple[int, str]]
+) -> None:
     file = tmp_path / "keys.toml"
 
     def write_key(name: str) -> None:
@@ -494,9 +516,8 @@ def test_keys_of_a_file_are_read_again_on_sighup(folder: Path, tmp_path: Path) -
 
     write_key("first")
     file.chmod(0o644)
-    with serving(folder, "--api-keys", str(file)) as server:
-        assert server.wait() == 2
-        assert f"chmod 600 {file}" in server.output
+    status, told = refused(folder, "--port", "0", "--api-keys", file)
+    assert status == 2 and f"chmod 600 {file}" in told
     file.chmod(0o600)
     with serving(folder, "--api-keys", str(file), "--host", "0.0.0.0") as server:
         assert status_with(server.port, "geheim-first") == 200
