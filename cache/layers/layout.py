@@ -1,18 +1,10 @@
 """Takes the layer caches of one model apart into state that can be stored, puts them together, and sizes sequences.
 
-mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts the layers into three kinds:
-
-* *span* state (attention keys and values): rows of any token range can be cut out and joined;
-* *window* state (sliding window, chunked attention): the same, but only the last W rows are there;
-* *point* state (recurrent, convolution, and every class without an adapter): whole, valid at one offset.
-
-Each mlx-lm class whose state is rows per token has one adapter here. A class without an adapter is taken whole, as
+mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts the layers into three kinds: *span*
+state (attention) is rows of any token range; *window* state (sliding or chunked attention) the last W rows; *point*
+state (recurrent, convolution) is whole and valid at one offset. A class without an adapter here is taken whole, as
 point state: slower, never wrong. Nothing here knows tokens, nodes or a budget.
 """
-
-from cache.layers import mlx_lm_guard as _guard  # noqa: F401
-
-# isort: split
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,7 +33,7 @@ from cache.types import LayerCache
 
 
 class RowLeaf:
-    """Adapter of a layer cache class whose state is rows per token; as it stands here, of `KVCache`."""
+    """Adapter of a class whose state is rows per token; this one, of `KVCache`."""
 
     num_components = 2
     can_overallocate = True
@@ -49,7 +41,7 @@ class RowLeaf:
 
     def __init__(self, window: int = 0) -> None:
         self.window = window
-        """How many of the last rows the class keeps; 0 if it keeps all. Such a class allocates its own buffers."""
+        """How many of the last rows the class keeps; 0 if all."""
 
     def length(self, cache: LayerCache) -> int:
         """Returns the number of rows; the last row is at the sequence's end."""
@@ -60,7 +52,7 @@ class RowLeaf:
         return [cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :]]
 
     def load(self, cache: LayerCache, arrays: list[mx.array], num_rows: int, offset: int) -> None:
-        """Makes `arrays` the cache's state; their first `num_rows` rows end at `offset`. Consumes the arrays."""
+        """Makes `arrays`, whose first `num_rows` rows end at `offset`, the cache's state. Consumes them."""
         cache.keys, cache.values = arrays
         cache.offset = offset
 
@@ -69,14 +61,14 @@ class RowLeaf:
         cache.offset = offset
 
     def capacity(self, cache: LayerCache) -> int | None:
-        """Returns how many rows fit the buffers, None before there are any; for classes that keep all rows."""
+        """Returns how many rows fit the buffers, if there are any; for classes that keep all rows."""
         return int(cache.keys.shape[2]) if cache.keys is not None else None
 
     def max_rows(self, num_tokens: int, chunk_tokens: int) -> int:
         """Returns the most rows in a window class's buffers while `num_tokens` are evaluated.
 
-        Prompts are evaluated in calls of up to `chunk_tokens`, answers in calls of one token. A call adds rows before
-        it removes old ones, so there may be more rows than the window.
+        A call, of up to `chunk_tokens` of a prompt, adds rows before it removes old ones: there may be more than the
+        window.
         """
         raise AssertionError("every row is kept, and buffers are resized to what was reserved")
 
@@ -150,7 +142,7 @@ class _ChunkedLeaf(RowLeaf):
 
 
 def row_leaf(cache: LayerCache) -> RowLeaf | None:
-    """Returns the adapter of a cache whose state is rows; None for a cache that must be taken whole."""
+    """Returns the adapter of a cache; None if it must be taken whole."""
     kind = type(cache)
     if kind is mlx_lm_cache.KVCache:
         return RowLeaf()
@@ -174,14 +166,14 @@ def leaves_of(caches: Iterable[LayerCache]) -> list[LayerCache]:
 
 
 GROWTH_TOKENS = 256
-"""Rows by which a full span buffer grows. Each growth reads and writes all rows once, and attention reads all rows
-once per token, so growing adds one part in 128. On average a live sequence leaves half of a step unused.
+"""Rows by which a full span buffer grows. A growth reads and writes all rows once, attention reads them for each
+token: growing adds one part in 128.
 """
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A row layer's index among the leaves, and the indices of its components among all of the same kind."""
+    """A row layer's index among the leaves, and its components' among all of the same kind."""
 
     index: int
     leaf: RowLeaf
@@ -197,7 +189,7 @@ def _places(rows: Iterable[tuple[int, RowLeaf]]) -> list[_Place]:
 
 
 class Layout:
-    """How the layer caches of one model come apart. Made once, from a fresh list of caches."""
+    """How the layer caches of one model come apart. Made from fresh caches."""
 
     _spans: Sequence[_Place] = ()
     _windows: Sequence[_Place] = ()
@@ -215,7 +207,7 @@ class Layout:
         self._points = [index for index in range(len(leaves)) if index not in known]
 
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
-        """Excludes the layers whose caches are still empty after the model has evaluated tokens with `caches`.
+        """Leaves out the layers whose `caches` are still empty after the model has evaluated tokens.
 
         Some models make a cache for each layer although some layers share another's keys and values.
         """
@@ -244,15 +236,15 @@ class Layout:
         return int(mx.get_array_buffer_size(*arrays)) if arrays else 0
 
     def span_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
-        """Returns bytes of span state per token, measured on caches that hold at least one token."""
+        """Returns bytes of span state per token, by caches that hold some."""
         return _bytes_per_row(_pairs(self._spans, caches))
 
     def window_bytes_per_token(self, caches: Sequence[LayerCache]) -> float:
-        """Returns bytes of window state per row, measured on caches that hold a few tokens."""
+        """Returns bytes of window state per row, by caches that hold a few tokens."""
         return _bytes_per_row(_pairs(self._windows, caches))
 
     def max_window_rows(self, num_tokens: int, chunk_tokens: int) -> int:
-        """Returns the most rows in a window layer's buffers while `num_tokens` are evaluated; see `RowLeaf`."""
+        """Returns the most rows in a window layer's buffers; see `RowLeaf`."""
         return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 
     def point_bytes(self, caches: Sequence[LayerCache]) -> int:
@@ -268,11 +260,11 @@ class Layout:
         return min((num for num in capacities if num is not None), default=None)
 
     def resize(self, caches: Sequence[LayerCache], capacity_tokens: int) -> None:
-        """Resizes span buffers to `capacity_tokens`, which must not be less than they hold.
+        """Resizes span buffers to `capacity_tokens`, not less than they hold, unless they are larger by a step at
+        most.
 
-        Buffers that are too small, or larger by more than a step of growth, are copied one after another, so the
-        extra memory is one buffer. The first evaluation allocates missing buffers at this size. After an error the
-        caches are damaged.
+        They are copied one after another, so the extra memory is one buffer. The first evaluation allocates missing
+        ones at this size. After an error the caches are damaged.
         """
         for place, live in _pairs(self._spans, caches):
             capacity = place.leaf.capacity(live) if place.leaf.can_overallocate else capacity_tokens
@@ -283,7 +275,7 @@ class Layout:
         self.bound_growth(caches)
 
     def bound_growth(self, caches: Sequence[LayerCache]) -> None:
-        """Makes existing span buffers grow by a step from now on, however large their first size was."""
+        """Has existing span buffers grow by a step from now on, however large they began."""
         for place, live in _pairs(self._spans, caches):
             if place.leaf.can_overallocate and place.leaf.capacity(live) is not None:
                 live.step = GROWTH_TOKENS
@@ -291,7 +283,7 @@ class Layout:
     # -- spans
 
     def live_rows(self, caches: Sequence[LayerCache], start: int, stop: int) -> LiveRows:
-        """Returns the span rows `[start, stop)` of live caches as views, to be copied at once."""
+        """Returns span rows `[start, stop)` as views, to be copied at once."""
         arrays = [array for place, live in _pairs(self._spans, caches) for array in place.leaf.arrays(live)]
         return LiveRows([array[..., start:stop, :] for array in arrays])
 
@@ -300,7 +292,7 @@ class Layout:
     ) -> list[Segment]:
         """Copies token ranges out of live span caches, one owned segment per half-open range.
 
-        With `consume` each layer is dropped as soon as its rows are copied, so the extra memory is one pack.
+        With `consume` each layer is dropped once its rows are copied: the extra memory is one pack.
         """
         packs: list[list[Pack]] = [[] for _ in ranges]
         for batch in _batches(_pairs(self._spans, caches)):
@@ -325,8 +317,8 @@ class Layout:
     ) -> None:
         """Makes live span caches hold `[0, offset)`: their first `keep` rows, then the rows of `sources`.
 
-        Buffers are allocated for `capacity_tokens`. Sources forget each component once it is copied, layer by layer.
-        Raises AssertionError if rows are missing.
+        Buffers are allocated for `capacity_tokens`. Sources forget components as they are copied. Raises
+        AssertionError if rows are missing.
         """
         for place, live in _pairs(self._spans, caches):
             held = [array[..., :keep, :] for array in place.leaf.arrays(live)] if keep else []
@@ -354,7 +346,7 @@ class Layout:
         return offset - min((place.leaf.length(live) for place, live in _pairs(self._windows, caches)), default=0)
 
     def cut_window(self, caches: Sequence[LayerCache], start: int, offset: int) -> Segment:
-        """Copies the window rows `[start, offset)` out of live caches that have evaluated exactly `offset` tokens."""
+        """Copies the window rows `[start, offset)` out of caches that have evaluated `offset` tokens."""
         rows = list[mx.array]()
         for place, live in _pairs(self._windows, caches):
             skipped = place.leaf.length(live) - (offset - start)
@@ -362,10 +354,7 @@ class Layout:
         return Segment(start, offset, [packed(*group) for group in groups(range(len(rows)), rows)])
 
     def load_windows(self, caches: Sequence[LayerCache], rows: Sequence[Segment], offset: int) -> None:
-        """Restores live window caches at `offset` from adjoining segments that cover the last rows before it.
-
-        Raises AssertionError if they do not cover them.
-        """
+        """Restores window caches at `offset` from adjoining segments; raises AssertionError if rows are missing."""
         num_rows = min(offset, self.window)
         end = rows_up_to(offset, num_rows, rows)
         for place, live in _pairs(self._windows, caches):
@@ -390,7 +379,6 @@ class Layout:
 
 
 _Pair: TypeAlias = tuple[_Place, LayerCache]
-"""A row layer, and its live cache."""
 
 
 def _pairs(places: Iterable[_Place], caches: Sequence[LayerCache]) -> list[_Pair]:
@@ -399,7 +387,6 @@ def _pairs(places: Iterable[_Place], caches: Sequence[LayerCache]) -> list[_Pair
 
 
 def _batches(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yields runs of layers whose live rows fit one pack."""
     batch, num_bytes = list[_Pair](), 0
     for place, live in pairs:
         size = sum(array.nbytes for array in place.leaf.arrays(live))
@@ -413,13 +400,12 @@ def _batches(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _bytes_per_row(pairs: Iterable[_Pair]) -> float:
-    """Returns the bytes of one row of all layers together; a layer without rows counts 0."""
     lengths = [(place.leaf.length(live), place, live) for place, live in pairs]
     return sum(sum(array.nbytes for array in place.leaf.arrays(live)) / num for num, place, live in lengths if num)
 
 
 def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:
-    """Moves the rows of a span cache into buffers for `capacity_tokens`, one component after another."""
+    """Moves the rows of a span cache into buffers for `capacity_tokens`, one after another."""
     length, arrays = leaf.length(live), leaf.arrays(live)
     for number, rows in enumerate(arrays):
         arrays[number] = _with_spare_rows([rows], capacity_tokens - length)
@@ -429,7 +415,7 @@ def _resize(leaf: RowLeaf, live: LayerCache, capacity_tokens: int) -> None:
 
 
 def _with_spare_rows(parts: list[mx.array], num_spare: int) -> mx.array:
-    """Joins the parts along tokens in a new buffer with `num_spare` more rows at the end."""
+    """Joins parts along tokens in a new buffer with `num_spare` more rows."""
     batch, num_heads, _, width = parts[0].shape
     if num_spare > 0:
         parts = [*parts, mx.zeros((batch, num_heads, num_spare, width), parts[0].dtype)]
@@ -441,10 +427,9 @@ CHUNK_TOKENS = 256
 
 
 class SequenceSizes:
-    """Bytes of one model's sequences, estimated from a short one before memory is allocated. Worker thread only."""
+    """Bytes of one model's sequences, estimated before memory is allocated. Worker thread only."""
 
     def __init__(self, layout: Layout, chunk_tokens: int) -> None:
-        """Prompts are evaluated in calls of up to `chunk_tokens`."""
         self.bytes_per_token = 0.0
         """Bytes of span state per token; 0 until `calibrate`."""
         self._layout = layout
@@ -461,17 +446,17 @@ class SequenceSizes:
     def bytes_for(self, num_tokens: int) -> int:
         """Returns about the most bytes that a live sequence takes until it has `num_tokens`.
 
-        A window layer counts with its rows right after a prefill chunk, which are more than its window. Point state
-        counts twice: while rows decode together, the runner holds a merged copy of it.
+        A window layer counts with its rows right after a prefill chunk. Point state counts twice: while rows decode
+        together, the runner holds a merged copy of it.
         """
         in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
         rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token
         return int(rows) + 2 * self._point_bytes
 
     def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
-        """Returns how many of `num_tokens` remain when their rows must take `excess_bytes` less.
+        """Returns how many of `num_tokens` remain when their rows must take `excess_bytes` less; maybe negative.
 
-        All of them if nothing is in excess or nothing has been measured; negative if the rows are not enough.
+        All of them if nothing has been measured.
         """
         if excess_bytes <= 0 or not self.bytes_per_token:
             return num_tokens

@@ -1,8 +1,8 @@
 """Immutable state of layers, as the trie stores it: rows of token ranges, and whole state at one offset.
 
-A component is one array of one layer: keys, values, or their scales. Rows of many components are packed into few
-arrays, since an allocator may bound the number of live buffers. A slice of a larger buffer keeps the whole buffer
-alive, uncounted, so state is copied before it is stored unless it owns its buffer.
+A component is one array of one layer: keys, values, or their scales. Rows of many are packed into few arrays, since
+an allocator may bound the number of live buffers. A slice keeps its whole buffer alive, uncounted, so state is copied
+before it is stored unless it owns its buffer.
 """
 
 import copy
@@ -35,7 +35,6 @@ def is_view(array: mx.array) -> bool:
 
 
 def _allocated_bytes(num_bytes: int) -> int:
-    """Returns the bytes that the allocator takes for an array on this device."""
     granule = _granule_bytes()
     if granule == 1:
         return num_bytes
@@ -46,7 +45,7 @@ def _allocated_bytes(num_bytes: int) -> int:
 
 @functools.cache
 def _granule_bytes() -> int:
-    """Returns the step in which the allocator sizes large buffers: 1 byte on the CPU, 16 KiB on a GPU."""
+    """Returns the step by which large buffers are sized: 1 byte on the CPU, 16 KiB on a GPU."""
     mx.clear_cache()  # a buffer that was freed may be handed out again although it is larger
     probe = mx.zeros((_PROBE_BYTES + 1,), mx.uint8)
     mx.eval(probe)
@@ -65,7 +64,7 @@ def arrays_in(value: Any) -> list[mx.array]:
 
 
 PACK_BYTES = 32 << 20
-"""Rows of successive layers share one array up to this size: few buffers, yet paging needs little extra memory."""
+"""Rows of successive layers share an array up to this size: few buffers, and little extra memory in paging."""
 
 
 class RowSource(Protocol):
@@ -90,7 +89,7 @@ class Pack:
 class Segment:
     """Immutable rows of the tokens `[start, stop)` for a fixed list of components. Owns its bytes.
 
-    Raises AssertionError for packs of more or fewer rows: MLX silently shortens a slice beyond the end.
+    Raises AssertionError for more or fewer rows: MLX silently shortens a slice beyond the end.
     """
 
     def __init__(self, start: int, stop: int, packs: Sequence[Pack]) -> None:
@@ -115,7 +114,6 @@ class Segment:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no component has been forgotten."""
         return len(self._where) == self._num_components
 
     def component(self, index: int) -> mx.array:
@@ -124,7 +122,7 @@ class Segment:
         return pack.rows[row : row + 1]
 
     def forget(self, index: int) -> None:
-        """Drops an array once all of its components are forgotten; the segment is then being moved into caches."""
+        """Drops an array once all of its components are forgotten, while the segment moves into caches."""
         pack, _ = self._where.pop(index)
         pack.num_wanted -= 1
         if pack.num_wanted == 0:
@@ -147,7 +145,7 @@ class Segment:
         return Segment(self.start, later.stop, [packed(*group) for group in groups(indices, rows)])
 
     def tail(self, start: int) -> "Segment":
-        """Returns the rows from `start` on; the segment itself if that is all of it."""
+        """Returns the rows from `start` on."""
         return self if start <= self.start else self.split(start)[1]
 
 
@@ -212,7 +210,7 @@ class LiveRows:
 
 
 def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
-    """Returns how many rows segments hold up to `offset`; raises AssertionError without the last `num_rows`."""
+    """Returns how many rows there are up to `offset`; raises AssertionError without the last `num_rows`."""
     starts, stops = [segment.start for segment in rows], [segment.stop for segment in rows]
     if starts[1:] != stops[:-1] or min(starts, default=offset) > offset - num_rows or max(stops, default=0) < offset:
         held = ", ".join(f"[{start}, {stop})" for start, stop in zip(starts, stops, strict=True)) or "none"
@@ -223,8 +221,7 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
 class PointState:
     """Whole state of the point layers at one offset. Immutable, and owns its bytes.
 
-    Buffers may be shared with a live cache, array objects never: a model that writes in place changes its own object,
-    to which MLX gives a new buffer.
+    It may share buffers with a live cache, never array objects: a model that writes in place gets a new buffer.
     """
 
     def __init__(self, caches: Sequence[LayerCache]) -> None:
@@ -234,7 +231,7 @@ class PointState:
 
     @property
     def held(self) -> Sequence[LayerCache]:
-        """The layer caches that carry the state, not to be changed; `PointState(held)` is the same state again."""
+        """The layer caches with the state, not to be changed; `PointState(held)` is the same state."""
         return self._held
 
     def put(self, caches: Sequence[LayerCache]) -> None:
@@ -244,5 +241,5 @@ class PointState:
 
 
 def _copied(cache: LayerCache, own: Callable[[mx.array], mx.array]) -> LayerCache:
-    """Returns a deep copy of a layer cache; its arrays are new objects over `own(array)`."""
+    """Returns a deep copy of a layer cache, with new objects over `own(array)`."""
     return copy.deepcopy(cache, {id(array): own(array[...]) for array in arrays_in(cache)})
