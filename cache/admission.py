@@ -1,6 +1,6 @@
 """Admits requests: chooses a slot, frees memory, and restores as much of the prompt as possible.
 
-A request is admitted as a whole, waits for other requests, or is refused with an error that states the reason.
+A request is admitted as a whole, waits for others, or is refused with an error that states the reason.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from cache.lookup import Lookup, LookupResult
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import Pins, path_nodes
-from cache.reclaim import Reclaimer, Reservations
+from cache.reclaim import Reclaimer
 from cache.slots import RequestClock, Slot, SlotView, choose_slot
 from cache.snapshots import RestorePoint, RestorePointKind, deepest_up_to
 from cache.trie import Match, Node, NodeMatch
@@ -27,22 +27,17 @@ class CacheRequest:
     """A request as the cache sees it."""
 
     tokens: TokenArray
-    """The whole prompt."""
     lookup: Lookup
     session_id: str | None
     restore_points: Sequence[RestorePoint]
-    """Offsets at which later requests should be able to restore the sequence."""
     expected_tokens: int
-    """Number of output tokens to reserve memory for."""
     reuse: bool
-    """Whether the request may reuse stored state and leave its own state to later requests."""
+    """Whether the request may reuse state and leave its own to later requests."""
     is_volatile: bool
-    """Whether the request's state must not be written to disk."""
     is_background: bool
 
     @property
     def namespace(self) -> str:
-        """The namespace whose state the request may share."""
         return self.lookup.namespace
 
 
@@ -52,19 +47,17 @@ class Admission:
 
     memory: MemoryTier
     pager: Pager
-    pins: Pins
     clock: RequestClock
-    sizes: SequenceSizes
     reclaimer: Reclaimer
-    reservations: Reservations
+    pins: Pins
+    sizes: SequenceSizes
     disk_moves: DiskMoves
     recorder: Recorder
 
     def admit(self, request: CacheRequest) -> Lease | None:
-        """Returns a lease on a slot with the prompt restored as far as possible; None if the request must wait for
-        another.
+        """Returns a lease with the prompt restored as far as possible; None if the request must wait for another.
 
-        Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot fit while other state is pinned.
+        Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other state is pinned.
         """
         if all(slot.is_leased for slot in self.pager.slots):
             return None
@@ -81,15 +74,13 @@ class Admission:
         shared = left.shared[slot.index]
         self._restore(request, slot, left, capacity)
         self._lease_slot(request, slot)
-        self.reservations.reserve(slot, capacity, needed=len(request.tokens))
+        self.reclaimer.reserve(slot, capacity, needed=len(request.tokens))
         is_live = shared >= slot.offset
         tier = Tier.DISK if is_promoted else Tier.LIVE if is_live else Tier.MEMORY
         return self._make_lease(request, slot, found.match, tier if slot.offset else None)
 
     def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
-        """Reads from disk what memory lacks of the prompt; returns the match in memory, and whether anything was
-        read.
-        """
+        """Reads from disk what memory lacks; returns the match in memory, and whether anything was read."""
         self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         if request.reuse:
             return self.disk_moves.promote(request.lookup, is_background=request.is_background)
@@ -112,7 +103,7 @@ class Admission:
         return None if index is None else self.pager.slots[index]
 
     def _capacity(self, request: CacheRequest) -> int:
-        """Returns how many tokens to reserve memory for: fewer than expected if the budget has no more room."""
+        """Returns how many tokens to reserve memory for: fewer than expected if the budget is too small."""
         num_tokens, budget = len(request.tokens), self.pager.ledger.budget_bytes
         needed = self.sizes.bytes_for(num_tokens)
         if needed > budget:
@@ -124,9 +115,9 @@ class Admission:
     def _free_memory(
         self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int
     ) -> LookupResult | None:
-        """Frees memory for a sequence of `capacity` tokens in `slot`; None if the request must wait for other leases.
+        """Frees memory for `capacity` tokens in `slot`; None if the request must wait for other leases.
 
-        Freeing memory may evict part of `found`, so the result is what memory holds of the prompt afterwards.
+        That may evict part of `found`, so the result is what memory holds of the prompt afterwards.
         """
         excess = self.reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
         if excess <= 0:
@@ -142,7 +133,6 @@ class Admission:
         return self.disk_moves.result_of(trie.match(request.tokens[: found.match.length]))
 
     def _restore(self, request: CacheRequest, slot: Slot, found: LookupResult, capacity: int) -> None:
-        """Pages out what `slot` holds beyond the prompt, and pages in what can be restored of the prompt."""
         offset, trie = found.restorable_in(slot), self.pager.trie(request.namespace)
         is_there = slot.namespace == trie.namespace and slot.offset == offset
         if is_there and (not offset or slot.tip in found.path):
@@ -155,9 +145,8 @@ class Admission:
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
     ) -> None:
-        """Pages `[0, offset)` of the prompt in from `path`; less if freeing memory has evicted part of it.
-
-        The slot already holds the first `shared` tokens of the path.
+        """Pages `[0, offset)` in from `path`, or less if freeing memory evicts part of it; `slot` holds the first
+        `shared`.
         """
         trie = self.pager.trie(request.namespace)
         landing = self.pager.land(trie, path, offset)
@@ -189,7 +178,6 @@ class Admission:
         return kind(self.recorder, slot, request.tokens, match, points, tier)
 
     def _plan(self, request: CacheRequest, offset: int, match_tokens: int) -> Iterable[RestorePoint]:
-        """Returns the restore points to capture while the rest of the prompt is evaluated."""
         wanted, num_tokens = request.restore_points, len(request.tokens)
         if not self.pager.layout.needs_snapshots:
             wanted = [point for point in wanted if point.kind is RestorePointKind.EXPLICIT]

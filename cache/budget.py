@@ -17,7 +17,7 @@ CacheError
 from pathlib import Path
 
 ASIDE = -1
-"""The owner of memory set aside for a sequence without a slot; slots count from 0."""
+"""The owner of memory set aside for a sequence without a slot."""
 
 
 class Ledger:
@@ -32,7 +32,6 @@ class Ledger:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that slots hold."""
         return sum(self._live.values())
 
     @property
@@ -106,7 +105,7 @@ class PinLimit(CacheError):
 
 
 class FolderError(CacheError):
-    """The folder of the disk tier cannot be used. The message is one sentence for a person."""
+    """The folder of the disk tier cannot be used; the message is one sentence for a person."""
 
 
 class FolderUnusable(FolderError):
@@ -132,4 +131,4 @@ class FolderUnsafe(FolderError):
 
 
 class DiskFault(CacheError):
-    """State on disk cannot be read: its file is missing, foreign or damaged, or the disk fails."""
+    """State on disk cannot be read: missing, foreign or damaged, or the disk fails."""

@@ -1,7 +1,6 @@
 """Moves state between memory and disk: promotion of what a prompt needs, demotion of what memory loses or disk lacks.
 
-Promotion reads only what goes beyond memory, and attaches it to the trie; how far beyond is worth a read is decided
-by `cache.disk.connector`.
+Promotion reads only what goes beyond memory; `cache.disk.connector` decides whether that is worth a read.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ MAX_READS = 8
 
 
 class DiskMoves:
-    """Looks up prompts in memory and on disk, promotes state from disk and demotes it. Worker thread only."""
+    """Looks up prompts in memory and on disk, and moves state between both. Worker thread only."""
 
     def __init__(
         self,
@@ -35,7 +34,7 @@ class DiskMoves:
         clock: RequestClock,
     ) -> None:
         self.disk = disk
-        """None without a disk tier and after it is closed: nothing is on disk then."""
+        """None without a disk tier, and once it is closed."""
         self._memory = memory
         self._pager = pager
         self._reclaimer = reclaimer
@@ -62,7 +61,7 @@ class DiskMoves:
         return found.restorable if disk_match is None else disk_match.offset
 
     def prefetch(self, lookup: Lookup) -> Prefetch | None:
-        """Begins to read what `promote` would wait for; None if disk has nothing to add."""
+        """Begins to read what `promote` would wait for, if anything."""
         disk_match = self._find_on_disk(lookup, self.find_in_memory(lookup)) if self.disk is not None else None
         if self.disk is None or disk_match is None:
             return None
@@ -96,7 +95,6 @@ class DiskMoves:
         return found, False
 
     def _attach(self, lookup: Lookup, offset: int, segment: Segment | None, snapshot: Snapshot | None) -> None:
-        """Attaches state from disk to the node where the prompt's first `offset` tokens end; makes missing nodes."""
         trie, tokens = self._pager.trie(lookup.namespace), lookup.tokens[:offset]
         first = segment.start if segment is not None else offset
         assert trie.match(tokens).length >= first, "the state that a read was to extend was evicted meanwhile"
@@ -115,9 +113,9 @@ class DiskMoves:
             self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state that should be kept, the last used first; one file or two with each step.
+        """Writes unsaved state that should be kept, the last used first, a span or a snapshot with each step.
 
-        For idle time: after any other call to the cache, make a new iterator.
+        Invalid after any other call to the cache.
         """
         if self.disk is None:
             return
@@ -128,7 +126,7 @@ class DiskMoves:
                 yield from self._save_path(self.disk, trie, leaf, used_at)
 
     def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
-        """Writes a conversation. The snapshot taken at its end for the write stays in memory if the budget allows."""
+        """Writes a conversation; the snapshot taken at its end stays in memory if the budget allows."""
         path = leaf.path()
         ends = [
             slot for slot in self._pager.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot

@@ -1,7 +1,6 @@
 """Records what happens to the state of past tokens: counted always, and told to a listener, if any. Pure.
 
-Every part of the cache that moves, drops, reads or writes state records it here. Without a listener the journal only
-keeps sums. The statistics are frozen: any thread may hold one.
+The statistics are frozen: any thread may hold them.
 """
 
 from collections import Counter
@@ -69,13 +68,12 @@ class Journal:
 
     def __init__(self) -> None:
         self.tell: Tell | None = None
-        """Called with each event from now on; must not fail. Any thread may set it."""
+        """Called with each event; must not fail. Any thread may set it."""
         self._num_events = Counter[Happening]()
         self._num_bytes = Counter[Happening]()
 
     @property
     def moved(self) -> MovedState:
-        """The current sums."""
         events, num_bytes = self._num_events, self._num_bytes
         return MovedState(
             *(events[Happening.PAGED_IN], events[Happening.PAGED_OUT]),
@@ -96,16 +94,13 @@ class CacheStats:
 
     num_nodes: int = 0
     stored_bytes: int = 0
-    """State on nodes, in memory."""
     live_bytes: int = 0
-    """State in slots."""
     budget_bytes: int = 0
     bytes_per_token: float = 0.0
-    """Bytes by which a conversation's state grows per token; 0 for a model whose state does not grow."""
+    """Bytes by which a conversation's state grows per token, 0 if it does not."""
     num_evictions: int = 0
     """Leaves and snapshots evicted for lack of memory, since the start."""
     moved: MovedState = field(default_factory=MovedState)
-    """State paged, written and read, since the start."""
     keeps_on_disk: bool = False
     """Whether the cache has a disk tier with a usable folder."""
     disk_bytes: int = 0

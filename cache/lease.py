@@ -1,7 +1,7 @@
 """A running sequence's hold on its slot and on its path in the trie. Worker thread only.
 
-`Recorder` records what running sequences evaluate: edges for their tokens, snapshots at restore points. A leased
-slot's log may run ahead of the trie; `Recorder.commit` catches up.
+`Recorder` records what sequences evaluate: edges for their tokens, snapshots at restore points. A leased slot's log
+may run ahead of the trie; `Recorder.commit` catches up.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from cache.layers.layout import Layout
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import Pins
-from cache.reclaim import Reclaimer, Reservations
+from cache.reclaim import Reclaimer
 from cache.slots import RequestClock, Slot
 from cache.snapshots import RestorePoint, RestorePointKind, chunk_end, is_restorable
 from cache.trie import Node, NodeMatch, PrefixTrie
@@ -35,7 +35,7 @@ class Tier(StrEnum):
 
 
 class Lease:
-    """A running sequence's hold on a slot and a path of the trie. Close it exactly once, whatever happens."""
+    """A running sequence's hold on a slot and a path of the trie. Must be closed exactly once."""
 
     def __init__(
         self,
@@ -64,26 +64,24 @@ class Lease:
 
     @property
     def caches(self) -> list[LayerCache]:
-        """The live layer caches to evaluate with."""
         return self._slot.caches
 
     @property
     def offset(self) -> int:
-        """Tokens evaluated so far, including restored ones."""
         return self._slot.offset
 
     def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
-        """Returns where the next prefill chunk ends: at `chunk_end`, or before that at a restore point."""
+        """Returns where the next prefill chunk ends: at `chunk_end`, or before at a restore point."""
         stop = chunk_end(self.offset, limit, chunk_tokens)
         return min((point for point in self._points if self.offset < point < stop), default=stop)
 
     def want(self, point: RestorePoint) -> None:
-        """Requests one more restore point ahead, if the model needs any and the sequence has not passed it."""
+        """Requests one more restore point ahead, if the model needs any."""
         if self._recorder.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
             self._points.setdefault(point.offset, point)
 
     def advance(self, tokens: TokenArray) -> None:
-        """Records prompt tokens whose state is now in the caches; captures a restore point if one is here."""
+        """Records prompt tokens that were evaluated; captures a restore point if one is here."""
         self._slot.log.append(tokens)
         self._record_here()
 
@@ -94,23 +92,21 @@ class Lease:
 
     @property
     def has_capacity(self) -> bool:
-        """Whether the live buffers have room for one more token."""
         return self.offset < self._slot.capacity
 
     def try_grow(self, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits.
+        """Grows the live buffers by a step, up to `max_tokens`; False if not even one more token fits.
 
         The caches must be evaluated; after an error they are damaged.
         """
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._record_all()
-        return self._recorder.reservations.try_grow(self._slot, max_tokens)
+        return self._recorder.reclaimer.try_grow(self._slot, max_tokens)
 
     def append(self, token: int, *, is_evaluated: bool = False) -> None:
         """Records one token of a decode step; the first is the prompt's last.
 
-        With `is_evaluated` the caches hold the evaluated state of this sequence alone, so that a restore point can be
-        captured here.
+        With `is_evaluated` the caches hold this sequence alone, evaluated: a restore point can be captured.
         """
         may_capture = is_evaluated and self.captures_next
         self._slot.log.append(np.array([token], np.int32))
@@ -118,22 +114,22 @@ class Lease:
             self._record_here()
 
     def keep(self, kind: RestorePointKind) -> None:
-        """Captures a restore point where the sequence is now, requested or not. Its caches must be evaluated."""
+        """Captures a restore point where the sequence is now. Its caches must be evaluated."""
         self._recorder.commit(self._slot)
         self._recorder.capture(self._slot, kind)
 
     def close(self) -> None:
-        """Ends the sequence; all of it stays live in the slot and recorded in the trie."""
+        """Ends the sequence, which stays live in the slot and recorded in the trie."""
         self._end()
         self._recorder.close(self._slot)
 
     def suspend(self) -> None:
-        """Ends the lease of a sequence that another lease will continue; until then it may be paged out."""
+        """Ends the lease of a sequence that another lease will continue."""
         self._end()
         self._recorder.suspend(self._slot)
 
     def discard(self) -> None:
-        """Ends a sequence whose caches may be damaged: state that is live only there is dropped."""
+        """Ends a sequence whose caches may be damaged: what is live only there is dropped."""
         self._end()
         self._recorder.pager.discard(self._slot)
 
@@ -152,7 +148,7 @@ class Lease:
 
 
 class PrivateLease(Lease):
-    """A lease on a sequence that neither reuses state nor leaves any: nothing is recorded in the trie."""
+    """A lease on a sequence that neither reuses state nor leaves any."""
 
     def want(self, point: RestorePoint) -> None:
         """Captures nothing."""
@@ -185,7 +181,6 @@ class Recorder:
     pager: Pager
     clock: RequestClock
     reclaimer: Reclaimer
-    reservations: Reservations
     pins: Pins
 
     @property
@@ -193,10 +188,10 @@ class Recorder:
         return self.pager.layout
 
     def commit(self, slot: Slot, *, may_split: bool = True) -> None:
-        """Records all tokens of a slot's log in the trie, and drops their stored spans, since the slot holds them.
+        """Records all tokens of a slot in the trie, and drops their stored spans, since the slot holds them.
 
-        Without `may_split`, a sequence that ends inside an edge is recorded up to its start: the next chunk will go
-        beyond its end.
+        Without `may_split`, a sequence that ends inside an edge is recorded up to its start: the next chunk goes
+        beyond.
         """
         trie, recorded = self.pager.trie(slot.namespace), slot.tip.stop
         if recorded < slot.offset:
@@ -251,7 +246,7 @@ class Recorder:
         self.memory.refresh_if_many_changed()
 
     def suspend(self, slot: Slot) -> None:
-        """Ends a lease whose sequence continues once there is memory again. Its slot then is idle, like any other.
+        """Ends a lease whose sequence continues once there is memory again.
 
         If state can be restored at any token, the last edge is split, so that eviction takes no more than needed.
         """
@@ -266,7 +261,6 @@ class Recorder:
                 piece = trie.split(piece, offset)
 
     def _release(self, slot: Slot) -> None:
-        """Records all of a sequence and ends its reservation; it stays live."""
         try:
             self.commit(slot)
         except Exception:
@@ -276,7 +270,7 @@ class Recorder:
         self.pager.ledger.reserve(slot.index, 0)
 
     def _mark_superseded(self, slot: Slot) -> None:
-        """Marks the snapshots of a slot's sequence that newer ones replace: they are evicted first."""
+        """Marks the snapshots that newer ones of the sequence replace: they are evicted first."""
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [snapshots.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
@@ -287,7 +281,7 @@ class Recorder:
 
 
 def _join_edges(trie: PrefixTrie, nodes: Iterable[Node]) -> None:
-    """Joins live edges with their parents where nothing needs the border any more. Copies no state."""
+    """Joins live edges with their parents where nothing needs the border. Copies no state."""
     for node in nodes:
         while node.home is not None and trie.can_absorb_parent(node):
             trie.absorb_parent(node)

@@ -1,4 +1,4 @@
-"""What memory holds of one prompt: how much of it matches, and how much of that can be restored, in which slot."""
+"""What memory holds of one prompt: how much matches, and how much of that can be restored, in which slot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,12 @@ from cache.types import TokenArray
 
 
 class Lookup:
-    """A prompt and its last match, so that matching again compares only the rest. Worker thread only.
-
-    A waiting request keeps its look-up, since it is matched many times before it runs.
-    """
+    """A prompt and its last match, so that matching again compares only the rest. Worker thread only."""
 
     def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
         """The last prompt token is never restored: one token must be left to evaluate."""
         self.namespace = namespace
         self.tokens = tokens[:-1]
-        """The part of the prompt that may be restored."""
         self._place: Place[Node] | None = None
 
     def match(self, trie: PrefixTrie) -> NodeMatch:
@@ -34,10 +30,9 @@ class Lookup:
 
 @dataclass(frozen=True)
 class LookupResult:
-    """The part of a prompt that the trie holds, and how much of it can be restored.
+    """How much of a match can be restored. Valid until the cache changes.
 
-    Valid until the cache changes. Eviction is a change too: it spares only `nodes_to_restore`, so look the prompt up
-    again afterwards.
+    Eviction spares only `nodes_to_restore`: look the prompt up again afterwards.
     """
 
     match: NodeMatch
@@ -46,11 +41,10 @@ class LookupResult:
     shared: list[int]
     """For each slot, how many leading tokens of the match its sequence begins with."""
     restorable: int
-    """Tokens that can be restored from the trie or by continuing in an idle slot."""
+    """The same, or by continuing in an idle slot."""
 
     @property
     def path(self) -> list[Node]:
-        """The nodes along the match."""
         return self.match.path
 
     def restorable_in(self, slot: Slot) -> int:
@@ -58,7 +52,7 @@ class LookupResult:
         return max(self.stored, _continued(slot, self.shared[slot.index]))
 
     def needed_in(self, slot: Slot, layout: Layout) -> list[Node]:
-        """Returns the nodes that must not be evicted if those tokens are to be restored in `slot`."""
+        """Returns the nodes that must not be evicted for that."""
         offset = self.restorable_in(slot)
         is_live = offset == _continued(slot, self.shared[slot.index])
         return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)
@@ -77,17 +71,16 @@ def look_up(match: NodeMatch, slots: Sequence[Slot], layout: Layout) -> LookupRe
 def nodes_to_restore(layout: Layout, path: Sequence[Node], offset: int) -> list[Node]:
     """Returns the nodes of a path that must not be evicted if it is to be restored at `offset`.
 
-    These are the node at `offset`, which protects the spans of all nodes above it, and the nodes whose window rows
-    are needed there.
+    The node at `offset` protects the spans above it; the others hold window rows that are needed there.
     """
     return [*node_at(path, offset), *rows_before(layout, path, offset)]
 
 
 def node_at(path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns the node of a path on whose edge `offset` lies, as a list; an empty list for offset 0."""
+    """Returns, in a list, the node of a path on whose edge `offset` lies; none for 0."""
     return [node for node in path if node.start < offset][-1:]
 
 
 def _continued(slot: Slot, shared: int) -> int:
-    """Returns the tokens that need no restoring in `slot`: its whole sequence if the prompt continues it, or none."""
+    """Returns the length of a slot's sequence if the prompt continues it, else 0."""
     return shared if shared == slot.offset else 0

@@ -1,8 +1,7 @@
 """The memory tier: the tries of all namespaces, their bytes, and eviction when memory is short.
 
 The ledger's stored bytes are the bytes of all nodes. A leaf is evicted whole, of an inner node only the snapshot, and
-a node that lives in a slot never. `cache.eviction` decides the order. What a trie holds is counted as its nodes
-change: a report never walks them.
+a node that lives in a slot never. What a trie holds is counted as its nodes change.
 """
 
 from collections import Counter
@@ -63,7 +62,7 @@ def _holding_of(node: Node) -> Holding:
 MAX_NAMESPACES = 1024
 """The most namespaces with tries: eviction visits all of them."""
 FORGOTTEN_SHARE = 64
-"""At the limit, one in this many namespaces is forgotten at once, so that not every new one has to forget one."""
+"""At the limit, one in this many is forgotten at once, so that not every new one has to forget one."""
 MAX_EXTRA = 32
 """The most superseded or unusable candidates that one round evicts beyond its target."""
 
@@ -90,14 +89,14 @@ class MemoryTier:
         """By name, in the order of last use."""
         self._shares = Shares(self.ledger)
         self._empty_leaves: dict[Node, PrefixTrie] = {}
-        """Leaves without bytes that a request or a pin needed when their children were evicted."""
+        """Leaves without bytes, kept because a request or a pin needed them."""
         self.order = EvictionOrder(layout, self._shares.over)
         """Must be told how nodes are used."""
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
         """Returns the trie of a namespace; makes it if missing, and then forgets empty ones that are not `in_use`.
 
-        Beyond `MAX_NAMESPACES`, the least recently used ones are dropped with all their state that is not pinned.
+        Beyond `MAX_NAMESPACES`, the least recently used are dropped with all state that is not pinned.
         """
         found = self._namespaces.pop(namespace, None)
         if found is None:
@@ -202,10 +201,10 @@ class MemoryTier:
             self._drop_empty(trie, node, ())
 
     def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
-        """Evicts in order until at most `target_bytes` are charged, or nothing more can be evicted.
+        """Evicts in order until at most `target_bytes` are charged, or nothing is left but nodes in `kept`.
 
-        Nodes in `kept` stay. With `guards_sessions`, ends of sessions and explicit restore points are evicted last.
-        Some superseded or unusable state is evicted beyond the target, so that the next round comes later.
+        With `guards_sessions`, ends of sessions and explicit restore points are evicted last. Some superseded or
+        unusable state is evicted beyond the target, so that the next round comes later.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
@@ -226,7 +225,7 @@ class MemoryTier:
     def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
         """Yields what to evict until `target_bytes` is reached, and some more that is superseded or unusable.
 
-        Adds to `popped` what was taken out of the order.
+        `popped` gets all that was taken out of the order.
         """
         num_extra = 0
         while (victim := self.order.pop(now)) is not None:
@@ -238,7 +237,7 @@ class MemoryTier:
             yield victim
 
     def _evict_one(self, victim: Candidate, kept: Collection[Node]) -> None:
-        """Evicts a leaf, or as much as possible of any other node's snapshot, unless the node is `kept`."""
+        """Evicts a leaf, or what is possible of another node's snapshot, unless the node is `kept`."""
         namespace, node = victim.key
         if node not in kept and _is_evictable(node):
             trie, reason = self._namespaces[namespace].trie, _reason_of(victim)
@@ -248,7 +247,6 @@ class MemoryTier:
                 self._evict_leaf(trie, node, kept, reason)
 
     def _evict_leaf(self, trie: PrefixTrie, leaf: Node, kept: Collection[Node], reason: EvictionReason) -> None:
-        """Evicts a leaf, and the nodes above it that hold no bytes."""
         self._note_eviction(trie, leaf, leaf.num_bytes, reason, is_snapshot=False)
         self.before_eviction(trie, leaf)
         parent = leaf.parent
@@ -261,9 +259,9 @@ class MemoryTier:
             self.order.ended(trie.namespace, parent)
 
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
-        """Drops a leaf without bytes, then its parent if it has become one; returns the first node that stays.
+        """Drops a leaf without bytes, then its parent if it has become one; returns the first that stays.
 
-        One that stays because it is `kept` or pinned is tried again when a request has ended: the order lacks it.
+        One that is `kept` or pinned is tried again when a request has ended: the order lacks it.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:
@@ -316,7 +314,6 @@ def _reason_of(victim: Candidate) -> EvictionReason:
 
 
 def _subtree(node: Node) -> list[Node]:
-    """Returns a node and all nodes below it, parents first."""
     found = [node]
     for parent in found:
         found.extend(parent.children.values())

@@ -23,7 +23,7 @@ from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache, TokenArray, TokenLog
 
 CLEAR_BYTES = 64 << 20
-"""After paging out a slot of at least this size, MLX's pool is freed: nothing else needs buffers of those sizes."""
+"""After paging out a slot of this size, MLX's pool is freed: nothing else needs such buffers."""
 
 
 class Pager:
@@ -41,7 +41,7 @@ class Pager:
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
 
     def trie(self, namespace: str) -> PrefixTrie:
-        """Returns the trie of a namespace; makes it if missing. Tries of the slots are never forgotten."""
+        """Returns the trie of a namespace; makes it if missing."""
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
     def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
@@ -50,7 +50,7 @@ class Pager:
         self._make_caches = make_caches
 
     def enter(self, slot: Slot, trie: PrefixTrie) -> None:
-        """Assigns a slot to a namespace; an empty one gets layer caches, and the root there becomes its tip."""
+        """Assigns a slot to a namespace; an empty one gets layer caches."""
         slot.caches = slot.caches or self._make_caches()
         slot.namespace = trie.namespace
         if slot.tip.parent is None:
@@ -66,7 +66,7 @@ class Pager:
     def page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
         """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first of them.
 
-        Raises AssertionError if some of the state is missing; the caller must then `give_up` the slot.
+        Raises AssertionError if state is missing; the caller must then `give_up` the slot.
         """
         keep, path = slot.offset, landing.path()
         missing = [node for node in path if node.stop > keep]
@@ -130,9 +130,9 @@ class Pager:
         self._memory.journal.record(CacheEvent(what, slot.namespace, num_tokens, slot=slot.index))
 
     def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
-        """Pages idle slots out until at most `target_bytes` are charged. This loses nothing.
+        """Pages idle slots out until at most `target_bytes` are charged.
 
-        It frees spare capacity of buffers, and copies of state in other slots.
+        This loses nothing; it frees spare capacity, and copies of state in other slots.
         """
         idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
@@ -158,9 +158,9 @@ class Pager:
         return {node: other for other in others for node in other.tip.path()}
 
     def empty(self, slot: Slot) -> None:
-        """Empties a slot; the caller has stored the state that is live there, or drops it next.
+        """Empties a slot, whose state was stored, or is dropped next.
 
-        The slot gets new layer caches only when it is entered: there may be no memory for them now.
+        It gets layer caches only when it is entered: there may be no memory for them now.
         """
         self.move_tip(slot, self.trie(slot.namespace).root)
         slot.caches = []
@@ -171,7 +171,7 @@ class Pager:
         self.ledger.reserve(slot.index, 0)
 
     def give_up(self, slot: Slot, path: Sequence[Node]) -> None:
-        """Empties a slot, and drops the nodes of `path` that are live only there or no longer whole."""
+        """Empties a slot; drops the nodes of `path` that are live only there or no longer whole."""
         trie, homes = self.trie(slot.namespace), self._other_homes(slot)
         for node in path:
             if node.home is slot and node in homes:
@@ -182,7 +182,7 @@ class Pager:
             self._memory.drop_below(trie, lost)
 
     def discard(self, slot: Slot) -> None:
-        """Ends a lease whose caches cannot be trusted: nodes that live only there are dropped."""
+        """Ends a lease whose caches cannot be trusted."""
         self.give_up(slot, slot.tip.path())
         slot.is_leased = False
 
@@ -218,7 +218,7 @@ class Pager:
         self.ledger.set_live(slot.index, self.layout.live_bytes(slot.caches))
 
     def copy_live(self, node: Node) -> Segment:
-        """Returns a copy of the rows of a node that is live in a slot."""
+        """Returns a copy of the rows of a node that is live."""
         (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
         return segment
 

@@ -1,8 +1,8 @@
 """Pins: named reasons not to evict nodes of the trie, and how much they may protect. Pure.
 
-A pinned node is not evicted, and since only leaves are evicted whole, neither are the spans of the path to it. An
-*explicit* pin holds until it is released. A *soft* pin ends at a given time, or earlier if a request would otherwise
-have to wait or fail. Slots are paged out regardless of pins, since that loses nothing. Callers pass the time.
+Only leaves are evicted whole, so a pin protects the spans above its node too. An *explicit* pin holds until it is
+released; a *soft* pin ends at a given time, or earlier if a request would have to wait or fail. Slots are paged out
+regardless of pins, since that loses nothing.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from cache.types import TokenArray
 
 @dataclass(frozen=True)
 class PinName:
-    """The name of a pin. A second pin of the same name replaces the first."""
+    """The name of a pin; a second one of the same name replaces the first."""
 
     namespace: str
     label: str
@@ -47,7 +47,7 @@ class Pins:
         return name in self._pins
 
     def pin(self, name: PinName, trie: PrefixTrie, tokens: TokenArray) -> int:
-        """Pins the stored state of `tokens` until released; returns the number of tokens. Raises PinLimit."""
+        """Pins the stored state of `tokens`; returns how many there are. Raises PinLimit."""
         match = trie.match(tokens)
         if match.path:
             self._pin_path(name, match.path)
@@ -61,7 +61,7 @@ class Pins:
             self._hold(name, _nodes_to_pin(path), until)
 
     def follow(self, namespace: str, session_id: str | None, tip: Node) -> None:
-        """Moves the pin of a session, if any, to the node where its sequence ends now."""
+        """Moves the pin of a session, if any, to where its sequence ends now."""
         name = PinName(namespace, session_id or "")
         if name in self and tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
@@ -76,7 +76,7 @@ class Pins:
         self._hold(name, nodes, None)
 
     def _bytes_of(self, nodes: set[Node]) -> int:
-        """Returns about how many bytes pins on `nodes` protect: the spans of their paths and their own snapshots."""
+        """Returns about how many bytes are protected: the spans of the paths and the nodes' snapshots."""
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * self.bytes_per_token)
@@ -109,7 +109,6 @@ class Pins:
         self._release(lambda name, pin: namespace in (None, name.namespace))
 
     def _release(self, is_over: Callable[[PinName, _Pin], bool]) -> list[Node]:
-        """Ends pins; returns the nodes that they held."""
         ended = [(name, pin) for name, pin in self._pins.items() if is_over(name, pin)]
         for name, _ in ended:
             self.release(name)
@@ -131,9 +130,9 @@ def path_nodes(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _nodes_to_pin(path: list[Node]) -> list[Node]:
-    """Returns the nodes to pin so that a sequence, and its next turn rendered differently, can be restored.
+    """Returns what to pin so that a sequence, and its next turn rendered differently, can be restored.
 
-    These are its end, which protects the spans of the whole path, and the snapshots of its last two turns.
+    That is its end, which protects all its spans, and the snapshots of its last two turns.
     """
     inner = [node for node in path[:-1] if node.snapshot is not None]
     return [*inner[-KEPT_POINTS:], *path[-1:]]

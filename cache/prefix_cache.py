@@ -1,12 +1,10 @@
-"""The prefix cache of one model: the facade over its parts.
+"""The prefix cache of one model: the facade over its parts. All methods belong to the worker thread.
 
-* `admission` gives a request a slot and restores its prompt; `lease` records what the request evaluates;
-* `lookup` finds what memory holds of a prompt; `disk_moves` moves state from disk and to it;
-* `memory_tier` and `eviction/` keep stored state within the budget; `reclaim` frees memory and keeps pins;
-* `pager` moves state between slots and tries.
+`admission` gives a request a slot and restores its prompt, and `lease` records what it evaluates. `lookup` finds what
+memory holds of a prompt; `disk_moves` moves state from disk and to it. `memory_tier` and `eviction/` keep stored
+state within the budget, `reclaim` frees memory, `pins` protect some. `pager` moves state between slots and tries.
 
-Matching compares every token, and the last prompt token is never restored, so that one is left to evaluate. All
-methods belong to the worker thread. Nothing here knows models, parameters of requests, or time: recency is a counter.
+Matching compares every token. Nothing here knows models, parameters of requests, or time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +21,7 @@ from cache.lookup import Lookup
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import PinName, Pins
-from cache.reclaim import Reclaimer, Reservations
+from cache.reclaim import Reclaimer
 from cache.slots import RequestClock
 from cache.snapshots import RestorePoint
 from cache.types import LayerCache, TokenArray
@@ -43,10 +41,9 @@ class PrefixCache:
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """Prompts are evaluated in calls of up to `chunk_tokens`, on which the size of window layers depends.
+        """Prompts are evaluated in calls of up to `chunk_tokens`; `layout` is derived from what `make_caches` makes.
 
-        `layout` says how the caches come apart; by default it is derived from what `make_caches` makes. State that
-        does not fit the budget is written to `disk`, if any, and so is idle state.
+        State that does not fit the budget is written to `disk`, if any, and so is idle state.
         """
         self.layout = layout or Layout(make_caches())
         self.clock = RequestClock()
@@ -60,16 +57,8 @@ class PrefixCache:
         self.pins = Pins(self.ledger)
         self.reclaimer = Reclaimer(self.memory, self.pager, self.pins, self.clock, self.sizes)
         self._disk_moves = DiskMoves(self.disk, self.memory, self.pager, self.reclaimer, self.clock)
-        self._admission = self._connect()
-
-    def _connect(self) -> Admission:
-        """Connects the parts; returns the one that admits requests."""
-        memory, pager, clock, reclaimer = self.memory, self.pager, self.clock, self.reclaimer
-        reservations = Reservations(pager, self.sizes, reclaimer)
-        recorder = Recorder(memory, pager, clock, reclaimer, reservations, self.pins)
-        return Admission(
-            memory, pager, self.pins, clock, self.sizes, reclaimer, reservations, self._disk_moves, recorder
-        )
+        parts = self.memory, self.pager, self.clock, self.reclaimer, self.pins
+        self._admission = Admission(*parts, self.sizes, self._disk_moves, Recorder(*parts))
 
     # ------------------------------------------------------------------------------------------ for requests
 
@@ -89,9 +78,9 @@ class PrefixCache:
         """Gives a prompt a slot with as much of it restored as possible; None if it must wait for another request.
 
         Memory for `expected_tokens` of output is reserved. State that `is_volatile` is never written to disk. For a
-        prompt that `is_background` the ends of sessions are evicted last. `lookup` is an earlier look-up of the same
-        prompt, if any. Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot fit while other
-        state is pinned.
+        prompt that `is_background` the ends of sessions are evicted last. `lookup` is an earlier look-up of the
+        prompt. Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other state is
+        pinned.
         """
         request = CacheRequest(
             tokens,
@@ -110,14 +99,11 @@ class PrefixCache:
         return self._disk_moves.find_restorable(lookup or Lookup(tokens, namespace=namespace))
 
     def prefetch(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> Prefetch | None:
-        """Begins to read from disk what `begin` would wait for; None if disk has nothing to add."""
+        """Begins to read from disk what `begin` would wait for, if anything."""
         return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns from caches that hold a few tokens how large a sequence is, and which layers the model uses.
-
-        Before that, sizes of requests are not estimated, and every layer counts as used.
-        """
+        """Learns how large a sequence is, and which layers the model uses, from caches that hold a few tokens."""
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
         self.pins.bytes_per_token = self.sizes.bytes_per_token
@@ -125,7 +111,7 @@ class PrefixCache:
             self.disk.bytes_per_token = self.sizes.bytes_per_token
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drops all state and pins of one namespace, or of all, except what a running request holds."""
+        """Drops all state and pins of one namespace, or of all, but what a request holds."""
         self.pins.release_all(namespace)
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
@@ -135,9 +121,9 @@ class PrefixCache:
             self.disk.tier.clear(namespace)
 
     def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget, paging out and evicting what no running request holds.
+        """Changes the budget, paging out and evicting what no request holds.
 
-        Returns by how many bytes the running requests exceed the new budget; if they do, the budget is unchanged.
+        Returns by how many bytes running requests exceed it; if they do, it is unchanged.
         """
         before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
         self.reclaimer.free_excess()
@@ -149,34 +135,33 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Protects the stored state of `tokens` from eviction until the pin is released; returns their number.
+        """Protects the stored state of `tokens` from eviction until the pin is released; returns how many there are.
 
-        If the name's label is a session's, the pin moves to the end of each turn that this session closes. Raises
-        PinLimit if explicit pins would take more than half of the budget.
+        A session's pin moves to the end of each turn that it closes. Raises PinLimit if explicit pins would take more
+        than half of the budget.
         """
         return self.pins.pin(name, self.pager.trie(name.namespace), tokens)
 
     def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Protects the stored state of `tokens` until the clock reads `until`, or a request waits for memory."""
+        """Protects the stored state of `tokens` until the clock reads `until`, or a request has to wait."""
         self.pins.pin_until(name, self.pager.trie(name.namespace), tokens, until)
 
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state that should be kept, one piece with each step.
-
-        For idle time: begin anew after any other call.
+        """Writes unsaved state that should be kept, a span or a snapshot with each step. Invalid after any other
+        call.
         """
         return self._disk_moves.save()
 
     def end(self, timeout_seconds: float) -> None:
-        """Ends the cache; with a disk, first writes unsaved state as far as time allows."""
+        """Ends the cache; with a disk, first writes unsaved state as time allows."""
         if self.disk is not None:
             self.disk.close(self.save(), timeout_seconds)
             self.disk = self._disk_moves.disk = None
 
     def park(self) -> None:
-        """Pages all slots out, so that nothing here refers to the model any more. No request may be running.
+        """Pages all slots out, so that nothing refers to the model any more. No request may be running.
 
         Until `resume`, only `try_resize` and reports may be called, on any one thread.
         """
@@ -186,7 +171,7 @@ class PrefixCache:
         self.pager.use_caches_of(_no_caches)
 
     def resume(self, make_caches: Callable[[], list[LayerCache]], budget_bytes: int) -> None:
-        """Continues after `park` with the same model, loaded anew, and another budget; on its worker thread."""
+        """Continues after `park`, on the worker thread of the same model loaded anew."""
         for slot in self.slots:
             slot.caches = []
         self.pager.use_caches_of(make_caches)
@@ -196,7 +181,6 @@ class PrefixCache:
 
     @property
     def reports(self) -> CacheReports:
-        """Returns the reports by namespace."""
         return CacheReports(self.memory, self.pager, self.disk, self.pins)
 
     def stats(self) -> CacheStats:

@@ -20,7 +20,7 @@ from cache.trie import Node
 
 @dataclass(frozen=True, eq=False)
 class Reclaimer:
-    """Frees memory within the budget of one model."""
+    """Frees memory within the budget of one model, and reserves it for the live buffers of leased slots."""
 
     memory: MemoryTier
     pager: Pager
@@ -40,9 +40,9 @@ class Reclaimer:
         busy: Slot | None = None,
         is_background: bool = False,
     ) -> int:
-        """Frees `excess_bytes` without evicting `protected` nodes; returns the bytes that could not be freed.
+        """Frees `excess_bytes` without evicting `protected`; returns the bytes that could not be freed.
 
-        `busy` is the slot that needs the memory; it is not paged out. For a request that `is_background` the ends of
+        `busy`, the slot that needs the memory, is not paged out. For a request that `is_background` the ends of
         sessions are evicted last.
         """
         if excess_bytes <= 0:
@@ -60,7 +60,7 @@ class Reclaimer:
         self.free(self.ledger.excess_bytes(), protected=protected, is_background=is_background)
 
     def free_to_restore(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
-        """Frees memory for a sequence of `num_tokens` in `slot` whose first `offset` tokens are paged in from `path`.
+        """Frees memory for `num_tokens` in `slot` whose first `offset` are paged in from `path`.
 
         A remaining shortage is tolerated: it is too late for the request to wait.
         """
@@ -72,10 +72,10 @@ class Reclaimer:
         )
 
     def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
-        """Returns the bytes to free for a sequence of `num_tokens` in `slot`, `[0, offset)` coming from `path`.
+        """Returns the bytes to free for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
 
-        If there are any, idle slots are paged out first. State that was live only there can then be moved into
-        `slot`, and no longer counts twice.
+        If there are any, idle slots are paged out first: what was live only there then moves into `slot`, counted
+        once.
         """
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
@@ -84,7 +84,6 @@ class Reclaimer:
         return excess
 
     def _growth(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
-        """Returns the additional bytes charged once `slot` has `num_tokens`, `[0, offset)` moved in from `path`."""
         moving = 0.0
         for node in path:
             start, stop, span = node.start, node.stop, node.span
@@ -95,28 +94,18 @@ class Reclaimer:
     def relieve(self) -> None:
         """Evicts half of the stored state: the device has less memory than the budget says.
 
-        Pages nothing out, since that takes memory before it frees any.
+        Pages nothing out: that takes memory before it frees any.
         """
         self.pins.release_soft()
         target = self.ledger.charged_bytes - self.ledger.stored_bytes // 2
         self.memory.evict(target, (), self.clock.now)
 
-
-@dataclass(frozen=True, eq=False)
-class Reservations:
-    """Sizes the live buffers of leased slots within the budget."""
-
-    pager: Pager
-    sizes: SequenceSizes
-    reclaimer: Reclaimer
-
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
-        """Reserves memory for a sequence of `num_tokens`, and resizes the live buffers unless they have room for
-        `needed`.
+        """Reserves memory for `num_tokens`, and resizes the live buffers unless `needed` tokens fit them.
 
         After an error the slot is empty and no longer leased.
         """
-        self.pager.ledger.reserve(slot.index, self.sizes.bytes_for(num_tokens))
+        self.ledger.reserve(slot.index, self.sizes.bytes_for(num_tokens))
         slot.reserved_tokens, capacity = num_tokens, self.pager.layout.capacity(slot.caches)
         if capacity is not None and needed <= capacity <= num_tokens + layout.GROWTH_TOKENS:
             slot.capacity = capacity
@@ -129,10 +118,7 @@ class Reservations:
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits.
-
-        May page idle slots out and evict stored state.
-        """
+        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits."""
         wanted = max(slot.offset + layout.GROWTH_TOKENS, slot.reserved_tokens)
         capacity = self._affordable(slot, min(wanted, max_tokens))
         if capacity <= slot.offset:
@@ -144,13 +130,12 @@ class Reservations:
     def _affordable(self, slot: Slot, num_tokens: int) -> int:
         """Frees memory for `num_tokens` in `slot`; returns how many of them then fit the budget.
 
-        The slot counts with its estimate, even where it holds more now: an allocator returns larger buffers than
-        requested, and the next token cuts a window's buffer. Counted by what it holds, a sequence that was estimated
-        to fit would not.
+        The slot counts with its estimate, even where it holds more: an allocator returns larger buffers than
+        requested. Else a sequence that was estimated to fit would not.
         """
-        growth = self.sizes.bytes_for(num_tokens) - self.pager.ledger.slot_bytes(slot.index)
-        excess = self.pager.ledger.excess_bytes(growth)
-        missing = self.reclaimer.free(excess, busy=slot, is_background=slot.turn.is_background)
+        growth = self.sizes.bytes_for(num_tokens) - self.ledger.slot_bytes(slot.index)
+        excess = self.ledger.excess_bytes(growth)
+        missing = self.free(excess, busy=slot, is_background=slot.turn.is_background)
         return self.sizes.tokens_without(missing, num_tokens)
 
 
@@ -158,23 +143,18 @@ class Reservations:
 class SetAside:
     """Sets memory aside for one sequence without a slot."""
 
-    ledger: Ledger
-    sizes: SequenceSizes
     reclaimer: Reclaimer
 
     def try_take(self, num_tokens: int) -> bool:
-        """Sets aside memory for a sequence of `num_tokens`; False if running requests hold too much.
-
-        May page idle slots out and evict stored state, the ends of sessions last.
-        """
-        num_bytes = self.sizes.bytes_for(num_tokens)
-        if num_bytes > self.ledger.budget_bytes:
+        """Sets aside memory for `num_tokens`, evicting ends of sessions last; False if running requests hold it."""
+        num_bytes = self.reclaimer.sizes.bytes_for(num_tokens)
+        if num_bytes > self.reclaimer.ledger.budget_bytes:
             return False
-        if self.reclaimer.free(self.ledger.excess_bytes(num_bytes), is_background=True) > 0:
+        if self.reclaimer.free(self.reclaimer.ledger.excess_bytes(num_bytes), is_background=True) > 0:
             return False
-        self.ledger.reserve(ASIDE, num_bytes)
+        self.reclaimer.ledger.reserve(ASIDE, num_bytes)
         return True
 
     def give_back(self) -> None:
         """Releases the memory set aside."""
-        self.ledger.reserve(ASIDE, 0)
+        self.reclaimer.ledger.reserve(ASIDE, 0)

@@ -1,8 +1,8 @@
 """Slots: places for live sequences, the choice of one for a request, and the clock by which their state ages. Pure.
 
-A slot holds the layer caches of one sequence and its tokens. It is *leased* while a request runs in it and *idle*
-afterwards, still live: the next turn of the same conversation continues in place. A slot knows no budget, and of the
-trie only the node where its sequence ends. The clock counts requests and knows no seconds.
+A slot is *leased* while a request runs in it and *idle* afterwards, still live: the next turn of the same
+conversation continues in place. Of the trie it knows only the node where its sequence ends. The clock counts requests
+and knows no seconds.
 """
 
 from collections.abc import Iterable
@@ -20,43 +20,39 @@ class SlotTurn:
 
     session_id: str | None = None
     is_volatile: bool = False
-    """The request's state must not be written to disk."""
     is_background: bool = False
     leaves_background: bool = False
-    """All requests of the conversation so far, this one included, are of the background class."""
+    """All requests of the conversation so far are of the background class."""
     is_on_probation: bool = False
     """The request has no session and continues no earlier turn."""
     landing: int = 0
     """The offset at which the request was restored."""
     start: int = 0
-    """The offset in the prompt from which the next turn may render the same messages differently."""
+    """From where on the next turn may render the same messages differently."""
     last_used: int = 0
-    """When the request began, or ended."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one live sequence. Between steps, `log` and the layer caches hold the same tokens."""
+    """A place for one live sequence. Between steps, `log` and layer caches hold the same tokens."""
 
     index: int
     caches: list[LayerCache]
     """Empty from emptying the slot until a request enters it."""
     log: TokenLog
     tip: Node
-    """The trie node where the sequence ends, as far as it is recorded in the trie."""
+    """The trie node where the sequence ends, as far as it is recorded."""
     namespace: str = ""
     turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
-    """The spans were truncated for a restore to come; windows and points still belong to the old end."""
+    """The spans were truncated for a restore to come; the rest still belongs to the old end."""
     capacity: int = 0
     """Tokens that fit the live buffers, or will fit once they are allocated."""
     reserved_tokens: int = 0
-    """Tokens with reserved memory."""
 
     @property
     def offset(self) -> int:
-        """Tokens in the live caches."""
         return len(self.log)
 
     def runs_session(self, namespace: str, session_id: str | None) -> bool:
@@ -64,7 +60,7 @@ class Slot:
         return session_id is not None and self.turn.session_id == session_id and self.namespace == namespace
 
     def lease_to(self, session_id: str | None, *, is_volatile: bool) -> None:
-        """Begins a request that continues the slot's sequence, and records its session at the tip."""
+        """Begins a request that continues the slot's sequence."""
         turn, is_theirs = self.turn, self.tip.session_id == session_id and not self.tip.is_background
         self.is_leased, turn.session_id, turn.landing = True, session_id, self.offset
         turn.leaves_background = turn.is_background and not is_theirs
@@ -74,7 +70,7 @@ class Slot:
 
 
 def _ends_a_turn(landing: Node) -> bool:
-    """Whether a sequence that continues from here continues a conversation, not only shares its beginning."""
+    """Whether a sequence that continues here continues a conversation, not only shares its beginning."""
     turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
     return landing.parent is not None and (not landing.children or landing.kind in turns)
 
@@ -83,7 +79,6 @@ class SlotView(NamedTuple):
     """One slot, as `choose_slot` needs to know it."""
 
     slot: int
-    """The slot's index."""
     is_leased: bool
     offset: int
     common: int
@@ -99,7 +94,7 @@ class SlotView(NamedTuple):
 
     @property
     def rewinds(self) -> bool:
-        """Whether the request is a version of the slot's conversation: a retry, an edit, a re-rendered reply."""
+        """Whether the request is a version of the slot's conversation: a retry, an edit, another rendering."""
         if self.common == 0:
             return False
         return self.common * 2 >= self.offset if self.is_same_session else self.common >= self.turn_start > 0
@@ -124,7 +119,7 @@ def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
 
 
 NEW_SESSION_COUNT = 200
-"""How far a new session moves the clock: its client has often ended another one, so all silent ones age."""
+"""How far a new session moves the clock: its client has often ended another one."""
 MAX_SESSIONS = 10_000
 """The most remembered sessions; a forgotten session counts as new."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The window and point state for restoring at `offset`; its window rows may also serve later offsets."""
+    """Window and point state for restoring at `offset`; the window rows may serve later offsets too."""
 
     offset: int
     window: "Segment | None"
@@ -29,11 +29,10 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that dropping the snapshot frees."""
         return (self.window.num_bytes if self.window else 0) + (self.points.num_bytes if self.points else 0)
 
     def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
-        """Returns the window rows before `offset`, if any, and the rest, which stays valid at the old offset."""
+        """Returns the window rows before `offset`, if any, and the rest."""
         if self.window is None or self.window.start >= offset:
             return None, self
         before, after = self.window.split(offset)
@@ -41,7 +40,7 @@ class Snapshot:
 
 
 def deepest(layout: LayerKinds, match: NodeMatch) -> int:
-    """Returns the deepest offset on a match at which every layer can be restored from the trie."""
+    """Returns the deepest offset of a match at which every layer can be restored."""
     if not layout.needs_snapshots:
         return match.length
     if not layout.window:
@@ -57,7 +56,7 @@ def deepest(layout: LayerKinds, match: NodeMatch) -> int:
 
 
 def deepest_up_to(layout: LayerKinds, node: Node) -> int:
-    """Returns the deepest offset up to a node's end that can be restored from the trie; 0 if the node was evicted."""
+    """Returns the deepest restorable offset up to a node's end; 0 if the node was evicted."""
     path = node.path()
     return deepest(layout, Match(path, node.stop)) if path else 0
 
@@ -79,7 +78,7 @@ def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, 
 
 
 def cover(path: Sequence[Node]) -> tuple[int, int] | None:
-    """Returns the last unbroken range of window rows that the snapshots of a path hold."""
+    """Returns the last unbroken range of window rows on a path."""
     cover = None
     for node in path:
         cover = _extended(cover, node.snapshot)
@@ -87,7 +86,7 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns the nodes of a path that hold rows of the window before `offset`, the last ones first."""
+    """Returns the nodes that hold rows of the window before `offset`, the last ones first."""
     first, found = max(0, offset - layout.window), list[Node]()
     for node in reversed(path):
         if node.stop <= first:
@@ -99,7 +98,7 @@ def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[N
 
 
 def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
-    """Returns adjoining segments with the rows of the window before `offset`, as far as they are held."""
+    """Returns adjoining segments with the rows of the window before `offset`, as far as held."""
     rows: list[Segment] = []
     needed, first = offset, max(0, offset - layout.window)
     for node in rows_before(layout, path, offset):
@@ -112,13 +111,13 @@ def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[
 
 
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
-    """Whether a restore point further down, at the end of a node, needs window rows that are only here."""
+    """Whether a restore point further down needs window rows that are only here."""
     rows = _window(node)
     return rows is not None and any(_shares_rows(layout, child, rows) for child in node.children.values())
 
 
 def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
-    """Whether a node, or one below it, needs window rows that `rows` above it hold and its own snapshot lacks."""
+    """Whether a node or one below needs window rows that `rows` hold and its own snapshot lacks."""
     first, window = max(0, node.stop - layout.window), _window(node)
     if window is not None:
         return max(first, rows.start) < window.start <= rows.stop
@@ -130,7 +129,7 @@ def _window(node: Node) -> "Segment | None":
 
 
 def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
-    """Returns the range of window rows extended by the next snapshot; replaced if the two do not meet."""
+    """Returns the range extended by the next snapshot; replaced if the two do not meet."""
     window = snapshot.window if isinstance(snapshot, Snapshot) else None
     if window is None:
         return cover
@@ -160,13 +159,11 @@ class RestorePoint:
 
 
 KEPT_POINTS = 4
-"""Restore points pinned at the end of a pinned conversation: those of about its last two turns."""
+"""Restore points pinned at the end of a conversation: about its last two turns."""
 SAME_TOKENS = 64
 """Of points closer to each other than this, one is kept."""
 THINNING_TOKENS, THINNING_RATIO = 512, 8
-"""Before the newest turn, points are kept at least that many tokens apart, and ever sparser: seen from the end, each
-is that many times further away than the next newer one.
-"""
+"""Before the newest turn, points are kept at least that many tokens apart, and ever sparser by that ratio."""
 INTERVAL_TOKENS = 8192
 """Distance of points along a new prompt."""
 

@@ -39,7 +39,7 @@ class TokenNode:
         self.set_tokens(np.asarray(self.tokens, np.int32).tobytes())
 
     def set_tokens(self, data: bytes) -> None:
-        """Sets the edge's tokens from their bytes in memory; the caller sets `start` and `stop`."""
+        """Sets the edge's tokens from their bytes; the caller sets `start` and `stop`."""
         self.data, self.tokens = data, np.frombuffer(data, np.int32)
 
     def path(self) -> list[Self]:
@@ -53,21 +53,21 @@ class TokenNode:
         return nodes
 
     def meeting(self, others: Collection[Self]) -> Self:
-        """Returns the nearest of `others` on the way up, this node included; the root if there is none."""
+        """Returns the nearest of `others` on the way up, this node included; else the root."""
         node = self
         while node.parent is not None and node not in others:
             node = node.parent
         return node
 
     def divide_state(self, upper: Self, offset: int) -> None:
-        """Moves the state of the tokens up to `offset` to `upper`, a new node; changes nothing if it raises."""
+        """Moves the state of the tokens up to `offset` to `upper`, a new node; atomic."""
 
     def may_join(self, parent: Self) -> bool:
         """Whether only the structure needs the border between `parent` and this node."""
         return True
 
     def join_state(self, parent: Self) -> None:
-        """Takes over the state of `parent`, whose edge becomes the first part of this one."""
+        """Takes over the state of `parent`, whose edge comes to precede this one's."""
 
     def drop_state(self) -> None:
         """Releases all state: the node has left the trie."""
@@ -85,7 +85,7 @@ TrieNodeCo = TypeVar("TrieNodeCo", bound=TokenNode, covariant=True)
 
 @dataclass(frozen=True)
 class Match(Generic[TrieNodeCo]):
-    """The longest stored prefix of some tokens: `path` covers `[0, length)`, the last node perhaps only in part."""
+    """The longest stored prefix of some tokens; the last node of `path` perhaps only in part."""
 
     path: list[TrieNodeCo]
     length: int
@@ -93,21 +93,18 @@ class Match(Generic[TrieNodeCo]):
 
 @dataclass(frozen=True, slots=True)
 class Place(Generic[TrieNodeCo]):
-    """Where the longest stored prefix of some tokens ends: after `length` tokens, on the edge of `node`.
-
-    Valid until it `is_gone`, however edges are split and added.
-    """
+    """Where the longest stored prefix of some tokens ends, on the edge of `node`. Valid until it `is_gone`."""
 
     node: TrieNodeCo
     length: int
 
     @property
     def is_gone(self) -> bool:
-        """Whether the node has left the trie: the tokens must be matched from the root again."""
+        """Whether the node has left the trie: match again from the root."""
         return self.length > 0 and self.node.parent is None
 
     def edges(self, start: int, stop: int) -> Iterator[TrieNodeCo]:
-        """Yields the nodes on the path to the place whose edges overlap `[start, stop)`, the last one first."""
+        """Yields the nodes on the path whose edges overlap `[start, stop)`, the last first."""
         node, stop = self.node, min(stop, self.length)
         while start < stop and node.parent is not None and node.stop > start:
             if node.start < stop:
@@ -141,7 +138,7 @@ class TokenTrie(Generic[TrieNode]):
         return Match(place.node.path(), place.length)
 
     def follow(self, place: Place[TrieNode], tokens: TokenArray) -> Place[TrieNode]:
-        """Returns the place where the match of `tokens`, which follow `place`, ends; every token is compared."""
+        """Returns the place where the match of `tokens`, which follow `place`, ends."""
         node, length, done = place.node, place.length, 0
         while node.parent is not None and length <= node.start:
             node = node.parent  # the edge was cut since
@@ -167,8 +164,8 @@ class TokenTrie(Generic[TrieNode]):
     def extend(self, node: TrieNode, tokens: TokenArray, *, may_split: bool = True) -> TrieNode:
         """Returns the node at which `tokens` end below `node`, splitting and adding edges as needed.
 
-        Without `may_split`, returns the start of the edge if the tokens end inside one. The caller gives an added
-        edge a span or a home at once.
+        Without `may_split`, returns the start of an edge that the tokens end inside. The caller gives an added edge a
+        span or a home at once.
         """
         done = 0
         while done < len(tokens):
@@ -183,7 +180,7 @@ class TokenTrie(Generic[TrieNode]):
         return node
 
     def split(self, node: TrieNode, offset: int) -> TrieNode:
-        """Cuts `node` and its state at `offset`; returns the new upper half, `node` stays the lower one."""
+        """Cuts `node` at `offset`; returns the new upper half, `node` stays the lower one."""
         if not node.start < offset < node.stop or node.parent is None:
             raise ValueError(f"cannot split {node} at {offset}")
         cut, parent = offset - node.start, node.parent
@@ -199,7 +196,7 @@ class TokenTrie(Generic[TrieNode]):
         return upper
 
     def can_absorb_parent(self, node: TrieNode) -> bool:
-        """Whether `node` and its parent are one edge in two pieces, and nothing needs the border."""
+        """Whether nothing needs the border between `node` and its parent."""
         parent = node.parent
         return (
             parent is not None and parent.parent is not None and len(parent.children) == 1 and node.may_join(parent)
@@ -290,14 +287,14 @@ class Span(Protocol):
 
 
 class NodeSnapshot(Protocol):
-    """Immutable state that is valid at one offset, its node's `stop`; in memory a `cache.snapshots.Snapshot`."""
+    """Immutable state that is valid at its node's `stop`, like `cache.snapshots.Snapshot`."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that dropping the snapshot frees."""
 
     def split(self, offset: int) -> tuple[Any, Any]:
-        """Returns what remains valid at `offset` (None if nothing) and what remains at the old `stop`."""
+        """Returns what remains valid at `offset`, if anything, and at the old `stop`."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -307,9 +304,9 @@ class Node(TokenNode):
     span: Span | None = None
     snapshot: NodeSnapshot | None = None
     home: Any = None
-    """The slot in which this edge's span is live; None if the span is stored."""
+    """The slot in which the span is live; None if it is stored."""
     last_used: int = 0
-    """When a sequence was last restored here or recorded up to here, by a clock that counts requests."""
+    """When a sequence was last restored here or recorded up to here."""
     last_used_behind: int = 0
     """The latest `last_used` of this node and all nodes below it."""
     session_id: str | None = None
@@ -319,7 +316,7 @@ class Node(TokenNode):
     is_background: bool = False
     """A conversation of background requests ends here."""
     num_slots: int = 0
-    """Slots whose live sequence ends at this node; such a node is never evicted nor merged away."""
+    """Slots whose sequence ends here; such a node is never evicted nor merged away."""
     num_pins: int = 0
     """Pins on this node; the trie never merges a pinned node away."""
     num_uses: int = 0
@@ -329,13 +326,12 @@ class Node(TokenNode):
     is_explicit: bool = False
     """A restore point that a client requested: never merged away."""
     is_volatile: bool = False
-    """All requests with the edge's tokens were volatile: none of its state may be written to disk."""
+    """Only volatile requests had these tokens: no state here may be written to disk."""
     place: Place[TokenNode] | None = None
-    """The last known place of the tokens in the trie of the disk tier; not used by this trie."""
+    """The last known place in the trie of the disk tier; not used by this trie."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of stored state on this node, span and snapshot."""
         return (self.span.num_bytes if self.span else 0) + (self.snapshot.num_bytes if self.snapshot else 0)
 
     def divide_state(self, upper: "Node", offset: int) -> None:
@@ -348,7 +344,7 @@ class Node(TokenNode):
         (upper.span, self.span), (upper.snapshot, self.snapshot) = spans, snapshots
 
     def may_join(self, parent: "Node") -> bool:
-        """Whether nothing of the parent needs the border, and both spans are stored or live in the same slot."""
+        """Whether the parent does not need the border, and both spans are stored or in one slot."""
         needs_border = parent.is_explicit or parent.num_slots or parent.num_pins or parent.snapshot is not None
         return (
             not needs_border
@@ -421,14 +417,14 @@ class PrefixTrie(TokenTrie[Node]):
         self._count_bytes(-num_bytes)
 
     def store(self, node: Node, span: Span) -> None:
-        """Stores a span on a node, which is then no longer live in a slot."""
+        """Stores a span on a node, which is no longer live."""
         node.home = None
         node.span = span
         self._count_bytes(span.num_bytes)
         self._changed(node)
 
     def make_live(self, node: Node, home: Any) -> None:
-        """Records that a node's span is live in the slot `home`; drops a stored copy."""
+        """Records that a span is live in the slot `home`; drops a stored copy."""
         if node.span is not None:
             self._count_bytes(-node.span.num_bytes)
             node.span = None

@@ -10,7 +10,7 @@ LayerCache: TypeAlias = Any
 
 
 class LayerKinds(Protocol):
-    """The kinds of state in a model's layers, which decide how it is restored; `cache.layers.layout.Layout`."""
+    """The kinds of state in a model's layers, as `cache.layers.layout.Layout` has them."""
 
     @property
     def window(self) -> int:
@@ -38,7 +38,7 @@ def common_prefix_length(left: TokenArray, right: TokenArray) -> int:
 
 
 class TokenLog:
-    """The tokens of a live sequence, growing and cut at the end. No Python object per token."""
+    """The tokens of a live sequence, with no Python object per token."""
 
     def __init__(self) -> None:
         self._tokens = np.empty(256, np.int32)

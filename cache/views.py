@@ -1,6 +1,5 @@
-"""What the cache holds of each namespace, in sums and edge by edge, as plain values for reports.
-
-The values are copied, and bounded in number. Worker thread only; changes nothing.
+"""What the cache holds of each namespace, as plain values for reports: copied, and bounded in number. Worker thread
+only.
 """
 
 import heapq
@@ -9,22 +8,22 @@ from dataclasses import dataclass
 
 from cache.disk.connector import DiskConnector
 from cache.disk.index import DiskWrites
-from cache.disk.tier import NO_LISTING, DiskEntry
+from cache.disk.tier import NO_LISTING
+from cache.disk.tree import DiskNode
 from cache.memory_tier import MemoryTier
 from cache.pager import Pager
 from cache.pins import Pins
 from cache.snapshots import RestorePointKind
-from cache.trie import Node, Place, PrefixTrie
+from cache.trie import Node, Place, PrefixTrie, TokenNode
 from cache.types import TokenArray
 
 PREVIEW_TOKENS = 24
 MAX_SESSIONS = 32
-"""The most sessions listed for an edge."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes by their use: stored state by kind, live state as a whole, and files."""
+    """Bytes by use: stored state by kind, live state, and files."""
 
     span: int = 0
     window: int = 0
@@ -34,7 +33,6 @@ class StateBytes:
 
     @property
     def in_memory(self) -> int:
-        """All bytes except those of files."""
         return self.span + self.window + self.point + self.live
 
 
@@ -51,7 +49,7 @@ class EdgeView:
     last_used: int
     """A reading of a logical clock that all namespaces share."""
     num_bytes: int
-    """Stored bytes: a live span's bytes are the slot's, and a file may hold rows of several edges."""
+    """Stored bytes: a live span's are the slot's, and a file may hold rows of several edges."""
     first_tokens: TokenArray
 
 
@@ -62,11 +60,10 @@ class NodeView(EdgeView):
     is_live: bool
     """Whether the span is in a slot; otherwise it is stored in memory."""
     kind: RestorePointKind | None
-    """Why a snapshot was taken at `stop`; None if there is none that can be restored by itself."""
+    """Why a snapshot was taken at `stop`; None if none can be restored by itself."""
     is_explicit: bool
     is_pinned: bool
     num_uses: int
-    """Sequences restored with the edge's tokens."""
     disk_tokens: int
     """Number of the edge's leading tokens whose rows are on disk too."""
 
@@ -76,11 +73,11 @@ class DiskNodeView(EdgeView):
     """One edge whose rows are on disk."""
 
     has_snapshot: bool
-    """Whether the snapshot that a model needs to be restored at `stop` is on disk too."""
+    """Whether the snapshot at `stop` is on disk too."""
     memory_tokens: int
     """Number of the edge's leading tokens that are in memory too."""
     memory_number: int | None
-    """The edge in memory on which these tokens, or those before them, end; None if none of the path is in memory."""
+    """The edge in memory on which these tokens, or those before them, end, if any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +113,7 @@ class EdgeDetail:
     first_tokens: TokenArray
     num_uses: int
     sessions: list[str]
-    """Known sessions whose last turn goes through the edge, the latest first; not all of many."""
+    """Sessions whose last turn goes through the edge, the latest first; not all of many."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +130,18 @@ class NamespaceView:
 class SharedTokens:
     """Which tokens of some edges on disk are in memory too, and vice versa."""
 
-    def __init__(self, trie: PrefixTrie, entries: Iterable[DiskEntry]) -> None:
-        """`entries` are in order, parents before children."""
-        self.in_memory: dict[DiskEntry, Place[Node]] = {}
-        """The place where the match of the tokens from the root to the end of each entry ends."""
+    def __init__(self, trie: PrefixTrie, edges: Iterable[DiskNode]) -> None:
+        """`edges` are in order, parents before children."""
+        self.in_memory: dict[DiskNode, Place[Node]] = {}
+        """Where the match of the tokens from the root to the end of each edge ends."""
         self.on_disk: dict[Node, int] = {}
         """Number of a node's leading tokens on disk; nodes without any are left out."""
-        for entry in entries:
-            before = Place(trie.root, 0) if entry.parent is None else self.in_memory[entry.parent]
-            is_whole = before.length == entry.start
-            place = self.in_memory[entry] = trie.follow(before, entry.tokens) if is_whole else before
-            for node in place.edges(entry.start, entry.stop):
+        start = Place(trie.root, 0)
+        for edge in edges:
+            before = self.in_memory.get(edge.parent, start) if edge.parent is not None else start
+            is_whole = before.length == edge.start
+            place = self.in_memory[edge] = trie.follow(before, edge.tokens) if is_whole else before
+            for node in place.edges(edge.start, edge.stop):
                 num_tokens = min(node.stop, place.length) - node.start
                 self.on_disk[node] = max(self.on_disk.get(node, 0), num_tokens)
 
@@ -158,7 +156,7 @@ def _in_order(trie: PrefixTrie, max_nodes: int) -> list[Node]:
 
 
 def _newest_children(node: Node, max_nodes: int) -> list[Node]:
-    """Returns the most recently used children, the newest last; more than `max_nodes` need not be sorted."""
+    """Returns the most recently used children, the newest last."""
     newest_first = heapq.nlargest(max_nodes, reversed(node.children.values()), key=lambda child: child.last_used)
     return newest_first[::-1]
 
@@ -181,19 +179,18 @@ def _view(node: Node, disk_tokens: int) -> NodeView:
     )
 
 
-def _disk_view(entry: DiskEntry, in_memory: Place[Node]) -> DiskNodeView:
-    snapshot = entry.snapshot
+def _disk_view(edge: DiskNode, in_memory: Place[Node]) -> DiskNodeView:
     return DiskNodeView(
-        number=entry.number,
-        parent=entry.parent.number if entry.parent is not None else None,
-        start=entry.start,
-        stop=entry.stop,
-        has_snapshot=snapshot is not None,
-        memory_tokens=max(0, min(in_memory.length, entry.stop) - entry.start),
+        number=edge.number,
+        parent=_number_of(edge.parent),
+        start=edge.start,
+        stop=edge.stop,
+        has_snapshot=edge.snapshot is not None,
+        memory_tokens=max(0, min(in_memory.length, edge.stop) - edge.start),
         memory_number=_number_of(in_memory.node),
-        last_used=entry.last_used,
-        num_bytes=entry.span.num_bytes + (snapshot.num_bytes if snapshot is not None else 0),
-        first_tokens=entry.tokens[:PREVIEW_TOKENS].copy(),
+        last_used=max(file.last_used for file in edge.files),
+        num_bytes=edge.span.num_bytes + (edge.snapshot.num_bytes if edge.snapshot is not None else 0),
+        first_tokens=edge.tokens[:PREVIEW_TOKENS].copy(),
     )
 
 
@@ -206,7 +203,7 @@ def _sessions_below(top: Node) -> list[str]:
     return list(dict.fromkeys(node.session_id for node in newest if node.session_id is not None))
 
 
-def _number_of(node: Node | None) -> int | None:
+def _number_of(node: TokenNode | None) -> int | None:
     """Returns the number of a node; None for the root, which is no edge."""
     return None if node is None or node.parent is None else node.number
 
@@ -225,10 +222,10 @@ class CacheReports:
         memory, tier = self._memory, self._tier
         trie = memory.find_trie(namespace)
         on_disk = tier.listing(namespace, max_nodes) if tier is not None else NO_LISTING
-        shared = SharedTokens(trie, on_disk.entries)
+        shared = SharedTokens(trie, on_disk.edges)
         return CacheView(
             nodes=[_view(node, shared.on_disk.get(node, 0)) for node in _in_order(trie, max_nodes)],
-            disk_nodes=[_disk_view(entry, shared.in_memory[entry]) for entry in on_disk.entries],
+            disk_nodes=[_disk_view(edge, shared.in_memory[edge]) for edge in on_disk.edges],
             num_nodes=trie.num_nodes,
             num_tokens=memory.holdings(namespace).total.num_tokens,
             num_disk_nodes=on_disk.num_edges,
@@ -241,7 +238,7 @@ class CacheReports:
         )
 
     def edge(self, namespace: str, number: int, max_tokens: int) -> EdgeDetail | None:
-        """Returns one edge in memory with at most `max_tokens` of its tokens; None if it no longer exists."""
+        """Returns one edge in memory, with at most `max_tokens` tokens; None if it is gone."""
         node = next((one for one in self._memory.find_trie(namespace).nodes() if one.number == number), None)
         if node is None:
             return None

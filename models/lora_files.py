@@ -4,7 +4,7 @@ Two forms are read, never code: mlx-lm's `adapter_config.json` with `lora_parame
 PEFT's with `peft_type` and `adapter_model.safetensors`. Importing this module imports all of mlx-lm's training.
 """
 
-import cache.layers.mlx_lm_guard  # noqa: F401
+import cache.layers  # noqa: F401
 
 # isort: split
 

@@ -1,10 +1,10 @@
 """The names of mlx-lm that the project uses, imported without mlx-lm's side effects on the process.
 
-Outside `cache`, import these names from here; `cache.layers.mlx_lm_guard` explains the side effects. If a new release
+Outside `cache`, import these names from here; `cache.layers` explains the side effects. If a new release
 of mlx-lm moves a name, only this file changes.
 """
 
-import cache.layers.mlx_lm_guard  # noqa: F401
+import cache.layers  # noqa: F401
 
 # isort: split
 from mlx_lm.models.base import quantized_scaled_dot_product_attention as quantized_attention

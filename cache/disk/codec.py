@@ -15,7 +15,6 @@ import numpy as np
 
 from cache.budget import DiskFault
 from cache.disk.files import NUMPY_TYPES, NumpyArray, Tensor, TensorFile
-from cache.layers import mlx_lm_guard as _guard  # noqa: F401
 from cache.layers.state import PointState, Segment
 
 # isort: split
@@ -41,7 +40,7 @@ class Unstorable(Exception):
 class StateImage:
     """The tensors of one segment or snapshot, made on the worker thread and written by another one.
 
-    Borrows the arrays: none is copied before it is written, and the other thread evaluates none.
+    Borrows the arrays, and evaluates what the other thread reads.
     """
 
     def __init__(self, rows: Segment | None, points: PointState | None = None) -> None:
@@ -59,7 +58,7 @@ class StateImage:
         self.num_bytes = sum(array.nbytes for array in self._carriers.values())
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Returns the approximate size of a file with `num_tokens` of the rows and all points."""
+        """Returns about the size of a file with `num_tokens` of the rows and all points."""
         rows = sum(array.nbytes // array.shape[2] * num_tokens for _, array in self._packs)
         return rows + sum(array.nbytes for _, array in self._points)
 
@@ -82,7 +81,7 @@ class StateImage:
 
 
 def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
-    """Returns rows `[start, stop)` of a file whose first row is at offset `first`, evaluated. Raises DiskFault."""
+    """Returns rows `[start, stop)` of a file whose first row is at `first`, evaluated. Raises DiskFault."""
     indices = json.loads(file.metadata["state"])["rows"]
     if indices is None:
         raise DiskFault("the file holds no rows")
@@ -128,7 +127,7 @@ def _array(file: TensorFile, name: str, start: int = 0, stop: int | None = None)
 
 
 def _tree_of(value: Any, arrays: NamedArrays) -> Any:
-    """Returns `value` as JSON, with names in place of its arrays, which it adds to `arrays`."""
+    """Returns `value` as JSON, with names in place of its arrays, which are added to `arrays`."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, mx.array):
@@ -153,7 +152,6 @@ def _leaf_of(array: mx.array, arrays: NamedArrays) -> Any:
 
 
 def _value_of(tree: Any, file: TensorFile) -> Any:
-    """Returns the value that `_tree_of` encoded."""
     if not isinstance(tree, dict):
         return tree
     ((kind, held),) = tree.items()
@@ -168,7 +166,6 @@ def _value_of(tree: Any, file: TensorFile) -> Any:
 
 
 def _revived(name: str, state: dict[str, Any]) -> Any:
-    """Returns an instance of an mlx-lm class with the given attributes."""
     kind = _mlx_lm_class(name)
     if kind is None:
         raise DiskFault(f"mlx-lm has no {name}")
@@ -178,6 +175,5 @@ def _revived(name: str, state: dict[str, Any]) -> Any:
 
 
 def _mlx_lm_class(name: str) -> Any:
-    """Returns mlx-lm's layer cache class called `name`; None if there is none."""
     kind = getattr(mlx_lm_cache, name, None)
     return kind if isinstance(kind, type) and kind.__module__ == mlx_lm_cache.__name__ else None

@@ -1,7 +1,7 @@
 """Connects the trie in memory to the disk tier: finds what disk adds for a prompt, and chooses what to write.
 
-Disk supplies rows for the tokens that the trie lacks, and a snapshot at the offset where these rows end. In memory a
-snapshot may share window rows with the snapshots above it; on disk each snapshot is complete. Worker thread only.
+Disk supplies rows that the trie lacks, and a snapshot where they end. In memory a snapshot may share window rows with
+those above it; on disk each is complete. Worker thread only.
 """
 
 import logging
@@ -26,23 +26,22 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 GAIN_SHARE = 2.5
-"""A snapshot is written once the rows since the last snapshot on disk take this many times the snapshot's bytes."""
+"""A snapshot is written once the rows since the last one on disk take this many times its bytes."""
 
 MIN_RESTORE_TOKENS = 256
-"""Disk must add this many tokens to what memory can restore; evaluating fewer is taken to be cheaper than reading."""
+"""Disk must add this many tokens to what memory can restore: evaluating fewer is cheaper than reading."""
 
 
 @dataclass(frozen=True)
 class DiskMatch:
-    """State on disk that restores a prompt up to `offset`, further than memory alone can."""
+    """State on disk that restores a prompt up to `offset`."""
 
     offset: int
     span: FileSpan | None
-    """Rows of the tokens up to `offset` that the trie in memory lacks; None if it lacks none."""
+    """Rows up to `offset` that the trie in memory lacks, if any."""
     snapshot: StoredFile | None
     """The snapshot at `offset`; None for a model that needs none."""
     place: DiskPlace
-    """The place of the prompt's tokens in the tier."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,7 +53,7 @@ class DiskMatch:
         return [part for part in (self.span, self.snapshot) if part is not None]
 
     def load(self) -> tuple[Segment | None, Snapshot | None]:
-        """Reads the state into memory. Raises DiskFault; the unreadable state is then no longer found."""
+        """Reads the state into memory. Raises DiskFault; the state is then no longer found."""
         segment = self.span.load() if self.span is not None else None
         return segment, Snapshot(self.offset, *self.snapshot.load()) if self.snapshot is not None else None
 
@@ -71,10 +70,7 @@ class DiskConnector:
     # ---------------------------------------------------------------------------------------------- reading
 
     def find(self, namespace: str, tokens: TokenArray, match: NodeMatch, *, restorable: int) -> DiskMatch | None:
-        """Returns what disk adds to a prompt; None if that is too little.
-
-        Memory matches `match` of the prompt and can restore `restorable` tokens.
-        """
+        """Returns what disk adds to `match`, of which memory can restore `restorable` tokens; None if too little."""
         self.tier.notice_written()
         tree = self.tier.tree
         place = self._place(namespace, [node for node in match.path if node.stop <= match.length])
@@ -91,9 +87,9 @@ class DiskConnector:
         return DiskMatch(stop, span.clipped(match.length, stop) if stop > match.length else None, snapshot, place)
 
     def _place(self, namespace: str, path: list[Node]) -> DiskPlace:
-        """Returns the place in the tier where the match of a path's tokens ends.
+        """Returns the place in the tier where the match of a path ends.
 
-        Nodes of the path remember their places, so only tokens after the last remembered place are compared.
+        Nodes remember their places, so only tokens after the last one are compared.
         """
         kept = (node.place for node in reversed(path) if node.place is not None and not node.place.is_gone)
         place = cast(DiskPlace, next(kept, START))  # the trie in memory does not know the types of the disk tier
@@ -105,7 +101,7 @@ class DiskConnector:
         return place
 
     def _deepest(self, place: DiskPlace, stop: int) -> StoredFile | None:
-        """Returns the deepest written snapshot up to `stop`, on the way to a place, that restores every layer."""
+        """Returns the deepest written snapshot up to `stop` that restores every layer."""
         layout = self._layout
         for file in self.tier.tree.snapshots(place):
             has_rows = not layout.window or file.start <= max(0, file.stop - layout.window)
@@ -131,7 +127,7 @@ class DiskConnector:
     def save_dropped(self, namespace: str, node: Node) -> None:
         """Writes state that memory is about to drop: all of a leaf, but only the snapshot of any other node.
 
-        For a model that needs snapshots, rows after the last snapshot on disk are useless and not written.
+        For a model that needs snapshots, rows after the last one on disk are useless and not written.
         """
         self.tier.notice_written()
         path = node.path()
@@ -140,36 +136,38 @@ class DiskConnector:
         is_needed = (
             is_wanted or not self._layout.needs_snapshots or self.tier.tree.goes_on(disk_path.place, node.stop)
         )
-        if node.span is not None and not node.children and is_needed:
-            self._save_span(disk_path, node)
+        if node.span is not None and not node.children and is_needed and not node.is_volatile:
+            self._save_span(disk_path, node, cast(Segment, node.span))
         if is_wanted:
             self._save_snapshot(disk_path, node)
 
     def save_path(
         self, namespace: str, path: list[Node], live_rows: Callable[[Node], Segment], used_at: int
     ) -> Iterator[None]:
-        """Writes what disk lacks of a path, one piece with each step.
+        """Writes what disk lacks of a path, a span or a snapshot with each step.
 
-        `live_rows` copies the rows of a node that are live in a slot; `used_at` is one of the tier's `times_of_use`.
+        `live_rows` copies the rows of a node that live in a slot; `used_at` is one of the tier's `times_of_use`.
         """
         self.tier.notice_written()
         disk_path = _DiskPath(namespace, path, self._place(namespace, path))
-        self.tier.space.touch(disk_path.place, disk_path.stop, used_at)
+        self.tier.space.touch(disk_path.place, path[-1].stop, used_at)
         wanted = self._wanted_snapshots(disk_path)
-        stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else disk_path.stop
+        stop = wanted[-1].stop if self._layout.needs_snapshots and wanted else path[-1].stop
         if self._layout.needs_snapshots and not wanted:
             return
         gaps = list(self.tier.tree.covered(disk_path.place, 0, stop).missing())
         for node in path:
-            if node.stop <= stop and any(first < node.stop and node.start < last for first, last in gaps):
-                self._save_span(disk_path, node, live_rows, used_at)
+            has_gap = any(first < node.stop and node.start < last for first, last in gaps)
+            if has_gap and node.stop <= stop and not node.is_volatile:
+                segment = cast(Segment, node.span) if node.span is not None else live_rows(node)
+                self._save_span(disk_path, node, segment, used_at)
                 yield
         for node in wanted:
             self._save_snapshot(disk_path, node, used_at)
             yield
 
     def _wanted_snapshots(self, disk_path: "_DiskPath") -> list[Node]:
-        """Returns the nodes of a path, in ascending order, whose snapshots should be written and are not on disk."""
+        """Returns the nodes of a path whose snapshots should be written, in ascending order."""
         nodes = {
             node.stop: node for node in disk_path.path if self._has_whole_snapshot(node) and not node.is_volatile
         }
@@ -189,25 +187,14 @@ class DiskConnector:
         snapshot = node.snapshot
         return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
 
-    def _save_span(
-        self,
-        disk_path: "_DiskPath",
-        node: Node,
-        live_rows: Callable[[Node], Segment] | None = None,
-        used_at: int | None = None,
-    ) -> None:
-        if node.is_volatile:
-            return
-        if not any(self.tier.tree.covered(disk_path.place, node.start, node.stop).missing()):
-            self.tier.space.touch(disk_path.place, node.stop, used_at)
-            return
-        segment = cast(Segment, node.span) if node.span is not None else live_rows(node) if live_rows else None
-        if segment is not None:
+    def _save_span(self, disk_path: "_DiskPath", node: Node, segment: Segment, used_at: int | None = None) -> None:
+        if any(self.tier.tree.covered(disk_path.place, node.start, node.stop).missing()):
             tokens = disk_path.tokens[: node.stop]
             self.tier.write_span(disk_path.namespace, tokens, segment, near=disk_path.place, used_at=used_at)
+        else:
+            self.tier.space.touch(disk_path.place, node.stop, used_at)
 
     def _save_snapshot(self, disk_path: "_DiskPath", node: Node, used_at: int | None = None) -> None:
-        """Writes the snapshot on a node of a path, with all window rows that it needs."""
         snapshot = cast(Snapshot, node.snapshot)
         window = snapshot.window
         if window is not None:
@@ -231,15 +218,9 @@ class DiskConnector:
 
 @dataclass
 class _DiskPath:
-    """A path in memory, from below the root, with the place of its tokens in the tier."""
-
     namespace: str
     path: list[Node]
     place: DiskPlace
-
-    @property
-    def stop(self) -> int:
-        return self.path[-1].stop
 
     @cached_property
     def tokens(self) -> TokenArray:

@@ -52,7 +52,7 @@ NUMPY_TYPES: Mapping[str, str] = {
 
 
 class FileSystem:
-    """The operations that the tier asks of the system; tests make them fail. Any may raise OSError. Any thread."""
+    """What the tier asks of the system; tests make it fail. Any call may raise OSError. Any thread."""
 
     def make_folder(self, path: Path) -> None:
         """Creates a folder that only its owner can enter, unless it exists."""
@@ -64,7 +64,7 @@ class FileSystem:
         return status.st_uid, stat.S_IMODE(status.st_mode)
 
     def lock(self, path: Path) -> int:
-        """Opens a file and locks it for this process; raises BlockingIOError while another process has it."""
+        """Opens and locks a file; raises BlockingIOError while another process has it."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,11 +74,11 @@ class FileSystem:
         return descriptor
 
     def create(self, path: Path) -> int:
-        """Opens a new file for writing, readable by its owner only; replaces an old one."""
+        """Opens a new file, readable by its owner only; replaces an old one."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def open(self, path: Path) -> int:
-        """Opens a file for reading; never follows a link and never waits for a pipe."""
+        """Opens a file for reading; follows no link and waits for no pipe."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def write(self, descriptor: int, data: memoryview) -> int:
@@ -86,7 +86,7 @@ class FileSystem:
         return os.write(descriptor, data)
 
     def read(self, descriptor: int, into: memoryview, offset: int) -> int:
-        """Reads into a buffer from `offset`; returns how many bytes, 0 at the end of the file."""
+        """Reads from `offset` into a buffer; returns how many bytes, 0 at the end."""
         return os.preadv(descriptor, [into], offset)
 
     def size(self, descriptor: int) -> int:
@@ -111,7 +111,7 @@ class FileSystem:
         path.unlink(missing_ok=True)
 
     def sizes(self, folder: Path) -> dict[str, int]:
-        """Returns the size of each regular file in a folder, by name; -1 for anything else."""
+        """Returns the size of each regular file in a folder; -1 for anything else."""
         found = {}
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -120,7 +120,7 @@ class FileSystem:
         return found
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Opens a SQLite database for one thread at a time; syncs commits, overwrites what is deleted with zeros."""
+        """Opens a SQLite database for one thread at a time; syncs commits and overwrites what is deleted."""
         database = sqlite3.connect(path, check_same_thread=False)
         database.execute("PRAGMA journal_mode = WAL").fetchone()
         database.execute("PRAGMA synchronous = FULL")
@@ -169,7 +169,7 @@ def _checksum(*parts: bytes | bytearray | memoryview) -> bytes:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write: `rows` holds its bits, with any strides, in blocks of `block_rows`."""
+    """One tensor to write: its bits in `rows`, with any strides, cut into blocks of `block_rows`."""
 
     name: str
     dtype: str
@@ -211,7 +211,7 @@ def write_tensors(files: FileSystem, path: Path, tensors: Sequence[Tensor], meta
 
 
 def _header(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Returns the first bytes of a file: the length of a JSON text, then the text, padded to eight bytes."""
+    """Returns the first bytes of a file: the length of a JSON text, and the text, padded to eight bytes."""
     block_rows = json.dumps({tensor.name: tensor.block_rows for tensor in tensors})
     num_blocks = sum(_num_blocks(len(tensor.rows), tensor.block_rows) for tensor in tensors)
     entries = [(tensor.name, tensor.dtype, tensor.rows.shape, tensor.rows.nbytes) for tensor in tensors]
@@ -258,7 +258,7 @@ class TensorFile:
     @classmethod
     @contextlib.contextmanager
     def verified(cls, files: FileSystem, path: Path, receipt: Receipt) -> "Iterator[TensorFile]":
-        """Opens a file; raises DiskFault if it cannot be read or no longer matches `receipt`."""
+        """Opens a file; raises DiskFault if it cannot be read or does not match `receipt`."""
         try:
             with opened(files, files.open(path)) as descriptor:
                 yield cls(files, descriptor, receipt)
@@ -270,7 +270,7 @@ class TensorFile:
         return str(self._tensors[name]["dtype"])
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NumpyArray:
-        """Returns rows `[start, stop)` of a tensor, by default all; verifies their checksums. Raises DiskFault."""
+        """Returns rows `[start, stop)` of a tensor, verified; by default all. Raises DiskFault."""
         shape, block_rows = self._tensors[name]["shape"], self._block_rows[name]
         stop = shape[0] if stop is None else stop
         if not 0 <= start <= stop <= shape[0]:
@@ -293,7 +293,7 @@ class TensorFile:
 
 
 class ProblemLog:
-    """Logs the first problem of a tier as a warning, and later ones for debugging."""
+    """Logs the first problem of a tier as a warning, later ones for debugging."""
 
     def __init__(self) -> None:
         self._has_warned = False

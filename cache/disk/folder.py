@@ -1,10 +1,10 @@
 """The folder of the disk tier: a lock, a secret, files and an index, changed in a safe order.
 
-A file is written under a temporary name, synced, renamed, and then added to the index; it is removed from the index
-before it is deleted. If the process ends in between, the next opening deletes the leftovers.
+A file is written under a temporary name, synced, renamed, and added to the index; it is removed from the index before
+it is deleted. The next opening deletes what a process that ended in between left over.
 
-A prefix has a key: the keyed hash of its namespace and tokens, however they are cut into edges. A file's name is a
-hash of its key. The secret of these hashes never leaves the folder, so a name reveals no tokens.
+A prefix has a key, the keyed hash of its namespace and tokens, and a file's name is a hash of its key. The secret of
+these hashes never leaves the folder, so a name reveals no tokens.
 """
 
 import contextlib
@@ -74,11 +74,10 @@ class WriteOrder:
     tokens: TokenArray
     """All tokens before `stop` of the file."""
     day: WriteDay
-    """Bytes written today, including this file; saved with the file."""
 
 
 class DiskStore:
-    """An open, locked folder. Any thread may read; all other methods are for one thread at a time."""
+    """An open, locked folder. Any thread may read; one at a time may do anything else."""
 
     def __init__(self, files: FileSystem, folder: Path, fingerprint: str, lock: int) -> None:
         self._files = files
@@ -88,7 +87,7 @@ class DiskStore:
         self._secret = self._load_secret()
         self._index: DiskIndex | None = None
         self.is_failing = False
-        """Whether a write failed: no more are tried until the write queue resets the flag."""
+        """A write failed: none is tried until the write queue resets the flag."""
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskStore":
@@ -106,7 +105,6 @@ class DiskStore:
             raise
 
     def _load_secret(self) -> bytes:
-        """Returns the secret of the folder's hashes; creates one if missing."""
         path = self._folder / "secret"
         with contextlib.suppress(FileNotFoundError, DiskFault), opened(self._files, self._files.open(path)) as found:
             return bytes(read_exactly(self._files, found, _SECRET_BYTES, 0))
@@ -118,7 +116,6 @@ class DiskStore:
 
     @property
     def index(self) -> DiskIndex:
-        """The index, after `rows` has opened it."""
         assert self._index is not None, "the index is not open"
         return self._index
 
@@ -141,8 +138,7 @@ class DiskStore:
     def rows(self) -> list[FileRow]:
         """Opens the index and returns the rows whose files exist, by name and size.
 
-        Any use of the index may raise sqlite3.Error, or UnicodeDecodeError when SQLite's message quotes a damaged
-        page; `is_damage` tells damage from other causes.
+        Using the index may raise sqlite3.Error, or UnicodeDecodeError when SQLite's message quotes a damaged page.
         """
         self._index = DiskIndex.open(self._files, self._folder, self._fingerprint)
         self.scrub()
@@ -165,7 +161,7 @@ class DiskStore:
         DiskIndex.remove(self._files, self._folder)
 
     def keep_only(self, names: set[str]) -> None:
-        """Deletes the tier's files and rows whose names are not in `names`; foreign files stay."""
+        """Deletes the tier's files and rows that are not in `names`; foreign files stay."""
         rows = [row.file.name for row in self.index.rows() if row.file.name not in names]
         if rows:
             self.index.drop(rows)
@@ -177,7 +173,7 @@ class DiskStore:
     # ----------------------------------------------------------------------------------------------- writing
 
     def write(self, order: WriteOrder) -> Receipt | None:
-        """Writes a file and adds it to the index; returns None, and writes nothing, if the file has become GONE.
+        """Writes a file and adds it to the index; returns None if the file has become GONE.
 
         Raises OSError or sqlite3.Error after deleting what was written.
         """

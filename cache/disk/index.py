@@ -1,8 +1,7 @@
 """The index of the disk tier: which files exist, what they hold and their last use, and how much was written today.
 
 One SQLite database in write-ahead mode. A row is added after its file is complete, and removed before the file is
-deleted: a row without a file, or a file without a row, means that the process ended in between. Callers pass clocks
-in. One thread at a time.
+deleted. Callers pass clocks in. One thread at a time.
 """
 
 import contextlib
@@ -40,18 +39,17 @@ class DiskWrites:
 
     today_bytes: int
     budget_bytes: int | None
-    """None means no limit."""
 
 
 class WriteBudget:
     """Counts the bytes written in the current day against a limit. Worker thread only.
 
     A day is 24 hours from its first write, by a clock that never goes back. Only a restart uses the wall clock, to
-    tell how long no process was running: if it was set back meanwhile, that time counts as zero.
+    tell how long no process was running.
     """
 
     def __init__(self, bytes_per_day: int | None, now: Callable[[], float], elapsed: Callable[[], float]) -> None:
-        """`bytes_per_day` None sets no limit; `now` is the wall clock, `elapsed` one that never goes back."""
+        """`bytes_per_day` None sets no limit; `now` is the wall clock, `elapsed` never goes back."""
         self._bytes_per_day = bytes_per_day
         self._now = now
         self._elapsed = elapsed
@@ -95,10 +93,10 @@ class WriteBudget:
 
 
 FORMAT = 1
-"""The version of files and rows, to be changed with their meaning; state of other versions is deleted."""
+"""The version of files and rows; state of other versions is deleted."""
 
 _ENCODING = ("utf-8", "surrogatepass")
-"""A namespace may come from a client's JSON, with half a surrogate pair in it."""
+"""A client's JSON may name a namespace with half a surrogate pair."""
 
 _DATABASE = "index.sqlite3"
 _TABLES = """
@@ -144,10 +142,7 @@ class DiskIndex:
 
     @classmethod
     def open(cls, files: FileSystem, folder: Path, fingerprint: str) -> "DiskIndex":
-        """Opens the index of `folder`; deletes its rows if they have another fingerprint.
-
-        Raises sqlite3.DatabaseError for another format.
-        """
+        """Opens the index; deletes rows of another fingerprint. Raises sqlite3.DatabaseError for another format."""
         path = folder / _DATABASE
         if _DATABASE not in files.sizes(folder):
             # SQLite would make the file readable by others. Its further files copy the permissions of this one.
@@ -253,7 +248,6 @@ def _row(values: tuple[Any, ...]) -> FileRow:
 
 
 def _write_day(values: tuple[Any, ...]) -> WriteDay | None:
-    """Returns a saved day from its columns; None if they are invalid."""
     saved_at, age_seconds, num_bytes = values
     are_times = all(isinstance(value, float) and math.isfinite(value) for value in (saved_at, age_seconds))
     if not are_times or not isinstance(num_bytes, int) or age_seconds < 0 or num_bytes < 0:

@@ -1,9 +1,7 @@
 """Input and output of the disk tier in threads of its own: reading ahead, loading, and the queue of writes.
 
-Requests that wait for the same state share one read. The first to load it, or part of it, takes its memory; the
-others find the loaded state in the trie, and read again what they still need. One writer thread writes, deletes and
-updates the index, in order. After a failed write the queue accepts nothing for `RETRY_SECONDS`. All methods belong to
-the worker thread.
+Requests that wait for the same state share one read: the first to load it takes its memory, the others find the state
+in the trie, or read again. One thread writes, in order. All methods belong to the worker thread.
 """
 
 import math
@@ -29,14 +27,13 @@ class _Read:
 
     file: StoredFile
     rows: FilePart | None
-    """The rows; None for point state."""
     num_bytes: int
     result: "Future[Any]"
     num_waiting: int = 1
     """Number of prefetches that share the read."""
 
     def holds(self, file: StoredFile, rows: FilePart | None) -> bool:
-        """Whether these rows of a file are read, or its point state if `rows` is None."""
+        """Whether these rows are read, or the file's point state if `rows` is None."""
         if self.file is not file or self.rows is None or rows is None:
             return self.file is file and self.rows is rows
         return self.rows.start <= rows.start and rows.stop <= self.rows.stop
@@ -55,7 +52,6 @@ class Prefetch:
 
     @property
     def is_done(self) -> bool:
-        """Whether every read has ended, with or without success."""
         return all(read.result.done() for read in self._reads)
 
     def cancel(self) -> None:
@@ -65,7 +61,7 @@ class Prefetch:
 
 
 class FileReader:
-    """Loads the files of one folder, read ahead or at once. Drops and logs a file that cannot be read.
+    """Loads the files of one folder, read ahead or at once; drops and logs one that cannot be read.
 
     Without a store, and once closed, nothing can be loaded.
     """
@@ -88,10 +84,7 @@ class FileReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cache-disk-reader")
 
     def prefetch(self, wanted: Iterable[FileSpan | StoredFile]) -> Prefetch:
-        """Begins to read spans and snapshots, so that loading waits only for the remaining reads.
-
-        State beyond the limit of memory, and state that is not written yet, is not read ahead.
-        """
+        """Begins to read what is written of spans and snapshots, as far as memory allows."""
         reads = list[_Read]()
         for item in wanted:
             for file, rows, num_bytes in _parts_of(item) if item.is_written else ():
@@ -133,7 +126,7 @@ class FileReader:
         return next((read for read in self._reads if read.holds(file, rows)), None)
 
     def _take(self, read: _Read) -> Any:
-        """Waits for a read; None if it has not started, since the caller can then read faster itself."""
+        """Waits for a read; None if it has not started: the caller can then read faster."""
         result = read.result
         self._remove(read)
         return None if result.cancelled() else result.result()
@@ -165,7 +158,7 @@ def _fetch(store: DiskStore, file: StoredFile, rows: FilePart | None) -> Segment
 
 
 def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePart | None, int]]:
-    """Yields what is read at once of a span or a snapshot: rows of a file, or its point state; with their bytes."""
+    """Yields what is read at once: rows of a file, or its point state; with their bytes."""
     if isinstance(item, FileSpan):
         yield from ((part.file, part, part.num_bytes) for part in item.parts)
         return
@@ -176,20 +169,17 @@ def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePar
 
 
 RETRY_SECONDS = 60.0
-"""Pause after a failed write."""
 
 
 @dataclass
 class _Write:
-    """A file handed to the thread, and the bytes of memory that become free once it is written."""
-
     file: StoredFile
     num_bytes: int
     receipt: "Future[Receipt | None]"
 
 
 class WriteQueue:
-    """The writer thread of one folder. Without a store the queue accepts nothing, like a closed one."""
+    """The writer thread of one folder. Accepts nothing without a store, and once closed."""
 
     def __init__(
         self,
@@ -215,7 +205,7 @@ class WriteQueue:
         return 2 * self.waiting_bytes > self._max_waiting_bytes
 
     def accepts(self, num_bytes: int) -> bool:
-        """Whether state of `num_bytes` in memory may wait too; an empty queue accepts one file of any size."""
+        """Whether state of `num_bytes` may wait too; an empty queue accepts one file of any size."""
         if self._store is None or self._elapsed() < self._paused_until:
             return False
         if self._writes and self.waiting_bytes + num_bytes > self._max_waiting_bytes:
@@ -230,7 +220,7 @@ class WriteQueue:
         self.waiting_bytes += num_bytes
 
     def ended(self) -> Iterator[tuple[StoredFile, Receipt | None]]:
-        """Yields the files whose writes have ended since the last call; their receipts, None if not written."""
+        """Yields the files whose writes have ended, with receipts; None if not written."""
         while self._writes and self._writes[0].receipt.done():
             write = self._writes.popleft()
             self.waiting_bytes -= write.num_bytes

@@ -28,16 +28,15 @@ class ModelFolder:
 
     path: Path
     model: str
-    """The name under which the model was first served, made fit for a file name; may be empty."""
+    """What the model was first called, made fit for a file name; may be empty."""
     num_bytes: int
     last_used: float
     """Seconds since 1970; 0 if nothing was ever written."""
     is_in_use: bool
-    """Whether a server has the folder open."""
 
 
 def place(parent: Path, model: str, fingerprint: str) -> Path:
-    """Returns the folder of a model, which need not exist; renames one that is called by its fingerprint alone."""
+    """Returns the folder of a model, which need not exist; renames one called by the fingerprint alone."""
     digits = fingerprint[:FINGERPRINT_DIGITS]
     wanted = parent / f"{_file_name(model)}-{digits}"
     with contextlib.suppress(OSError):
@@ -47,7 +46,7 @@ def place(parent: Path, model: str, fingerprint: str) -> Path:
 
 
 def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
-    """Returns the folders, by name, of models that were also called `model` but had other files."""
+    """Returns the folders, by name, of models also called `model` that had other files."""
     name, digits = _file_name(model), fingerprint[:FINGERPRINT_DIGITS]
     with contextlib.suppress(OSError):
         matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(_folders(parent))]
@@ -56,14 +55,14 @@ def find_former(parent: Path, model: str, fingerprint: str) -> list[Path]:
 
 
 def find_all(parent: Path) -> list[ModelFolder]:
-    """Returns the models' folders in `parent` by name; none if `parent` does not exist. Raises OSError."""
+    """Returns the models' folders by name; none if `parent` does not exist. Raises OSError."""
     return [_describe(path) for path in sorted(_folders(parent))] if parent.exists() else []
 
 
 def remove(folder: ModelFolder) -> bool:
     """Deletes what the disk tier wrote; returns False if foreign files, and so the folder, remain.
 
-    Raises DiskInUse while a server has the folder open, and OSError.
+    Raises OSError, and DiskInUse while a server has the folder open.
     """
     with _locked(folder.path):
         # The lock goes last: until then no server can open a half-removed folder.

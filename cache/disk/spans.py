@@ -1,7 +1,7 @@
-"""State on disk as files, spans and snapshots that take no memory, but can be clipped and loaded.
+"""State on disk as files and spans that take no memory, but can be clipped and loaded. Worker thread only.
 
-A file is written once and never changed. A span refers to row ranges of files, so splitting and clipping it reads
-nothing; it may have gaps, ranges without a file. Everything here belongs to the worker thread.
+A file is written once and never changed. A span refers to row ranges of files, so clipping it reads nothing; it may
+have gaps, ranges without a file.
 """
 
 from collections.abc import Iterable, Iterator
@@ -33,7 +33,7 @@ class FileState(Enum):
 class StoredFile:
     """One file of the tier: rows of the tokens `[start, stop)`.
 
-    A snapshot has the window rows before `stop`, point state at `stop`, or both; without rows its `start` is `stop`.
+    A snapshot has the window rows before `stop`, point state at `stop`, or both.
     """
 
     namespace: str
@@ -53,16 +53,14 @@ class StoredFile:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the file can no longer be loaded."""
         return self.state is FileState.GONE
 
     @property
     def is_written(self) -> bool:
-        """Whether the file can be loaded."""
         return self.state is FileState.WRITTEN
 
     def load(self) -> "tuple[Segment | None, PointState | None]":
-        """Reads a snapshot's window rows and point state. Raises DiskFault; the file is then GONE."""
+        """Reads a snapshot. Raises DiskFault; the file is then GONE."""
         if not self.is_written or self.reader is None:
             raise DiskFault(f"the state at token {self.stop} is not on disk")
         window = self.reader.load_rows(self, self.start, self.stop) if self.start < self.stop else None
@@ -79,7 +77,6 @@ class FilePart:
 
     @property
     def num_bytes(self) -> int:
-        """The part's share of the bytes of its file."""
         return self.file.num_bytes * (self.stop - self.start) // (self.file.stop - self.file.start)
 
     def clipped(self, start: int, stop: int) -> "FilePart | None":
@@ -108,12 +105,10 @@ class FileSpan:
 
     @property
     def is_gone(self) -> bool:
-        """Whether part of the span can no longer be loaded."""
         return any(file.is_gone for file in self.files)
 
     @property
     def is_written(self) -> bool:
-        """Whether the whole span can be loaded."""
         return not any(self.missing()) and all(file.is_written for file in self.files)
 
     @property
@@ -128,7 +123,7 @@ class FileSpan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk; of a file that holds more than this span, only the span's part."""
+        """Bytes on disk, of each file only the span's part."""
         return sum(part.num_bytes for part in self.parts)
 
     def split(self, offset: int) -> "tuple[FileSpan, FileSpan]":

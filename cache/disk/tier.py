@@ -1,20 +1,19 @@
-"""The disk tier: state of past tokens that outlives memory and the process.
+"""The disk tier: state of past tokens that outlives memory and the process. Worker thread only.
 
-A thread of the tier writes what `write_span` and `write_snapshot` receive, each token's state at most once: the tier
-finds by tokens what files already hold, however the edges were cut at writing. A `FileSpan` or `StoredFile` stands
-for state on disk: loadable once it `is_written`, and `is_gone` after it was evicted, damaged or cleared.
+A thread of the tier writes each token's state at most once: the tier finds by tokens what files already hold, however
+edges were cut. A `FileSpan` or `StoredFile` stands for state on disk: loadable once it `is_written`, and `is_gone`
+after it was evicted, damaged or cleared.
 
-A failure here costs the reuse of some state and nothing else. A failed write pauses writing, with one warning in the
-log; unreadable state raises DiskFault and is evaluated again. State of other weights, another format or another
-machine's folder is never read. Files hold people's conversations: only their owner can read them, and their names
-reveal no tokens. All methods belong to the worker thread.
+A failure here costs the reuse of some state and nothing else: a failed write pauses writing, and unreadable state is
+evaluated again. State of other weights, another format or another machine's folder is never read. Files hold people's
+conversations: only their owner can read them, and their names reveal no tokens.
 """
 
 import itertools
 import logging
 import sqlite3
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -35,24 +34,18 @@ from cache.types import TokenArray
 logger = logging.getLogger(__name__)
 
 _LOW_WATERMARK = 0.95
-"""Eviction continues until the budget is full to this fraction, so that not every write has to evict.
-
-With small files eviction stops earlier, after `tree.MAX_SPARE_FILES`.
-"""
+"""Eviction continues until the budget is full to this fraction, or after `tree.MAX_SPARE_FILES`."""
 
 
 class DiskSpace:
-    """Accounts for the tier's files by namespace and last use, and evicts the least recently used beyond a budget.
-
-    The tree knows which files others depend on. Reads and writes nothing: deletions go through the write queue.
-    """
+    """Counts the tier's files by namespace and last use, and evicts the least recently used beyond a budget."""
 
     def __init__(self, tree: DiskTree, queue: WriteQueue, budget_bytes: int, journal: Journal) -> None:
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         """Bytes of all files, including unwritten ones."""
         self.num_gone = 0
-        """Files deleted since the tier was opened: evicted, damaged, cleared, or replaced by a larger one."""
+        """Files evicted, damaged, cleared, or replaced by a larger one since the start."""
         self._tree = tree
         self._queue = queue
         self._journal = journal
@@ -69,7 +62,7 @@ class DiskSpace:
     # ------------------------------------------------------------------------------------------- files come and go
 
     def adopt(self, files: Collection[StoredFile]) -> None:
-        """Counts the files found in the folder at opening; evicts some if the budget is smaller now."""
+        """Counts the files found at opening; evicts some if the budget is smaller now."""
         for file in files:
             self.add(file)
         self._now = max((file.last_used for file in files), default=0) + 1
@@ -99,7 +92,7 @@ class DiskSpace:
             self._queue.change(lambda store: store.delete(gone))
 
     def evict_for(self, num_bytes: int, newest: int) -> bool:
-        """Deletes files so that `num_bytes` more fit; files last used at `newest` or later stay.
+        """Evicts so that `num_bytes` more fit; files last used at `newest` or later stay.
 
         Returns False, and deletes nothing, if that is not enough.
         """
@@ -110,12 +103,9 @@ class DiskSpace:
         victims = self._tree.victims(excess, spare, newest)
         if sum(file.num_bytes for file in victims) < excess:
             return False
-        num_files, freed_bytes = Counter[str](), Counter[str]()
-        for file in victims:
-            num_files[file.namespace] += 1
-            freed_bytes[file.namespace] += file.num_bytes
-        for name, count in num_files.items():
-            self._journal.record(CacheEvent(Happening.DELETED, name, num_bytes=freed_bytes[name], num_files=count))
+        for name in dict.fromkeys(file.namespace for file in victims):
+            freed = [file.num_bytes for file in victims if file.namespace == name]
+            self._journal.record(CacheEvent(Happening.DELETED, name, num_bytes=sum(freed), num_files=len(freed)))
         self.drop(victims)
         return True
 
@@ -133,10 +123,7 @@ class DiskSpace:
         return list(range(self._now, self._now - count, -1))
 
     def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use, at `used_at` or now, of the files needed to restore at `stop` on the way to a place.
-
-        Returns the time of use. A later use of a file stays recorded.
-        """
+        """Records a use, at `used_at` or now, of the files needed to restore at `stop`; returns the time of use."""
         used_at = used_at if used_at is not None else self.times_of_use(1)[0]
         for file in self._tree.on_path(place, stop):
             if file.last_used < used_at:
@@ -160,73 +147,42 @@ class DiskSpace:
 
 
 MAX_VISITED = 4096
-"""The most edges that one listing visits, listed or not: the worker waits for it."""
-
-
-@dataclass(frozen=True, eq=False)
-class DiskEntry:
-    """State on disk of one edge `[start, stop)`."""
-
-    namespace: str
-    number: int
-    """Identifies the edge within its namespace."""
-    parent: "DiskEntry | None"
-    """The entry that stops at `start`; None at the root."""
-    start: int
-    stop: int
-    tokens: TokenArray
-    span: FileSpan
-    snapshot: StoredFile | None
-    last_used: int
+"""The most edges that one listing visits: the worker waits for it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DiskListing:
-    """Some or all edges of one namespace whose rows are on disk from the root on."""
+    """Edges of one namespace whose rows are on disk from the root on."""
 
-    entries: list[DiskEntry]
+    edges: list[DiskNode]
     """Parents before children."""
     num_edges: int
     """Number of all edges, including unlisted and unwritten ones."""
     is_truncated: bool
-    """Whether edges were left out because there are too many."""
 
 
 NO_LISTING = DiskListing([], 0, False)
 """The listing of a cache without a disk tier."""
 
 
-def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskEntry | None]:
-    """Yields an entry for each edge, depth first; None for an edge that is not on disk, and nothing below it."""
-    waiting: list[tuple[DiskEntry | None, Iterator[DiskNode]]] = [(None, tree.children(namespace))]
+def _walk(tree: DiskTree, namespace: str) -> Iterator[DiskNode | None]:
+    """Yields the edges, depth first; None for one that is not on disk, and nothing below it."""
+    waiting = [tree.children(namespace)]
     while waiting:
-        parent, children = waiting[-1]
-        node = next(children, None)
+        node = next(waiting[-1], None)
         if node is None:
             waiting.pop()
-            continue
-        entry = _entry(tree, namespace, parent, node)
-        yield entry
-        if entry is not None:
-            waiting.append((entry, iter(node.children.values())))
-
-
-def _entry(tree: DiskTree, namespace: str, parent: DiskEntry | None, node: DiskNode) -> DiskEntry | None:
-    span, snapshot = tree.state_on(node)
-    if not span.is_written:
-        return None
-    files = [*span.files, *([snapshot] if snapshot is not None else [])]
-    return DiskEntry(
-        *(namespace, node.number, parent, node.start, node.stop, node.tokens, span, snapshot),
-        last_used=max(file.last_used for file in files),
-    )
+        elif node.span.is_written:
+            yield node
+            waiting.append(iter(node.children.values()))
+        else:
+            yield None
 
 
 _HEADER_BYTES = 4096
-"""Estimated bytes of a file besides its data."""
 
 _CLOCK_WITH_SLEEP = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-"""A clock that never goes back and counts the machine's sleep: macOS and Linux name it differently."""
+"""Never goes back and counts the machine's sleep; macOS and Linux name it differently."""
 
 
 def elapsed_seconds() -> float:
@@ -235,7 +191,7 @@ def elapsed_seconds() -> float:
 
 
 class DiskTier:
-    """Decides which state is written to disk, and finds it again. Has threads for input and output."""
+    """Decides which state is written to disk, and finds it again."""
 
     def __init__(
         self,
@@ -275,10 +231,9 @@ class DiskTier:
         """Opens or creates a folder for the state of one model; reads names, sizes and tokens, no state.
 
         `fingerprint` covers what the state depends on: weights, tokenizer, types, library versions. State with
-        another fingerprint is deleted, and so is everything if the index is damaged. At most
-        `write_budget_bytes_per_day` are written in a day, see `WriteBudget`. At most `max_in_flight_bytes`, or one
-        file, wait in memory to be written, and as many are read ahead. `now` is the wall clock, `elapsed` a clock
-        that never goes back.
+        another one is deleted, and everything if the index is damaged. At most `max_in_flight_bytes`, or one file,
+        wait to be written, and as many are read ahead. `now` is the wall clock, `elapsed` a clock that never goes
+        back.
 
         Raises DiskInUse while another process has the folder, FolderUnsafe if another user owns it or can write into
         it, and FolderUnusable if it cannot be used for another reason.
@@ -333,29 +288,26 @@ class DiskTier:
         return self.queue.is_busy
 
     def listing(self, namespace: str, max_edges: int) -> DiskListing:
-        """Returns up to `max_edges` edges of a namespace whose rows are on disk from the root on."""
+        """Returns up to `max_edges` edges of a namespace."""
         self.notice_written()
         num_edges = self.tree.num_edges(namespace)
         visited = itertools.islice(_walk(self.tree, namespace), MAX_VISITED)
-        found = list(itertools.islice((entry for entry in visited if entry is not None), max_edges + 1))
+        found = list(itertools.islice((node for node in visited if node is not None), max_edges + 1))
         is_truncated = len(found) > max_edges or num_edges > MAX_VISITED
         return DiskListing(found[:max_edges], num_edges, is_truncated)
 
     def notice_written(self) -> None:
         """Updates the files whose writes have ended since the last call."""
         for file, receipt in self.queue.ended():
-            written_bytes = receipt.num_bytes if receipt is not None else 0
-            self.write_budget.correct(written_bytes - file.num_bytes)
+            num_bytes = receipt.num_bytes if receipt is not None else 0
+            self.write_budget.correct(num_bytes - file.num_bytes)
             if receipt is None:
                 self.space.drop([file])
-            else:
-                self.space.complete(file, receipt)
-                num_tokens = file.stop - file.start
-                self.journal.record(
-                    CacheEvent(
-                        Happening.WRITTEN, file.namespace, num_tokens, written_bytes, is_snapshot=file.is_snapshot
-                    )
-                )
+                continue
+            self.space.complete(file, receipt)
+            what, num_tokens = Happening.WRITTEN, file.stop - file.start
+            event = CacheEvent(what, file.namespace, num_tokens, num_bytes, is_snapshot=file.is_snapshot)
+            self.journal.record(event)
 
     # ------------------------------------------------------------------------------------------------- writing
 
@@ -368,12 +320,12 @@ class DiskTier:
         near: DiskPlace = START,
         used_at: int | None = None,
     ) -> FileSpan | None:
-        """Writes a segment that stops at `len(tokens)`; `tokens` are all tokens from the sequence's start.
+        """Writes a segment that stops at `len(tokens)`; `tokens` begin at the sequence's start.
 
-        Returns at once a span that can be loaded once it `is_written`; None if the segment is refused, because too
-        much waits, the day's or the whole budget is used up, or the disk fails. Tokens whose state is on disk are not
-        written again. Borrows the segment's arrays. `near` is a place on the way to the tokens' end, which saves
-        comparing. `used_at` is one of `times_of_use`, by default now; nothing used later is evicted for the segment.
+        Returns at once a span that can be loaded once it `is_written`; None if the segment is refused: too much
+        waits, the day's or the whole budget is used up, or the disk fails. What is on disk is not written again.
+        Borrows the segment's arrays. `near` is a place on the way to the tokens' end, which saves comparing; nothing
+        used after `used_at`, one of `times_of_use`, is evicted for the segment.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
@@ -398,8 +350,7 @@ class DiskTier:
     ) -> StoredFile | None:
         """Writes a snapshot that is valid right after `tokens`, where the window's rows end.
 
-        Returns like `write_span`; None also for point state of a class that cannot be stored. Replaces a snapshot on
-        disk that holds less.
+        Returns like `write_span`; None also for point state that cannot be stored. Replaces one that holds less.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
@@ -425,7 +376,6 @@ class DiskTier:
         return StoredFile(namespace, start, stop, num_bytes, last_used=used_at, reader=self.reader)
 
     def _write(self, tokens: TokenArray, image: StateImage, new: list[StoredFile], place: DiskPlace) -> bool:
-        """Hands files to the writer if memory, the day's budget and the disk budget allow it."""
         num_bytes = sum(file.num_bytes for file in new)
         if not self.queue.accepts(image.num_bytes) or not self.write_budget.allows(num_bytes):
             return False
@@ -458,10 +408,7 @@ class DiskTier:
         return is_all_written
 
     def close(self) -> None:
-        """Ends the tier: finishes the file being written, drops the waiting files, and unlocks the folder.
-
-        Call `flush` first to keep the waiting files. A closed tier stores and loads nothing.
-        """
+        """Finishes the file being written, drops those that wait (`flush` keeps them), and unlocks the folder."""
         self.space.save_recency()
         self.queue.close()
         self.notice_written()

@@ -1,8 +1,8 @@
 """The tokens with state on disk: one prefix trie per namespace, with files on its nodes. Worker thread only.
 
-No two files cover the same tokens of the same prefix. An edge may have gaps, since a longer prefix can be written
-before a shorter one. A snapshot is on the node that ends at its offset. A file depends on the file that holds the
-tokens right before its own. Reads and writes nothing, and knows no budget.
+No two files cover the same tokens of the same prefix. An edge may have gaps. A snapshot is on the node that ends at
+its offset. A file depends on the file that holds the tokens right before its own. Reads and writes nothing, and knows
+no budget.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -26,10 +26,9 @@ MIN_GARBAGE = 1024
 
 
 class LruOrder:
-    """Files in a heap, least recently used first; of files used together, the one with the largest `stop` first.
+    """Files in a heap, least recently used first; of files used together, the one with the largest `stop`.
 
-    An entry may be outdated: its file was used again, or is GONE. `pop` notices, which is early enough because a use
-    only moves a file back.
+    An entry may be outdated: its file was used again, or is GONE. `pop` notices: a use only moves a file back.
     """
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class LruOrder:
         heapq.heappush(self._heap, (file.last_used, -file.stop, next(self._count), file))
 
     def pop(self) -> StoredFile | None:
-        """Removes and returns the first file that is not GONE; None if there is none."""
+        """Removes and returns the first file; None if there is none."""
         while self._heap:
             last_used, _, _, file = heapq.heappop(self._heap)
             if file.is_gone:
@@ -63,7 +62,7 @@ class LruOrder:
 
 
 MAX_SPARE_FILES = 16
-"""The most files evicted at once, unless more are needed: the worker waits for the eviction."""
+"""The most files evicted at once, unless more are needed: the worker waits."""
 
 
 class PrefixHasher:
@@ -89,13 +88,16 @@ class DiskNode(TokenNode):
 
     parts: tuple[FilePart, ...] = ()
     """Rows of the edge's tokens, ascending, without overlap."""
-    snapshot_file: StoredFile | None = None
-    """The snapshot at the edge's end; GONE files may stay here until they are pruned."""
+    snapshot: StoredFile | None = None
+    """The snapshot at the edge's end."""
 
     @property
     def span(self) -> FileSpan:
-        """The rows of the edge's tokens in files."""
         return FileSpan(self.start, self.stop, self.parts)
+
+    @property
+    def files(self) -> list[StoredFile]:
+        return [*(part.file for part in self.parts), *([self.snapshot] if self.snapshot is not None else [])]
 
     def divide_state(self, upper: "DiskNode", offset: int) -> None:
         """Divides the rows; the snapshot stays at the edge's end."""
@@ -104,17 +106,17 @@ class DiskNode(TokenNode):
 
     def drop_state(self) -> None:
         """Releases the files."""
-        self.parts, self.snapshot_file = (), None
+        self.parts, self.snapshot = (), None
 
     def check(self) -> None:
         """Asserts that the rows belong to this edge and the snapshot to its end."""
         done = self.start
-        for part in _live_parts(self):
+        for part in self.parts:
             assert done <= part.start < part.stop <= self.stop, f"{self} holds a part that is not its own"
             assert part.file.start <= part.start and part.stop <= part.file.stop
             done = part.stop
-        file = _snapshot_file(self)
-        assert file is None or file.stop == self.stop, f"{self} holds a foreign snapshot"
+        assert self.snapshot is None or self.snapshot.stop == self.stop, f"{self} holds a foreign snapshot"
+        assert not any(file.is_gone for file in self.files), f"{self} holds a file that is GONE"
 
 
 START = Place(DiskNode(None, np.empty(0, np.int32), 0), 0)
@@ -125,58 +127,45 @@ DiskTrie: TypeAlias = TokenTrie[DiskNode]
 DiskPlace: TypeAlias = Place[DiskNode]
 
 
-class _End(NamedTuple):
-    """The place of a file's `stop`, and its trie."""
-
-    trie: DiskTrie
-    place: DiskPlace
-
-
 class DiskTree:
     """Files by the tokens whose state they hold."""
 
     def __init__(self) -> None:
         self._tries: dict[str, DiskTrie] = {}
-        self._ends: dict[StoredFile, _End] = {}
+        self._ends: dict[StoredFile, DiskPlace] = {}
+        """The place of each file's `stop`."""
         self._order = LruOrder()
 
     # ---------------------------------------------------------------------------------------------- questions
 
     def follow(self, namespace: str, place: DiskPlace, tokens: TokenArray) -> DiskPlace:
-        """Returns the place where the match of `tokens` ends; they follow `place`, which is `START` or not gone.
-
-        The place is valid until it is gone. Files written later may extend beyond it.
-        """
+        """Returns where the match of `tokens` ends; they follow `place`, `START` or one that is not gone."""
         trie = self._tries.get(namespace)
         # A look-up must not create a namespace: a client may name a new one with each request.
         return trie.follow(place if place.length else Place(trie.root, 0), tokens) if trie is not None else START
 
     def locate(self, namespace: str, tokens: TokenArray, near: DiskPlace) -> DiskPlace:
-        """Returns the place where the match of `tokens` ends; `near`, on the way to it, saves comparing."""
+        """Returns the place where the match of `tokens` ends, which is beyond `near`."""
         start = near if not near.is_gone else START
         return self.follow(namespace, start, tokens[start.length :])
 
     def covered(self, place: DiskPlace, start: int, stop: int) -> FileSpan:
-        """Returns the rows of the tokens `[start, stop)` in files, written or waiting; the span may have gaps.
-
-        The tokens are on the way to `place`.
-        """
+        """Returns the rows of `[start, stop)` in files, on the way to `place`; the span may have gaps."""
         last = min(stop, place.length)
         edges = reversed(list(place.edges(start, stop)))
-        parts = [part.clipped(start, last) for node in edges for part in _live_parts(node)]
+        parts = [part.clipped(start, last) for node in edges for part in node.parts]
         return FileSpan(start, stop, merged(part for part in parts if part is not None))
 
     def snapshots(self, place: DiskPlace) -> Iterator[StoredFile]:
-        """Yields the snapshots on the way to a place, written or waiting, the deepest first."""
+        """Yields the snapshots on the way to a place, the deepest first."""
         for node in place.edges(0, place.length):
-            file = _snapshot_file(node) if node.stop <= place.length else None
-            if file is not None:
-                yield file
+            if node.snapshot is not None and node.stop <= place.length:
+                yield node.snapshot
 
     def snapshot(self, place: DiskPlace, offset: int) -> StoredFile | None:
         """Returns the snapshot at `offset`; None if there is none."""
         ends = (node for node in place.edges(offset - 1, offset) if node.stop == offset <= place.length)
-        return next((file for node in ends if (file := _snapshot_file(node)) is not None), None)
+        return next((node.snapshot for node in ends), None)
 
     def goes_on(self, place: DiskPlace, num_tokens: int) -> bool:
         """Whether a place covers all `num_tokens` tokens and there are files of later tokens."""
@@ -184,9 +173,9 @@ class DiskTree:
         return last is not None and place.length == num_tokens and (last.stop > num_tokens or bool(last.children))
 
     def on_path(self, place: DiskPlace, stop: int) -> list[StoredFile]:
-        """Returns the existing files needed to restore at `stop`, on the way to a place."""
+        """Returns the files needed to restore at `stop`, on the way to a place."""
         last = min(stop, place.length)
-        files = [part.file for node in place.edges(0, stop) for part in _live_parts(node) if part.start < last]
+        files = [part.file for node in place.edges(0, stop) for part in node.parts if part.start < last]
         snapshot = self.snapshot(place, stop)
         return [*files, snapshot] if snapshot is not None else files
 
@@ -200,17 +189,13 @@ class DiskTree:
         trie = self._tries.get(namespace)
         return iter(trie.root.children.values()) if trie is not None else iter(())
 
-    def state_on(self, node: DiskNode) -> tuple[FileSpan, StoredFile | None]:
-        """Returns the rows of a node's edge in files, and the snapshot at its end; either may still be pending."""
-        return FileSpan(node.start, node.stop, tuple(_live_parts(node))), _snapshot_file(node)
-
     def namespaces(self) -> list[str]:
         """Returns the namespaces with files."""
         return list(self._tries)
 
     def files(self, namespace: str | None = None) -> list[StoredFile]:
         """Returns all files, or those of one namespace."""
-        return list(dict.fromkeys(file for node in self.nodes(namespace) for file in _files(node)))
+        return list(dict.fromkeys(file for node in self.nodes(namespace) for file in node.files))
 
     def nodes(self, namespace: str | None = None) -> Iterator[DiskNode]:
         """Yields all nodes, or those of one namespace, parents before children."""
@@ -225,7 +210,7 @@ class DiskTree:
         files = set(self.files())
         assert files == set(self._ends) == self._order.files(), "a file is missing from tree, ends or LRU order"
         for file in files:
-            assert any(file in _files(node) for node in self._nodes_of(file)), f"{file} is not on its nodes"
+            assert any(file in node.files for node in self._nodes_of(file)), f"{file} is not on its nodes"
 
     # ------------------------------------------------------------------------------------------------ changes
 
@@ -245,10 +230,10 @@ class DiskTree:
     def _add(self, trie: DiskTrie, node: DiskNode, tokens: TokenArray, file: StoredFile) -> None:
         """Adds a file that stops where `tokens` end below `node`."""
         last = trie.extend(node, tokens)
-        self._ends[file] = _End(trie, Place(last, file.stop))
+        self._ends[file] = Place(last, file.stop)
         self._order.push(file)
         if file.is_snapshot:
-            last.snapshot_file = file
+            last.snapshot = file
             return
         for step in last.path():
             if step.stop > file.start:
@@ -258,10 +243,11 @@ class DiskTree:
         """Removes GONE files, and then the edges without files on or below them."""
         nodes: dict[DiskNode, DiskTrie] = {}
         for file in gone:
-            nodes.update(dict.fromkeys(self._nodes_of(file), self._ends[file].trie))
+            nodes.update(dict.fromkeys(self._nodes_of(file), self._tries[file.namespace]))
             del self._ends[file]
         for node in nodes:
-            node.parts, node.snapshot_file = tuple(_live_parts(node)), _snapshot_file(node)
+            node.parts = tuple(part for part in node.parts if not part.file.is_gone)
+            node.snapshot = None if node.snapshot is None or node.snapshot.is_gone else node.snapshot
         for node, trie in nodes.items():
             _remove_empty(trie, node)
             if not trie.num_nodes:
@@ -273,8 +259,8 @@ class DiskTree:
     def victims(self, excess_bytes: int, spare_bytes: int, newest: int) -> list[StoredFile]:
         """Returns files to evict, least recently used first, each only together with all that depend on it.
 
-        They free `excess_bytes`, and up to `spare_bytes` more if few files suffice for that; none was used at
-        `newest` or later.
+        They free `excess_bytes`, and up to `spare_bytes` more if few files suffice; none was used at `newest` or
+        later.
         """
         chosen: dict[StoredFile, None] = {}
         waiting: defaultdict[StoredFile, list[StoredFile]] = defaultdict(list)
@@ -295,44 +281,47 @@ class DiskTree:
         return list(chosen)
 
     def _dependent_on(self, file: StoredFile, chosen: Collection[StoredFile]) -> StoredFile | None:
-        """Returns a file that depends on `file` and is not `chosen`; None if there is none."""
+        """Returns a file that depends on `file` and is not `chosen`, if any."""
         if file.is_snapshot:
             return None
         after = (other for node in self._nodes_of(file) for other in _right_after(file, node))
         return next((other for other in after if other not in chosen), None)
 
     def _nodes_of(self, file: StoredFile) -> Iterator[DiskNode]:
-        """Yields the nodes of a file, the last one first."""
         start = file.stop - 1 if file.is_snapshot else file.start
-        return self._ends[file].place.edges(start, file.stop)
+        return self._ends[file].edges(start, file.stop)
 
     # ------------------------------------------------------------------------------------------------ opening
 
     def attach(self, rows: Sequence[FileRow], hasher_of: Callable[[str], PrefixHasher]) -> None:
         """Adds the files of an index, from the root down.
 
-        Each key is computed again. A row whose tokens were changed is left out, with all that depend on it.
+        Keys are computed again: a row whose tokens were changed is left out, with all that depend on it.
         """
         waiting: defaultdict[bytes, list[FileRow]] = defaultdict(list)
         for row in rows:
             waiting[row.parent_key].append(row)
         namespaces = {row.file.namespace for row in rows}
-        cuts = sorted({row.file.stop if row.file.is_snapshot else row.file.start for row in rows})
+        cuts = sorted({_parent_offset(row) for row in rows})
         todo = [(trie, trie.root, hasher_of(trie.namespace)) for trie in map(self._trie, namespaces)]
         while todo:
             trie, node, hasher = todo.pop()
             for row in waiting.pop(hasher.key(), ()):
-                points = _child_offsets(row, hasher, cuts, waiting)
+                points = _child_offsets(row, hasher, cuts, waiting) if _parent_offset(row) == node.stop else []
                 if points:
                     self._add(trie, node, row.tokens, row.file)
                     below = [(trie.extend(node, row.tokens[: stop - row.file.start]), at) for stop, at in points]
                     todo.extend((trie, place, at) for place, at in below if place is not node)
 
 
+def _parent_offset(row: FileRow) -> int:
+    return row.file.stop if row.file.is_snapshot else row.file.start
+
+
 def _child_offsets(
     row: FileRow, hasher: PrefixHasher, cuts: Sequence[int], waiting: dict[bytes, list[FileRow]]
 ) -> list[tuple[int, PrefixHasher]]:
-    """Returns where other rows start on a row's tokens, and the row's end; nothing if the row's key is wrong."""
+    """Returns where other rows start on a row's tokens, and its end; nothing if its key is wrong."""
     start, stop = row.file.start, row.file.stop
     if row.file.is_snapshot:
         return [(start, hasher)] if hasher.key() == row.key else []
@@ -345,51 +334,32 @@ def _child_offsets(
     return found if hasher.key() == row.key else []
 
 
-def _live_parts(node: DiskNode) -> list[FilePart]:
-    return [part for part in node.parts if not part.file.is_gone]
-
-
-def _snapshot_file(node: DiskNode) -> StoredFile | None:
-    file = node.snapshot_file
-    return file if file is not None and not file.is_gone else None
-
-
-def _files(node: DiskNode) -> list[StoredFile]:
-    return [*(part.file for part in _live_parts(node)), *_snapshots_at(node)]
-
-
 def _is_enough(excess_bytes: int, spare_bytes: int, num_chosen: int) -> bool:
-    """Whether the chosen files free the excess, and are `MAX_SPARE_FILES` or free the spare bytes too."""
+    """Whether the excess is freed, and the spare bytes too unless `MAX_SPARE_FILES` are chosen."""
     return excess_bytes <= 0 and (excess_bytes <= -spare_bytes or num_chosen >= MAX_SPARE_FILES)
 
 
 def _right_after(file: StoredFile, node: DiskNode) -> Iterator[StoredFile]:
-    """Yields the files, on a node or below it, that depend on a file's rows on the node."""
-    parts = _live_parts(node)
-    later = [part.file for part in parts[[part.file for part in parts].index(file) + 1 :]]
-    if later:
-        yield later[0]
+    """Yields the files on or below a node that depend on a file's rows there."""
+    number = [part.file for part in node.parts].index(file)
+    if later := node.parts[number + 1 : number + 2]:
+        yield later[0].file
         return
-    yield from _snapshots_at(node)
+    if node.snapshot is not None:
+        yield node.snapshot
     below = list(node.children.values())
     while below:
         node = below.pop()
-        parts = _live_parts(node)
-        if not parts:
-            yield from _snapshots_at(node)
+        if not node.parts:
+            yield from node.files
             below.extend(node.children.values())
-        elif parts[0].file is not file:
-            yield parts[0].file
-
-
-def _snapshots_at(node: DiskNode) -> list[StoredFile]:
-    file = _snapshot_file(node)
-    return [file] if file is not None else []
+        elif node.parts[0].file is not file:
+            yield node.parts[0].file
 
 
 def _remove_empty(trie: DiskTrie, node: DiskNode) -> None:
     """Removes a node without files on or below it, then each ancestor that has become one."""
-    while node.parent is not None and not node.children and not _files(node):
+    while node.parent is not None and not node.children and not node.files:
         above = node.parent
         trie.remove(node)
         node = above

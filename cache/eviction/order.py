@@ -18,7 +18,7 @@ from cache.types import LayerKinds
 
 
 def over_share(held_bytes: Mapping[str, int], budget_bytes: int) -> set[str]:
-    """Returns the namespaces that hold more than their share; none while only one holds anything."""
+    """Returns the namespaces over their share; none while only one holds anything."""
     active = {name: num_bytes for name, num_bytes in held_bytes.items() if num_bytes > 0}
     if len(active) < 2:
         return set()
@@ -30,7 +30,6 @@ class Shares:
 
     def __init__(self, ledger: Ledger) -> None:
         self.held: dict[str, int] = {}
-        """Bytes, for each namespace that holds any."""
         self._ledger = ledger
         self._over: set[str] | None = set()
         """None when outdated: the number of namespaces or the budget has changed."""
@@ -57,7 +56,7 @@ class Shares:
 
 
 class FairQueue:
-    """Candidates of all namespaces, first of those over their share, and in the order of `Queue`."""
+    """Candidates of all namespaces, first of those over their share."""
 
     def __init__(self, find_over_share: Callable[[], set[str]]) -> None:
         """`find_over_share` is called before each candidate, since every eviction may change the answer."""
@@ -66,7 +65,6 @@ class FairQueue:
         self._over, self._all = _Ranking(self._queues), _Ranking(self._queues)
         self._num_candidates = 0
         self._sweeping: Iterator[tuple[int, int]] = iter(())
-        """Goes once through all candidates; see `sweep`."""
 
     def __len__(self) -> int:
         return self._num_candidates
@@ -98,7 +96,7 @@ class FairQueue:
         return candidate
 
     def sweep(self, is_current: Callable[[Candidate], bool], num_candidates: int) -> None:
-        """Removes outdated candidates among the next `num_candidates` or a few more, going through all in turn."""
+        """Removes outdated candidates among the next `num_candidates`, or a few more; goes through all in turn."""
         has_restarted = False
         while num_candidates > 0:
             step = next(self._sweeping, None)
@@ -117,17 +115,13 @@ class FairQueue:
 
 
 class _Ranking:
-    """Namespaces by the rank of their next candidate.
-
-    All are ranked again when the clock has moved or a namespace was added; otherwise only changed ones.
-    """
+    """Namespaces by the rank of their next candidate; all are ranked again when the clock moves."""
 
     def __init__(self, queues: dict[str, Queue]) -> None:
         """Removes emptied queues from `queues`, which belong to the caller."""
         self._queues = queues
         self._now = -1
         self._names: set[str] = set()
-        """The ranked namespaces, including those without candidates."""
         self._firsts: list[tuple[tuple[bool, float], str]] = []
         """A heap; no rank in it is too high."""
 
@@ -167,7 +161,7 @@ class _Ranking:
 
 
 MANY_CHANGED = 64
-"""Above this many changed nodes all are valued although memory is not short: a later eviction takes less time."""
+"""With more changed nodes all are valued although memory is not short: a later eviction takes less time."""
 MIN_GARBAGE = 1024
 """Up to this many outdated entries may stay in the queue."""
 SWEPT_PER_CHANGE = 4
@@ -182,18 +176,15 @@ class EvictionOrder:
     """
 
     def __init__(self, layout: LayerKinds, find_over_share: Callable[[], set[str]]) -> None:
-        """For `find_over_share` see `FairQueue`."""
         self._valuation = Valuation(layout)
         self._queue = FairQueue(find_over_share)
         self._latest: dict[Node, Candidate] = {}
-        """The current entries of the queue."""
         self._changed: dict[Node, str] = {}
-        """Nodes to value again, with their namespaces."""
 
     def changed(self, namespace: str, node: Node) -> None:
         """Records that a node or one of its children has changed, or that the node has left the trie.
 
-        One that has left is forgotten at once: a long prompt joins hundreds of edges while it is evaluated.
+        One that has left is forgotten at once: a long prompt joins hundreds of edges.
         """
         if node.parent is not None:
             self._changed[node] = namespace
@@ -227,7 +218,7 @@ class EvictionOrder:
             self._refresh()
 
     def pop(self, now: int) -> Candidate | None:
-        """Removes and returns the next candidate, with its current value; None if nothing is left."""
+        """Removes and returns the next candidate, with its current value, if any."""
         if self._changed:
             self._refresh()
         while (candidate := self._queue.pop(now)) is not None:
@@ -255,7 +246,7 @@ class EvictionOrder:
             self._queue.push(namespace, candidate)
 
     def check(self, nodes: Iterable[tuple[str, Node]]) -> None:
-        """Asserts that every evictable node is in the order, and that no value there is too high."""
+        """Asserts that every evictable node is in the order, and that no value is too high."""
         pending = self._find_stale()
         for namespace, node in nodes:
             if _is_evictable(node) and node not in pending:
@@ -290,5 +281,5 @@ class EvictionOrder:
 
 
 def _is_evictable(node: Node) -> bool:
-    """Whether there is something to evict, unless the node is pinned or lives in a slot."""
+    """Whether there is something to evict, pinned or not."""
     return node.parent is not None and (not node.children or node.snapshot is not None)

@@ -2,9 +2,8 @@
 
 A candidate is a whole leaf, or the snapshot of a node with children. Its value is the chance that it is wanted again,
 times the tokens to evaluate then, divided by its bytes and its age; the lowest is evicted first. Value falls with age
-because gaps between turns are long-tailed: a user who has been away for an hour will hardly be back within the next
-minute. The number of uses says nothing: a conversation that has just ended was used more often than one that has just
-begun. Apart from age, a value depends on the node and its neighbours only.
+because gaps between turns are long-tailed. The number of uses says nothing: a conversation that has just ended was
+used more often than one that has just begun.
 """
 
 import bisect
@@ -76,7 +75,7 @@ class Candidate:
     num_tokens: int
     """Tokens to evaluate again, from the nearest restore point that remains."""
     last_used: int
-    """When the state, or any below it, was used, by a clock that counts requests."""
+    """When the state, or any below it, was used."""
     chance: float = Chance.CURRENT
     is_explicit: bool = False
     """A client requested the state: it is evicted last."""
@@ -85,7 +84,7 @@ class Candidate:
 
     @cached_property
     def weight(self) -> tuple[bool, float]:
-        """The value without age: of candidates used at the same time, the lightest is evicted first."""
+        """The value without age."""
         return self.is_explicit, self.chance * self.num_tokens / self.num_bytes
 
     def rank(self, now: int) -> tuple[bool, float]:
@@ -95,11 +94,11 @@ class Candidate:
 
 
 AGE_SHARE = 4
-"""Candidates count as equally old if their ages differ by less than one part in this many."""
+"""Ages that differ by less than one part in this many count as equal."""
 MAX_HEAPS = 256
 """At this many heaps neighbours are joined, even if nothing is evicted."""
 MAX_JOINED = 4096
-"""Two heaps larger than this together are not joined while there are few, so that each is swept quickly."""
+"""Two heaps larger than this together are not joined while there are few, to be swept quickly."""
 
 
 class Queue:
@@ -114,7 +113,6 @@ class Queue:
         self._count = itertools.count()
         self._num_candidates = 0
         self._heaps: list[_Heap] = []
-        """In the order of use."""
         self._now = 0
         self._firsts: list[tuple[tuple[bool, float], int, _Heap]] = []
         """A heap of heaps, by the rank of each heap's first candidate at `_now`."""
@@ -146,7 +144,7 @@ class Queue:
         return heapq.heappop(heap.entries)[-1]
 
     def sweep(self, is_current: Callable[[Candidate], bool]) -> Iterator[tuple[int, int]]:
-        """Removes outdated candidates, a heap with each step; yields how many candidates the heap held and lost.
+        """Removes outdated candidates, a heap with each step; yields how many candidates it held and lost.
 
         The queue may be used between two steps.
         """
@@ -187,7 +185,6 @@ class Queue:
         return heap
 
     def _join(self, now: int) -> None:
-        """Joins neighbouring heaps of about the same age, and ranks all again."""
         heaps = list[_Heap]()
         max_entries = MAX_JOINED if len(self._heaps) < MAX_HEAPS else self._num_candidates
         for heap in self._heaps:
@@ -235,10 +232,10 @@ class Valuation:
         self._ends: dict[tuple[str, str], Node] = {}
         """The end of each session, by namespace and name."""
         self._current: dict[tuple[str, str], dict[Node, None]] = {}
-        """The nodes valued as the end of each session; several if the last end was evicted."""
+        """Nodes valued as the end of each session; several if the last end was evicted."""
 
     def record_session_end(self, namespace: str, node: Node) -> list[Node]:
-        """Records that the session of `node` ends there; returns other nodes that were valued as its end."""
+        """Records that the session of `node` ends there; returns other nodes valued as its end."""
         if node.session_id is None:
             return []
         session = namespace, node.session_id
@@ -257,7 +254,7 @@ class Valuation:
             self._current = {session: dict.fromkeys(ends) for session, ends in held if ends}
 
     def evaluated_from(self, node: Node) -> Iterator[Node]:
-        """Yields the leaves and snapshots below a restore point, up to and including the next restore points."""
+        """Yields the leaves and snapshots below a restore point, as far as the next restore points."""
         below = list(node.children.values()) if self._needs_snapshots and self._is_point(node) else []
         while below:
             next_node = below.pop()
@@ -267,7 +264,7 @@ class Valuation:
                 below += next_node.children.values()
 
     def leaf_counting(self, node: Node) -> Node | None:
-        """Returns the only leaf below a node, whose value may count the node's bytes; None for a leaf or a fork."""
+        """Returns the only leaf below a node, whose value may count the node's bytes, if any."""
         if not self._needs_snapshots or not node.children:
             return None
         while len(node.children) == 1 and not self._is_point(node):
@@ -277,8 +274,8 @@ class Valuation:
     def affected_above(self, node: Node, held: Mapping[Node, Candidate], seen: set[Node]) -> Iterator[Node]:
         """Yields the nodes above `node` whose chance a change there may have lowered; `held` has the values so far.
 
-        The chance of a restore point depends on the next two below it, and on the sessions that end below it. Visited
-        nodes further above are added to `seen`, so that several changes on one path visit them once.
+        The chance of a restore point depends on the next two below it, and on the sessions that end below. Nodes
+        further above are added to `seen`, so that several changes on one path visit them once.
         """
         num_points, above = 0, node.parent if self._needs_snapshots else None
         while above is not None and above.parent is not None and not (num_points >= 2 and above in seen):
@@ -293,7 +290,7 @@ class Valuation:
             above = above.parent
 
     def candidate(self, namespace: str, node: Node) -> Candidate:
-        """Returns what evicting a leaf, or the snapshot of any other node, would free and cost."""
+        """Returns what evicting a leaf, or another node's snapshot, would free and cost."""
         return self._of_snapshot(namespace, node) if node.children else self._of_leaf(namespace, node)
 
     def _of_snapshot(self, namespace: str, node: Node) -> Candidate:
@@ -341,7 +338,7 @@ class Valuation:
         return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
 
     def _base(self, node: Node) -> int:
-        """Returns where evaluation would begin: the offset of the nearest restore point above a node."""
+        """Returns the offset of the nearest restore point above, where evaluation would begin."""
         if not self._needs_snapshots:
             return node.start
         above = node.parent
@@ -352,7 +349,7 @@ class Valuation:
         return 0
 
     def _tail_bytes(self, leaf: Node) -> int:
-        """Returns the bytes of a leaf and of the nodes that would be useless without it."""
+        """Returns the bytes of a leaf and of the nodes that are useless without it."""
         num_bytes, node = leaf.num_bytes, leaf.parent
         while node is not None and self._needs_snapshots and not self._is_point(node):
             if len(node.children) > 1 or node.num_slots:
@@ -375,7 +372,7 @@ def _is_last_point(node: Node) -> bool:
 
 
 def _newer(node: Node) -> Node | None:
-    """Returns the next restore point below a node, or the leaf; None if several conversations continue there."""
+    """Returns the next restore point or leaf below a node; None at a fork."""
     if len(node.children) != 1:
         return None
     (node,) = node.children.values()
@@ -385,14 +382,14 @@ def _newer(node: Node) -> Node | None:
 
 
 def _is_shared(node: Node) -> bool:
-    """Whether several sessions end below a node. A leaf without a session counts as a session."""
+    """Whether several sessions end below; a leaf without a session counts as one."""
     owners = (leaf.session_id or leaf for leaf in _leaves(node))
     first = next(owners)
     return any(owner != first for owner in owners)
 
 
 def _leaves(node: Node) -> Iterator[Node]:
-    """Yields the leaves below a node one by one: a caller may need only the first of many."""
+    """Yields the leaves one by one: a caller may need only the first of many."""
     stack = [iter((node,))]
     while stack:
         step = next(stack[-1], None)

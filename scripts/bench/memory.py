@@ -26,7 +26,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from cache.layers import mlx_lm_guard as _guard  # noqa: F401
 from cache.layers.layout import Layout
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache

@@ -104,7 +104,7 @@ def _our_job(folder: Path) -> Job:
 
 
 def _peer_job(folder: Path) -> Job:
-    import cache.layers.mlx_lm_guard  # noqa: F401, I001  (first: importing mlx-lm changes limits of the process)
+    import cache.layers  # noqa: F401, I001  (first: importing mlx-lm changes limits of the process)
     from mlx_lm import load
     from mlx_lm.generate import BatchGenerator
 

@@ -62,8 +62,7 @@ class Worker:
             chunk_tokens=chunk_tokens,
             expected_tokens=expected_tokens,
         )
-        aside = SetAside(prefix_cache.ledger, prefix_cache.sizes, prefix_cache.reclaimer)
-        self._embeddings = Embeddings(embedder, aside, chunk_tokens)
+        self._embeddings = Embeddings(embedder, SetAside(prefix_cache.reclaimer), chunk_tokens)
         self._make_decoder = make_decoder
         self._eos = eos_token_ids
         self._arrivals = itertools.count(1)

@@ -9,6 +9,7 @@ import os
 import signal
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from cache.disk.files import FileSystem
 from cache.disk.spans import FileSpan, StoredFile
-from cache.disk.tier import DiskEntry, DiskTier
+from cache.disk.tier import DiskTier
 from cache.disk.tree import START
 from cache.layers.state import PointState, Segment
 from cache.types import TokenArray
@@ -114,9 +115,27 @@ def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str
     return span if span.is_written else None
 
 
-def entries(tier: DiskTier) -> list[DiskEntry]:
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """State on disk of one edge, as it was when it was listed."""
+
+    namespace: str
+    parent: "Entry | None"
+    start: int
+    stop: int
+    tokens: TokenArray
+    span: FileSpan
+    snapshot: StoredFile | None
+
+
+def entries(tier: DiskTier) -> list[Entry]:
     """Returns every edge of every namespace that is on disk, parents first."""
-    return [entry for name in tier.tree.namespaces() for entry in tier.listing(name, 1 << 30).entries]
+    found: dict[Any, Entry] = {}
+    for name in tier.tree.namespaces():
+        for node in tier.listing(name, 1 << 30).edges:
+            above = found.get(node.parent)
+            found[node] = Entry(name, above, node.start, node.stop, node.tokens, node.span, node.snapshot)
+    return list(found.values())
 
 
 def find_snapshot(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile | None:

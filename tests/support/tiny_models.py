@@ -5,7 +5,7 @@ whole context (a wrong cache state changes tokens within a few steps), and it ru
 Sliding windows are `WINDOW` tokens, so that short tests wrap them.
 """
 
-import cache.layers.mlx_lm_guard  # noqa: F401
+import cache.layers  # noqa: F401
 
 # isort: split
 import functools

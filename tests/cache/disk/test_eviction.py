@@ -54,7 +54,7 @@ def _needs(tree: DiskTree) -> dict[StoredFile, StoredFile | None]:
     needs: dict[StoredFile, StoredFile | None] = {}
     last: dict[DiskNode | None, StoredFile | None] = {}
     for node in tree.nodes():
-        span, snapshot = tree.state_on(node)
+        span, snapshot = node.span, node.snapshot
         above = last.get(node.parent)
         for part in span.parts:
             needs.setdefault(part.file, above)

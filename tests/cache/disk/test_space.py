@@ -41,12 +41,12 @@ def test_a_listing_has_parents_first_and_no_more_than_asked_for(tmp_path: Path) 
         write(tier, np.concatenate([trunk, tokens_of([50 + leaf] * 4)]))
     assert tier.flush(10)
     whole = tier.listing("", 6)
-    assert (len(whole.entries), whole.num_edges, whole.is_truncated) == (6, 6, False)
-    assert [entry.parent for entry in whole.entries] == [None, *[whole.entries[0]] * 5]
+    assert (len(whole.edges), whole.num_edges, whole.is_truncated) == (6, 6, False)
+    assert [edge.parent for edge in whole.edges] == [tier.tree._tries[""].root, *[whole.edges[0]] * 5]
     for max_edges in range(6):
         part = tier.listing("", max_edges)
-        assert (len(part.entries), part.num_edges, part.is_truncated) == (max_edges, 6, True)
-    assert tier.listing("other", 10).entries == []
+        assert (len(part.edges), part.num_edges, part.is_truncated) == (max_edges, 6, True)
+    assert tier.listing("other", 10).edges == []
     tier.close()
 
 
@@ -57,7 +57,7 @@ def test_a_listing_looks_at_a_bounded_number_of_edges(tmp_path: Path, monkeypatc
         write(tier, tokens_of([value, 1, 2]))
     assert tier.flush(10)
     found = tier.listing("", 100)
-    assert (len(found.entries), found.num_edges, found.is_truncated) == (8, 20, True)
+    assert (len(found.edges), found.num_edges, found.is_truncated) == (8, 20, True)
     tier.close()
 
 
@@ -66,8 +66,8 @@ def test_edges_that_wait_to_be_written_are_counted_and_not_listed(tmp_path: Path
     write(tier, tokens_of(range(60)), 40)
     assert tier.flush(10)
     found = tier.listing("", 10)
-    assert (found.entries, found.num_edges, found.is_truncated) == ([], 1, False), "its rows have a gap"
+    assert (found.edges, found.num_edges, found.is_truncated) == ([], 1, False), "its rows have a gap"
     write(tier, tokens_of(range(40)))
     assert tier.flush(10)
-    assert [(entry.start, entry.stop) for entry in tier.listing("", 10).entries] == [(0, 40), (40, 60)]
+    assert [(entry.start, entry.stop) for entry in tier.listing("", 10).edges] == [(0, 40), (40, 60)]
     tier.close()

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cache.layers.mlx_lm_guard import guard_mlx_lm
+from cache.layers import guard_mlx_lm
 from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import PromptTooLong
 from models.prompt import tokenize
