@@ -46,12 +46,12 @@ from server.pool.served import EnginePort, ServedModel
 logger = logging.getLogger(__name__)
 
 OutputEvent: TypeAlias = Started | Piece | Finished
-"""The events of a choice, from which its answer is written: one `Started`, ordered pieces, one `Finished`."""
+"""The events of a choice: one `Started`, ordered pieces, one `Finished`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A prompt, the engine's request for it, and the conversation that it was rendered from, if there is one."""
+    """A prompt, the engine's request for it, and the conversation that it was rendered from, if any."""
 
     model: ServedModel
     request: GenerationRequest
@@ -76,10 +76,10 @@ class Question:
 
 
 class Exchange(ABC):
-    """One checked request, and how its answer is written. Used once: the caller uses either `frames` or `body`."""
+    """One checked request, and how its answer is written: by `frames` or by `body`, once."""
 
     keep_alive_seconds: float | None = None
-    """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
+    """Seconds that the model stays loaded after its last request; None: as it was."""
 
     def __init__(self, question: Question, *, is_streamed: bool = False) -> None:
         self.model = question.model
@@ -93,10 +93,7 @@ class Exchange(ABC):
 
     @property
     def choices(self) -> "Sequence[Exchange]":
-        """The exchanges that are answered side by side: this one, then any others.
-
-        All have one model; those with the same prompt are neighbours.
-        """
+        """The exchanges answered side by side, itself first. All have one model; equal prompts are neighbours."""
         return (self,)
 
     @abstractmethod
@@ -108,25 +105,23 @@ class Exchange(ABC):
         """Returns the body of an answer that is not streamed."""
 
     def take_tokens(self, delta: Delta) -> None:  # noqa: B027 - most dialects count at the end only
-        """Takes the next output tokens, before the pieces of their text. The last tokens have no text."""
+        """Takes the next output tokens, before their pieces. The last tokens have no text."""
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as the client's next request will hold it. Called at the end, on another thread."""
+        """Returns the answer as the client will send it back. Called at the end, on another thread."""
         return []
 
 
 class TurnAccount:
-    """Compares a request with its conversation's last turn, and keeps it for comparison with the next one."""
+    """Compares a request with its conversation's last turn, and keeps it for the next one."""
 
     def __init__(self, conversations: Conversations, exchange: Exchange) -> None:
         self._conversations = conversations
         self._exchange = exchange
         self.name: Name | None = None
-        """The conversation; None before the request holds a slot, and for an unnamed request that never became a
-        turn.
-        """
+        """The conversation; None before the request holds a slot, and if it has no name."""
         self.previous_id: str | None = None
-        """The earlier request that this one was compared with; None if there was none."""
+        """The earlier request that this one was compared with, if any."""
         self._is_recorded = False
 
     async def explained(self, started: Started) -> Started:
@@ -147,10 +142,7 @@ class TurnAccount:
         return _with_reuse(started, reuse)
 
     def record(self, num_evaluated: int, reply_ids: Sequence[int], reply: str | None) -> None:
-        """Keeps the turn, once: the first `num_evaluated` prompt tokens, then `reply_ids`.
-
-        `reply` is the text of a complete answer, None if the answer was broken off.
-        """
+        """Keeps the turn, once: `num_evaluated` prompt tokens, `reply_ids`, and the text of a complete reply."""
         request = self._exchange.request
         if self._is_recorded or self.name is None or request.is_prefix_only or not request.cache_prompt:
             return
@@ -168,7 +160,7 @@ class TurnAccount:
 
 
 def _with_reuse(started: Started, reuse: Reuse) -> Started:
-    """Returns the event with `reuse`, unless the engine gave a reason itself."""
+    """Returns the event with `reuse`, unless the engine gave a reason."""
     return started if started.reuse.miss is not None else replace(started, reuse=reuse)
 
 
@@ -217,7 +209,7 @@ class Run:
                     raise error
 
     def give_up(self) -> None:
-        """Cancels the request if it still runs, and keeps the turn of an answer that was broken off."""
+        """Cancels the request if it runs, and keeps the turn of an answer that was broken off."""
         if self.open.outcome is None:
             self._generation.cancel()
         if self.open.started is not None and self.open.error is None:
@@ -249,7 +241,7 @@ class Run:
                 self._remember_reply()
 
     def _keep_turn(self, finished: Finished | None) -> None:
-        """Keeps the evaluated tokens for comparison with the next turn; only the first call counts."""
+        """Keeps the evaluated tokens for the next turn; only the first call counts."""
         # The last token of a cut-off answer is not evaluated.
         is_cut = finished is None or finished.reason is not FinishReason.STOP or finished.stop_text is not None
         ids = self.token_ids[:-1] if is_cut else self.token_ids
@@ -264,19 +256,18 @@ class Run:
 
 
 class Answer:
-    """What the engine generates for one exchange: the runs of its choices, or of the parts of its only choice."""
+    """What the engine generates for an exchange: the runs of its choices, or of its only choice's parts."""
 
     def __init__(self, context: ApiContext, arrival: Arrival, exchange: Exchange) -> None:
-        """Submits the requests of all choices, or none: raises QueueFull, EngineStopped, ApiError (503) at once."""
+        """Submits all choices or none; raises QueueFull, EngineStopped, ApiError (503) at once."""
         self.context = context
         self.runs: list[Run] = []
         self.is_refused = False
-        """Whether the client gets an error only, which has a log entry of its own. Set it before `close`."""
+        """Whether the client gets an error only. Set it before `close`."""
         self._engine = context.running_engine(exchange.model)
         self._arrival = arrival
         self._num_choices = len(exchange.choices)
         self._num_recorded = 0
-        """Number of runs of which a record was made."""
         try:
             for choice in exchange.choices:
                 self._submit(choice)
@@ -312,8 +303,7 @@ class Answer:
     async def choice_events(self) -> AsyncIterator[tuple[int, OutputEvent | Failed]]:
         """Yields the events of all choices as they come, each with the index of its choice.
 
-        One of several choices that fails ends with `Failed`. Raises the error of an only choice, and the first one's
-        if none of several succeeds.
+        One of several choices that fails ends with `Failed`. Raises the first error if none succeeds.
         """
         if self._num_choices == 1:
             async for event in self.events():
@@ -331,10 +321,7 @@ class Answer:
             raise errors[min(errors)]
 
     def go_on(self, exchange: Exchange) -> bool:
-        """Submits the next part of an only choice; False if the engine takes no more requests.
-
-        Call it on a part's `Finished`; the events of the next part follow.
-        """
+        """Submits the next part of an only choice, on the last one's `Finished`; False if the engine is full."""
         assert self._num_choices == 1, "only the answer of one choice goes on"
         try:
             self._submit(exchange)
@@ -344,9 +331,8 @@ class Answer:
 
     @property
     def finished(self) -> Finished:
-        """The end of the last part or the first choice that succeeded, with the token counts of all choices.
-
-        Known once `events` has ended.
+        """The end of the last part or the first choice that succeeded, with the counts of all choices, once all
+        ended.
         """
         well = [run.finished for run in self.runs if run.finished is not None]
         if self._num_choices == 1:
@@ -371,7 +357,7 @@ class Answer:
 
     @property
     def progress(self) -> str:
-        """A few words on what the answer is waiting for."""
+        """What the answer is waiting for, in a few words."""
         return self._lead.open.progress
 
     @property
@@ -395,7 +381,7 @@ class Answer:
             self._record()
 
     def close(self) -> None:
-        """Cancels what still runs, makes its record, and prepares the next turn; call it on every way out, once."""
+        """Cancels what still runs, makes its record, and prepares the next turn. Call it once, on every way out."""
         try:
             for run in reversed(self.runs):
                 run.give_up()
@@ -429,10 +415,7 @@ class Answer:
         self.context.tell(record)
 
     def _prepare_next_turn(self) -> None:
-        """Evaluates the answered turn ahead. Holds the state of an answer that calls tools until they have answered.
-
-        Most clients go on with the first choice.
-        """
+        """Evaluates the turn ahead. Holds the state of an answer that calls tools until they have answered."""
         run, exchange = self._lead, self._lead.exchange
         request, reply_ids = exchange.request, tuple(run.token_ids)
         if run.open.has_ended and exchange.conversation is not None and request.cache_prompt:
@@ -445,7 +428,7 @@ class Answer:
 async def _evaluate_ahead(
     engine: EnginePort, exchange: Exchange, conversation: Conversation, reply_ids: Sequence[int]
 ) -> None:
-    """Evaluates the finished turn once idle, as its next prompt may show it: with its thought and without."""
+    """Evaluates the finished turn once idle, as its next prompt may show it."""
 
     def next_prefixes() -> list[RenderedPrompt]:
         variants = sent_back(exchange.reply_messages())

@@ -40,7 +40,7 @@ CLIENT_LEFT = 499
 Plan: TypeAlias = Exchange | EmbeddingWork | ModelReady
 """What a body asks for. Its model, if it needs one, is loaded and held."""
 OpenExchange: TypeAlias = Callable[[ApiContext, Incoming], Exchange | ModelReady]
-"""Checks a body and renders its prompt; raises the errors that `server.api.errors` maps. Called on another thread.
+"""Checks a body and renders its prompt, on another thread. Raises the errors that `server.api.errors` maps.
 
 Called again after the model was loaded, so it must change nothing before it has found the model.
 """
@@ -51,8 +51,7 @@ async def generate(
 ) -> Response:
     """Serves one request for output. Raises the errors that `server.api.errors` maps; a disconnect is not an error.
 
-    `id_prefix` starts the dialect's answer ids. `may_stream` is False for an endpoint that never streams, whatever
-    the body says.
+    `id_prefix` starts the answer's id. With `may_stream` False the body's wish for a stream is ignored.
     """
     return await Call(request, open_exchange, id_prefix, may_stream=may_stream).respond()
 
@@ -60,7 +59,7 @@ async def generate(
 async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], Payload]) -> Response:
     """Answers from the body and its model, beyond any limit of a key; `describe` runs on another thread.
 
-    Raises the errors of `describe` and those that `server.api.errors` maps; a disconnect is not an error.
+    Raises as `generate` does.
     """
 
     def open_description(context: ApiContext, incoming: Incoming) -> Plan:
@@ -70,15 +69,12 @@ async def inspect(request: Request, describe: Callable[[ApiContext, Incoming], P
 
 
 async def compute(request: Request, open_work: Callable[[ApiContext, Incoming], EmbeddingWork]) -> Response:
-    """Serves one request for vectors. Raises the errors that `server.api.errors` maps; a disconnect ends it.
-
-    `open_work` checks the body on another thread.
-    """
+    """Serves one request for vectors; `open_work` checks the body on another thread. Raises as `generate` does."""
     return await Call(request, open_work, may_stream=False).respond()
 
 
 class AnswerStream(EventSourceResponse):
-    """Streams frames to one client. Calls `on_close` however the stream ends, also after a disconnect."""
+    """Streams frames to one client, and calls `on_close` however the stream ends."""
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class AnswerStream(EventSourceResponse):
         drain_seconds: float | None = None,
         on_close: Callable[[], object] = lambda: None,
     ) -> None:
-        """Sends a heartbeat after some time without a frame. `drain_seconds` are by default those of the server."""
+        """`drain_seconds` are by default those of the server."""
         config, dialect = context_of(request).config, dialect_of(request)
         self._on_close = on_close
         super().__init__(
@@ -109,15 +105,12 @@ class AnswerStream(EventSourceResponse):
             self._on_close()
 
     async def _send_with_timeout(self, send: Send, message: Message) -> None:
-        """Sends without a time-out: a scope for one costs more than sending.
-
-        `server/api/connections.py` limits how long a client may leave an answer unread.
-        """
+        """Sends without a time-out, whose scope costs more than sending; `connections.py` limits slow clients."""
         await send(message)
 
 
 async def _with_error(frames: AsyncIterator[bytes], dialect: Dialect, request_id: str) -> AsyncIterator[bytes]:
-    """Yields the frames; after an error of any kind, also one in encoding, yields an error frame."""
+    """Yields the frames; after any error an error frame."""
     try:
         async for frame in frames:
             yield frame
@@ -137,7 +130,7 @@ class Call:
         is_limited: bool = True,
         may_stream: bool = True,
     ) -> None:
-        """`is_limited` says whether the limits of the key count, and the end of the server."""
+        """`is_limited` says whether the key's limits and the server's end count."""
         self._received = time.monotonic()
         self._http = http
         self._context = context_of(http)
@@ -148,7 +141,7 @@ class Call:
         self._may_stream = may_stream
         self._raw = b""
         self._wants_stream = False
-        """Whether the body asks for a stream; known once the body was parsed."""
+        """Known once the body was parsed."""
         self._loading: ModelSource | None = None
         self._answer: Answer | None = None
         self._work: EmbeddingWork | None = None
@@ -202,7 +195,7 @@ class Call:
     # -------------------------------------------------------------------------------------------------- planning
 
     async def _plan(self) -> Plan:
-        """Returns what the body asks for, and holds its model. Raises ModelNotLoaded and what the dialect raises."""
+        """Returns what the body asks for, its model held. Raises ModelNotLoaded and the dialect's errors."""
         plan = await self._context.planning.run(self._client, len(self._raw), self._read)
         if plan.model is not None:
             hold = self._context.pool.try_hold(plan.model)
@@ -215,7 +208,7 @@ class Call:
         return plan
 
     async def _plan_loaded(self, source: ModelSource) -> Plan:
-        """Returns what the body asks for, once its model is loaded. Raises PoolError and EngineStopped."""
+        """Loads the model, and plans again. Raises PoolError and EngineStopped."""
         while True:
             self._loading = source
             with closing(await self._context.pool.load(source)):
@@ -239,7 +232,7 @@ class Call:
         return plan
 
     def _origin_of(self, fields: Mapping[str, Any]) -> Origin:
-        """Returns the namespace and session for recording a refusal, as far as the fields can be read."""
+        """Returns where a refusal is recorded, as far as the fields can be read."""
         salt = fields.get("cache_salt")
         try:
             session_id = self._dialect.session_id(fields, self._http.headers)
@@ -249,7 +242,7 @@ class Call:
 
     @property
     def _client(self) -> str:
-        """The client's identity for fair planning: its address and, if sent, its key."""
+        """The client's identity for fair planning."""
         host = self._http.client.host if self._http.client else ""
         return f"{host} {self._dialect.api_key(self._http.headers)}"
 

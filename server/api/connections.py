@@ -1,9 +1,9 @@
 """What one connection may cost: file descriptors, and time in which its client neither sends nor takes anything.
 
-uvicorn limits neither. A client that stops in the middle of a request, or does not read its answer, is given
-`client_seconds` without progress; then its connection is closed, and its request is cancelled as for any client that
-has left. There are at most `max_connections`: a newcomer takes the place of the connection without a whole request
-for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the application.
+uvicorn limits neither. A client without progress for `client_seconds` loses its connection, and its request is
+cancelled. There are at most `max_connections`: a newcomer takes the place of the connection that has been without a
+whole request for longest, and is refused only if all are at work. Knows sockets and HTTP/1.1; nothing of the
+application.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 16
 """Connections that asyncio accepts before our code sees one."""
 RESERVED_FILES = 4 * ACCEPTED_AT_ONCE
-"""Descriptors kept free for connections being accepted or closed, which are not counted, and for the disk tier."""
+"""Descriptors kept free for the disk tier, and for connections being accepted or closed."""
 MIN_CONNECTIONS = 8
 MAX_CONNECTIONS = 4096
 MIN_BODY_BYTES = 4096
 """Bytes of a body that must arrive in each `client_seconds`."""
 UNSENT_BYTES = 1 << 16
-"""Bytes of an answer that the kernel may hold unsent; with more, a client that reads nothing would go unnoticed."""
+"""Bytes of an answer that the kernel may hold unsent; more would hide a client that reads nothing."""
 CHECKS = 4
 """Checks of a client per `client_seconds`."""
 RESET_SECONDS = 0.1
@@ -49,7 +49,7 @@ RESET_SECONDS = 0.1
 REPORT_SECONDS = 60.0
 RETRY_SECONDS = 5
 MAX_LINGERING = ACCEPTED_AT_ONCE
-"""Closing connections that may wait for their client to read the reason."""
+"""Closing connections that may wait for their client to read why."""
 LINGER_SECONDS = 1.0
 """Seconds that each of them waits."""
 CLOSE = (b"connection", b"close")
@@ -71,7 +71,7 @@ class Reports:
         self._counts: dict[str, int] = {}
 
     def add(self, text: str) -> None:
-        """Counts an event, and logs it with the count since the last log line, at most once a minute."""
+        """Counts an event, and logs the count at most once a minute."""
         count, now = self._counts.get(text, 0) + 1, time.monotonic()
         self._counts[text] = count
         if now >= self._next.get(text, 0.0):
@@ -127,7 +127,7 @@ class Connection(H11Protocol):
     # ------------------------------------------------------------------------------------- asyncio's protocol
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Joins the connections, in place of an idle one if there are too many."""
+        """Joins the connections, in place of an idle one if they are too many."""
         super().connection_made(transport)
         # All that is unsent counts, or a small rest of an answer would wait for its client for ever.
         transport.set_write_buffer_limits(high=0)
@@ -153,9 +153,8 @@ class Connection(H11Protocol):
         super().data_received(data)
 
     def handle_events(self) -> None:
-        """Closes the connection after a request with two lengths: a proxy may have seen another end of it.
-
-        RFC 9112, 6.1. uvicorn answers such a request if asked to.
+        """Closes the connection after a request with two lengths, of which a proxy may have seen another end (RFC
+        9112, 6.1).
         """
         super().handle_events()
         headers = self.headers or []
@@ -165,8 +164,8 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Returns whether a client that sends no more may still read: it has sent all its requests.
 
-        A client that has left looks the same until something is written to it. Before an answer begins that can be an
-        interim one, which HTTP/1.1 clients skip. Once the answer has begun, the end of sending counts as leaving.
+        A client that has left looks the same until something is written to it, before an answer an interim one. Once
+        the answer has begun, the end of sending counts as leaving.
         """
         if not self._may_say_continue:
             return False
@@ -189,7 +188,7 @@ class Connection(H11Protocol):
         return self.conn.our_state is h11.SEND_RESPONSE
 
     def _look_for_reset(self) -> None:
-        """Ends the connection once the client's kernel has refused written bytes; nothing else would tell."""
+        """Ends the connection once the client's kernel has refused written bytes."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -208,7 +207,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(self._limits.client_seconds / CHECKS, self._watch)
 
     def _find_awaited(self) -> tuple[str, int] | None:
-        """Returns what the client must do, and a number that changes as it does so; None if it is not its turn."""
+        """Returns what the client must do, and a number that changes as it does so; None if it need not."""
         unsent = self.transport.get_write_buffer_size()
         if self._is_lingering:
             return None
@@ -234,7 +233,7 @@ class Connection(H11Protocol):
             self._answer(ApiError(Code.REQUEST_TIMEOUT, "the request did not arrive in time"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP. uvicorn would answer in plain text, and fail after an earlier answer."""
+        """Answers bytes that are no HTTP; uvicorn would answer in plain text, and fail after an earlier answer."""
         self._reports.add("closed a connection: what its client sent is no HTTP/1.1")
         if self._may_answer:
             self._answer(ApiError(Code.INVALID_HTTP, "what was sent is no HTTP/1.1 request"))
@@ -257,16 +256,16 @@ class Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request has begun on the connection, or the last one has ended."""
+        """Whether no request is under way."""
         return self._is_between_requests and not self.transport.get_write_buffer_size()
 
     @property
     def is_sending(self) -> bool:
-        """Whether a request has begun that has not arrived completely."""
+        """Whether a request has begun and not arrived completely."""
         return not self._is_between_requests and self.cycle.more_body and not self.cycle.response_started
 
     def drop(self) -> None:
-        """Closes the connection at once; the kernel drops its buffers for the client too."""
+        """Closes the connection at once."""
         self.connections.discard(self)
         connection = self.transport.get_extra_info("socket")
         if connection is not None:
@@ -277,14 +276,11 @@ class Connection(H11Protocol):
 
     @property
     def _may_answer(self) -> bool:
-        """Whether the client's current request has no answer yet; a second answer would be taken for the rest of
-        the first.
-        """
+        """Whether the current request has no answer yet; a second one would be taken for the rest of the first."""
         is_unsent = self.transport.get_write_buffer_size() > 0
         return not is_unsent and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
 
     def _answer(self, error: ApiError) -> None:
-        """Writes an answer without the application, and closes the connection."""
         # No path is certain, hence no dialect: the error has the commonest one.
         response = error_response(error)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
@@ -293,9 +289,7 @@ class Connection(H11Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Closes the connection once the client has had time to read: closing with unread bytes takes the answer
-        back.
-        """
+        """Closes the connection once the client has had time to read; unread bytes would take the answer back."""
         if self._is_lingering or self._http_config.num_lingering >= MAX_LINGERING:
             self.transport.close()
             return
@@ -312,14 +306,14 @@ class Connection(H11Protocol):
 
 
 def _hold_little(connection: socket.socket | None) -> None:
-    """Limits what the kernel buffers of an answer to what it can send soon, where the system supports it."""
+    """Limits what the kernel buffers of an answer, where the system supports it."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if option is not None and connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
 
 
 def find_max_connections() -> int:
-    """Returns how many connections the process has descriptors for. Raises StartError if they are too few."""
+    """Returns how many connections the process has descriptors for; raises StartError for too few."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -334,7 +328,7 @@ def find_max_connections() -> int:
 
 
 def quieten_accept_errors(loop: asyncio.AbstractEventLoop, reports: Reports) -> None:
-    """Reports a lack of descriptors once a minute; asyncio would log a traceback for each attempt to accept."""
+    """Reports a lack of descriptors once a minute; asyncio would log a traceback for each attempt."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -1,8 +1,7 @@
 """The console: a page at `/` that shows what the server is doing, and its few static files.
 
-The files hold no user data, so they need no key; the page reads the same endpoints as everybody. If the server has no
-keys, anybody who reaches it could read along, so the page is served to this machine only. Its content policy allows
-nothing from other servers, and no code outside these files.
+The files hold no user data, so they need no key. If the server has no keys, anybody who reaches it could read along,
+so the page is for this machine only. Its content policy allows no other server and no code outside these files.
 """
 
 import hashlib
@@ -72,7 +71,7 @@ def _files(folder: Traversable, prefix: str) -> list[tuple[str, ConsoleFile]]:
 
 
 class PageRoute(Route):
-    """The page's route: only for browsers, which ask for HTML. Programs that ask for `/` get another answer."""
+    """The page's route, for browsers only, which ask for HTML."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Matches only requests that ask for HTML."""
@@ -93,7 +92,7 @@ def needs_no_key(scope: Scope) -> bool:
 
 
 async def page(request: Request) -> Response:
-    """Answers with the page; raises ApiError (403) for another machine if the server has no keys."""
+    """Answers with the page; raises ApiError (403)."""
     return _answer(request, PAGE)
 
 

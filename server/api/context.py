@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from server.api.errors import ApiError, Code, stopped
+from server.api.errors import stopped
 from server.api.live.activity import Activity
 from server.api.live.event_log import EventLog
 from server.api.observe import Metrics, Tracing
@@ -21,7 +21,6 @@ from server.api.sessions import Refusals, SessionRecords
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing
 from server.diagnosis.account import Conversations
-from server.pool.errors import ModelNameNeeded, ModelUnknown
 from server.pool.pool import ModelPool
 from server.pool.served import EnginePort, ServedModel
 
@@ -52,7 +51,7 @@ class ApiContext:
     started: float = field(default_factory=time.monotonic)
     """Reading of `time.monotonic()` when the server came up."""
     subscribers: list[Subscriber] = field(init=False)
-    """Told what happens to requests, and the record of each when it has ended."""
+    """Told what happens to requests, and each one's record."""
     tracing: Tracing | None = None
     """Sends traces, if wanted; a subscriber too."""
     _kept: dict[Callable[[ServerConfig], Any], Any] = field(default_factory=dict)
@@ -74,7 +73,7 @@ class ApiContext:
             self.sessions.record(told.name, told.turn)
 
     def kept(self, make: Callable[[ServerConfig], Kept]) -> Kept:
-        """Returns what a dialect keeps between requests: the result of the first call of `make`. For any thread."""
+        """Returns what a dialect keeps between requests, made by the first call. For any thread."""
         with self._lock:
             if make not in self._kept:
                 self._kept[make] = make(self.config)
@@ -98,16 +97,8 @@ class ApiContext:
         return self.pool.engines
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Returns the loaded model of a name, or the only model if no name is given. For any thread.
-
-        Raises ApiError (404, 400), and ModelNotLoaded.
-        """
-        try:
-            return self.pool.find(name)
-        except ModelNameNeeded as error:
-            raise ApiError(Code.MISSING_PARAMETER, str(error), "model") from error
-        except ModelUnknown as error:
-            raise ApiError(Code.MODEL_NOT_FOUND, str(error), "model") from error
+        """Returns the loaded model of a name; of none, the default. For any thread; raises PoolError."""
+        return self.pool.find(name)
 
     def running_engine(self, model: ServedModel) -> EnginePort:
         """Returns a model's engine; raises ApiError (503) if it accepts no requests."""

@@ -1,9 +1,7 @@
 """A conversation of any dialect, as chat templates read it, and the prompts rendered from it.
 
-Many templates show a finished turn differently from the prompt that asked for it: they drop the thought, or write a
-tool call in another form. Clients drop thoughts too. `stable_prefix` is the part of a prompt that no later message
-changes. `next_turn_requests` evaluates the differences while the engine is idle, so the next turn evaluates only its
-new message.
+Templates and clients may drop a finished turn's thought, or write its calls in another form. `stable_prefix` is the
+part of a prompt that no later message changes. `next_turn_requests` evaluates the rest while the engine is idle.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +20,7 @@ from server.engine.request import GenerationRequest, Priority
 from server.pool.served import PromptRenderer, ServedModel
 
 MIN_TOKENS_AHEAD = 16
-"""With fewer tokens to evaluate, the next turn evaluates them itself."""
+"""The next turn evaluates fewer tokens itself."""
 
 _THOUGHT = "reasoning_content"
 _ROLES_ANSWERED = ("user", "tool")
@@ -45,7 +43,7 @@ def stable_prefix(render: Render, messages: Sequence[Message]) -> RenderedPrompt
 
 
 def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...]) -> RenderedPrompt:
-    """Returns a prompt up to its last restore point of these kinds; the whole prompt if it has none."""
+    """Returns a prompt up to its last restore point of these kinds, if it has one."""
     stop = max((point.offset for point in prompt.restore_points if point.kind in kinds), default=len(prompt.tokens))
     return replace(
         prompt,
@@ -55,7 +53,7 @@ def cut_at_last_point(prompt: RenderedPrompt, kinds: tuple[RestorePointKind, ...
 
 
 def sent_back(reply: Sequence[Message]) -> list[Sequence[Message]]:
-    """Returns the forms in which clients may send a reply back: unchanged, and without its thoughts."""
+    """Returns how clients may send a reply back: unchanged, and without its thoughts."""
     without = [{name: value for name, value in message.items() if name != _THOUGHT} for message in reply]
     return [reply] if without == list(reply) else [reply, without]
 
@@ -72,10 +70,7 @@ def next_turn_requests(
 def next_turn_request(
     request: GenerationRequest, reply_ids: Sequence[int], prefix: RenderedPrompt
 ) -> GenerationRequest | None:
-    """Returns the request that evaluates `prefix` after `request` was answered with `reply_ids`.
-
-    None if fewer than `MIN_TOKENS_AHEAD` tokens would be evaluated.
-    """
+    """Returns the request that evaluates `prefix` after a reply; None for less than `MIN_TOKENS_AHEAD` tokens."""
     evaluated = np.concatenate([request.tokens, np.array(reply_ids, np.int32)])
     num_common = common_prefix_length(evaluated, prefix.tokens)
     if num_common == len(evaluated) or len(prefix.tokens) - num_common < MIN_TOKENS_AHEAD:
@@ -95,7 +90,7 @@ def next_turn_request(
 
 @dataclass(frozen=True, eq=False)
 class Conversation:
-    """Messages and everything else that the prompt is rendered from. Used on a planning thread."""
+    """Everything that the prompt is rendered from. Used on a planning thread."""
 
     renderer: PromptRenderer
     messages: Sequence[Message]
@@ -104,9 +99,7 @@ class Conversation:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     namespace: str = ""
     changed_tools: Sequence[Mapping[str, Any]] | None = None
-    """The tools that may be called after the last message, if tools were loaded or removed since; None: as at the
-    head.
-    """
+    """The tools that may be called after the last message, if that has changed."""
     continues: bool = False
     """Whether the last message is the assistant's and the answer continues it."""
     forbids_calls: bool = False
@@ -153,7 +146,7 @@ class Conversation:
         return plain_text(self.messages[-1].get("content")) if self.continues else ""
 
     def whole(self, reply: Message) -> Message:
-        """Returns the assistant's whole message: the reply, joined to the message it continues."""
+        """Returns the assistant's whole message: the reply, joined to what it continues."""
         if not self.continues:
             return reply
         first = self.messages[-1]
@@ -163,13 +156,11 @@ class Conversation:
         return {**joined, _THOUGHT: thought} if thought else joined
 
     def stable_prefix(self) -> RenderedPrompt:
-        """Returns the part of the prompt that no later message changes; raises the renderer's errors."""
+        """Returns the part that no later message changes; raises the renderer's errors."""
         return stable_prefix(self._render, self.messages)
 
     def followed_by(self, messages: Sequence[Message]) -> "Conversation":
-        """Returns the conversation with `messages` at its end: the assistant's whole message, and any that follow
-        it.
-        """
+        """Returns the conversation with the assistant's whole message, and any that follow it."""
         return replace(self, messages=[*self.asked, *messages], continues=False)
 
     def _render(self, messages: Sequence[Message]) -> RenderedPrompt:
@@ -177,7 +168,7 @@ class Conversation:
 
 
 def can_continue(model: ServedModel) -> bool:
-    """Whether answers of `model` can be continued; answers written in channels cannot."""
+    """Whether answers of `model` can be continued; those in channels cannot."""
     return not isinstance(model.tool_syntax, HarmonyFormat)
 
 
@@ -189,7 +180,7 @@ def check_continuable(model: ServedModel) -> None:
 
 
 def check_template_arguments(arguments: Mapping[str, Any], param: str) -> None:
-    """Raises ApiError (400) if `arguments` sets a template value that the server sets; `param` is their field."""
+    """Raises ApiError (400) if `arguments`, of the field `param`, sets a template value of the server."""
     for name in arguments.keys() & RESERVED_TEMPLATE_ARGUMENTS:
         raise ApiError(Code.UNSUPPORTED_PARAMETER, f"{param}.{name} cannot be set by a request", f"{param}.{name}")
 
@@ -199,7 +190,7 @@ NO_EFFORT = "none"
 
 @dataclass(frozen=True)
 class ThinkingWish:
-    """Whether, how hard and how long the model shall think; None leaves a choice to the template."""
+    """Whether, how hard and how long the model shall think; None: as the template says."""
 
     is_enabled: bool | None = None
     effort: str | None = None

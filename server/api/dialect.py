@@ -1,12 +1,11 @@
 """The seam between the server and its dialects: everything in which families of clients differ.
 
-A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its `Dialect` says where clients put
-key and session, how streams are framed, and what errors look like. Its endpoints turn each checked body into an
-`Exchange` (`answer.py`): the engine's request, and how its answer is written. `call.py` does the rest for all.
+A dialect is a folder of `server/api/`, handed to the application as one `Api`. Its endpoints make an `Exchange`
+(`answer.py`) of each checked body; `call.py` does the rest for all.
 
-Bodies are checked against pydantic types, and against rules for fields. A field is honoured; has no effect, since it
-could not change the answer; or is refused with a reason, except for values that ask for nothing. Fields without a
-rule are ignored and listed at DEBUG.
+Bodies are checked against pydantic types and rules for fields. A field is honoured; has no effect, since it could not
+change the answer; or is refused with a reason, except for values that ask for nothing. Fields without a rule are
+ignored.
 """
 
 import json
@@ -37,13 +36,13 @@ Payload: TypeAlias = Mapping[str, Any]
 
 
 class Dialect(ABC):
-    """What all endpoints of one family of clients share. Stateless."""
+    """What the endpoints of one family of clients share. Stateless."""
 
     stream_media_type = "text/event-stream"
     takes_any_content_type = False
-    """Whether programs other than browsers may send JSON under any content type, as `curl -d` does by default."""
+    """Whether programs may send JSON under any content type, as `curl -d` does."""
     own_header: str | None = None
-    """A header, in lower case, that only this dialect's clients send; it makes unknown paths this dialect's."""
+    """A header, in lower case, that only this dialect's clients send; their unknown paths are this dialect's."""
 
     @abstractmethod
     def api_key(self, headers: Mapping[str, str]) -> str:
@@ -54,15 +53,15 @@ class Dialect(ABC):
         """Returns the error for a request with a missing or wrong key."""
 
     def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
-        """Returns the session named by the body's fields or the headers, or None; raises SessionIdError."""
+        """Returns the session that body or headers name, or None; raises SessionIdError."""
         return resolve_session_id(fields, headers)
 
     def wants_stream(self, fields: Mapping[str, Any]) -> bool:
-        """Returns whether an unchecked body asks for a stream."""
+        """Whether an unchecked body asks for a stream."""
         return fields.get("stream") is True
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns headers of every answer, besides those common to all dialects."""
+        """Returns headers of every answer of this dialect."""
         return {}
 
     @abstractmethod
@@ -75,23 +74,21 @@ class Dialect(ABC):
 
     @abstractmethod
     def heartbeat(self, progress: str) -> bytes:
-        """Returns a frame that keeps a silent stream open; empty if clients skip no frame. `progress` is a few
-        words.
-        """
+        """Returns a frame that keeps a silent stream open; empty if clients skip none."""
 
     def early_heartbeat(self, progress: str) -> bytes:
-        """Returns a heartbeat for a request that has not started, when clients may not yet accept events."""
+        """Returns a heartbeat before the request has started, when clients may not yet accept events."""
         return self.heartbeat(progress)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelReady:
-    """An answer for which nothing is generated, and the model that is loaded before it is sent, if any."""
+    """An answer without output, and the model that is loaded first, if any."""
 
     model: ServedModel | None
     payload: Payload
     keep_alive_seconds: float | None = None
-    """Seconds that the model stays loaded after its last request; None leaves the setting as it was."""
+    """Seconds that the model stays loaded after its last request; None: as it was."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +98,11 @@ class Api:
     dialect: Dialect
     routes: Sequence[Route]
     operations: Operations = field(default_factory=dict)
-    """Bodies and answers of the endpoints, for `/openapi.json`; a missing endpoint takes and gives any object."""
+    """Bodies and answers of the endpoints, for `/openapi.json`."""
     error_body: Any = dict[str, Any]
     """The type of an error's body."""
     own_paths: tuple[str, ...] = ()
-    """Paths of this API; errors for unknown paths at or below them have its shape."""
+    """Paths at and below which errors have this API's shape."""
 
     def owns(self, path: str) -> bool:
         """Whether an unknown path belongs to this API."""
@@ -113,7 +110,7 @@ class Api:
 
 
 class HeaderRoute(Route):
-    """A path shared by two dialects: this one serves requests with its own header."""
+    """A path shared by two dialects, for requests with this one's header."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], *, header: str, methods: Collection[str]) -> None:
         super().__init__(path, endpoint, methods=methods)
@@ -125,16 +122,13 @@ class HeaderRoute(Route):
 
 
 def routes_of(apis: Sequence[Api]) -> list[tuple[Dialect, Route]]:
-    """Returns the routes of all dialects in matching order: those that need a header first."""
+    """Returns all routes in matching order: those that need a header first."""
     routes = [(api.dialect, route) for api in apis for route in api.routes]
     return sorted(routes, key=lambda pair: not isinstance(pair[1], HeaderRoute))
 
 
 def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
-    """Returns the dialect that serves the path, whatever the method.
-
-    For an unknown path: the dialect that owns it or whose own header was sent, else the first one.
-    """
+    """Returns the dialect of a path. An unknown one is its owner's, that of the header sent, or the first's."""
     for dialect, route in routes_of(apis):
         if route.matches(scope)[0] is not Match.NONE:
             return dialect
@@ -145,7 +139,7 @@ def find_dialect(apis: Sequence[Api], scope: Scope) -> Dialect:
 
 
 def dialect_of(request: Request) -> Dialect:
-    """Returns the dialect that `server.api.guard` found for a request."""
+    """Returns the dialect that `ErrorBoundary` found."""
     dialect = request.state.dialect
     assert isinstance(dialect, Dialect)
     return dialect
@@ -165,11 +159,11 @@ class Rule:
 
     treatment: Treatment
     why: str = ""
-    """The reason for no effect or refusal: a clause used in errors and in docs/api.md."""
+    """The reason for no effect or refusal, a clause."""
     neutral: tuple[Any, ...] = ()
     """Values, besides null, with which a refused field asks for nothing."""
     is_read: bool = False
-    """Whether the body's type holds the field, so its type and range are checked."""
+    """Whether the body's type holds the field."""
 
     def allows(self, value: Any) -> bool:
         """Returns whether a request may hold this value."""
@@ -183,22 +177,22 @@ Rules: TypeAlias = Mapping[str, Rule]
 
 
 def honoured(names: str) -> dict[str, Rule]:
-    """Returns rules for fields that take effect; `names` are separated by white space."""
+    """Returns rules for fields that take effect; white space separates `names`."""
     return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
 
 
 def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:
-    """Returns rules for fields that cannot change the answer, all for one reason."""
+    """Returns rules for fields that cannot change the answer."""
     return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
 
 
 def refused(why: str, **neutral: tuple[Any, ...]) -> dict[str, Rule]:
-    """Returns rules for fields refused for one reason; `neutral` holds each field's accepted values."""
+    """Returns rules for refused fields; `neutral` holds each one's accepted values."""
     return {name: Rule(Treatment.REFUSED, why, values) for name, values in neutral.items()}
 
 
 def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
-    """Raises ApiError (400) for the first field that asks for something refused; `place` is prefixed to its name."""
+    """Raises ApiError (400) for the first refused field; `place` is prefixed to its name."""
     for name, value in fields.items():
         rule = rules.get(name)
         if rule is not None and not rule.allows(value):
@@ -219,7 +213,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 class BodyModel(BaseModel):
-    """Base of all types of bodies: JSON's own types without conversion, unknown fields kept apart."""
+    """Base of all bodies: JSON's own types without conversion, unknown fields kept apart."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -244,7 +238,7 @@ def parse_body(kind: type[Body], raw: dict[str, Any], rules: Rules) -> Body:
 
 
 def validated(kind: type[Body], raw: Any, *place: int | str) -> Body:
-    """Returns the checked value at `place` of a body; raises ApiError (400) that names what is wrong."""
+    """Returns the checked value at `place` of a body; raises ApiError (400)."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -263,7 +257,7 @@ def _code_of(kind: str) -> Code:
 
 
 def param_name(location: tuple[int | str, ...]) -> str:
-    """Returns a place in a body as clients write it: `messages[0].content`. Bounded, as clients choose the names."""
+    """Returns a place in a body as clients write it, bounded: `messages[0].content`."""
     text = ""
     for step in location:
         if step == "[key]":

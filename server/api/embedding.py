@@ -1,4 +1,4 @@
-"""Shared by the endpoints that answer with vectors of texts: reading texts, asking the engine, writing vectors."""
+"""Reads texts, asks the engine and writes vectors, for all endpoints that answer with vectors."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class EmbeddingWork:
     """Returns JSON. Called on another thread; raises ApiError."""
     keep_alive_seconds: float | None = None
     reading: Reading | None = None
-    """What the engine computes from the texts; None for the model's own vectors."""
+    """What the engine computes; None for the model's own vectors."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,9 +59,8 @@ class TextReader:
     """Turns the texts of one request into tokens."""
 
     def __init__(self, model: ServedModel, *, cuts: bool = False, judges: bool = False) -> None:
-        """With `cuts`, a text that is too long loses its end; otherwise it is refused.
-
-        Raises ApiError (400) for a model that makes no vectors, unless it `judges`.
+        """With `cuts`, a text that is too long loses its end. Raises ApiError (400) for a model without vectors,
+        unless it `judges`.
         """
         if model.embedding is None and not judges:
             reason = f"{model.id} makes no vectors: its kind of pooling is not supported"
@@ -73,7 +72,7 @@ class TextReader:
         self._cuts = cuts
 
     def read(self, text: str | Sequence[int], place: str) -> TokenArray:
-        """Returns a text's tokens, or the given ones; `place` is its field in the body. Raises ApiError."""
+        """Returns a text's tokens, or the given ones; `place` is its field. Raises ApiError."""
         if isinstance(text, str):
             tokens = self._tokens(text, place, add_special=True)
         else:
@@ -84,7 +83,7 @@ class TextReader:
         return self._taken(tokens, place)
 
     def read_pair(self, how: RerankFormat, text: str, place: str) -> TokenArray:
-        """Returns the tokens of a text to be judged, within the model's format for judging. Raises ApiError."""
+        """Returns the tokens of a text to be judged, in the model's format. Raises ApiError."""
         tokenize = self.model.renderer.tokenize
         tokens = self._tokens(text, place, parse_special=False)
         return self._taken([*tokenize(how.prefix), *tokens, *tokenize(how.suffix)], place)
@@ -109,7 +108,7 @@ class TextReader:
 
 
 def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]:
-    """Returns the first `dimensions` of each vector, scaled to length 1; raises ApiError for too many dimensions."""
+    """Returns the first `dimensions` of each vector, scaled to length 1; raises ApiError for too many."""
     if dimensions is None:
         return list(vectors)
     if vectors and dimensions > len(vectors[0]):
@@ -119,15 +118,12 @@ def shortened(vectors: Sequence[Vector], dimensions: int | None) -> list[Vector]
 
 
 def vector_json(vector: Vector) -> str:
-    """Returns a vector as JSON, with as many digits as its numbers have.
-
-    One vector at a time: encoding thousands at once would hold Python's lock for a second.
-    """
+    """Returns a vector as JSON. One at a time: thousands at once would hold Python's lock for a second."""
     return "[" + ",".join(["%.9g" % number for number in vector.tolist()]) + "]"  # noqa: UP031 (twice as fast)
 
 
 def object_json(fields: Mapping[str, Any], name: str, values: Sequence[str]) -> str:
-    """Returns a JSON object of `fields`, at least one, and a list `name` of items that are already JSON."""
+    """Returns a JSON object of `fields`, at least one, and a list `name` of JSON texts."""
     return f'{json_text(fields)[:-1]},"{name}":[{",".join(values)}]}}'
 
 

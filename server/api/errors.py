@@ -1,8 +1,6 @@
-"""What a client is told when a request cannot be served: one table from exception to code, and from code to
-status.
+"""What a client is told when a request cannot be served: from exception to code, and from code to status.
 
-The dialect gives the answer its shape. A message says what was wrong and what would be accepted; it never holds a
-stack trace, a path or a key.
+The dialect gives the answer its shape. A message never holds a stack trace, a path or a key.
 """
 
 import logging
@@ -107,7 +105,7 @@ STATUS: Mapping[Code, int] = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A request answered with an error; holds everything the answer says, in no dialect's shape."""
+    """A request answered with an error; holds all that the answer says."""
 
     code: Code
     message: str
@@ -121,14 +119,14 @@ class ApiError(Exception):
 
 @dataclass(eq=False)
 class ContextExceeded(ApiError):
-    """A prompt that leaves no space for an answer. `num_tokens` is its length or a lower bound; `max_tokens` fit."""
+    """A prompt that leaves no space for an answer. It has `num_tokens` or more; `max_tokens` fit."""
 
     num_tokens: int = 0
     max_tokens: int = 0
 
 
 def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_exact: bool = True) -> ApiError:
-    """Returns the error for a prompt of `num_tokens`, at least that many unless `is_exact`; `max_tokens` fit."""
+    """Returns the error for a prompt of `num_tokens`, or more unless `is_exact`; `max_tokens` fit."""
     length = f"{num_tokens} tokens" if is_exact else f"{num_tokens} tokens or more"
     context = f"this model's context of {max_tokens + 1} tokens holds at most {max_tokens} and an answer"
     message = f"the prompt has {length}; {context}"
@@ -146,7 +144,7 @@ def stopped() -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """Returns the client's error for `error`, or None for a fault of the server."""
+    """Returns the client's error; None for a fault of the server."""
     match error:
         case ApiError():
             return error
@@ -192,7 +190,7 @@ def _of_the_pool(error: PoolError) -> ApiError:
 
 
 def explain(error: Exception, request_id: str) -> ApiError:
-    """Returns the client's error for `error`; logs errors that no client can have caused."""
+    """Returns the client's error; logs errors that no client can have caused."""
     known = as_api_error(error)
     if known is None:
         message = f"internal error; the server's log has the details under request {request_id}"

@@ -1,22 +1,16 @@
 """The outermost layers: request name, dialect, errors, web pages' access, keys and namespaces.
 
-`ErrorBoundary` names each request, finds its dialect, and answers every exception in that dialect. `KeyCheck` checks
-the key before anything else of a request is read. Each key has a namespace of its own, even where the server requires
-none; no other key sees anything of it.
+Each key has a namespace of its own, even where the server requires none; no other key sees anything of it.
 
-Web pages may do nothing, unless they come from this server or from an origin that `--cors` names. Every page that a
-user's browser shows can reach a server on the loopback address. `WebAccess` refuses pages by three things that a page
-cannot change:
+Web pages may do nothing unless they come from this server or from an origin that `--cors` names, since every page in
+a user's browser can reach the loopback address. `WebAccess` refuses pages by three things that a page cannot change:
 
-* *Host*. A page can have its own name point to 127.0.0.1 (DNS rebinding), and the browser then takes this server for
-  the page's own. But the browser still sends that name. Addresses, and names that nobody can register on the
-  internet, are accepted; others only if `--allowed-host` lists them, or if a key is required.
-* *Origin*. Browsers send it with every request that may change something. A foreign origin is refused. Embedded
-  scripts and images send none; `Sec-Fetch-Site` reveals them, and only followed links are served.
+* *Host*, against DNS rebinding. Addresses, and names that nobody can register on the internet, are accepted; others
+  only if `--allowed-host` lists them, or if a key is required.
+* *Origin*, which browsers send with every request that may change something. Embedded scripts and images send none;
+  `Sec-Fetch-Site` reveals them, and only followed links are served.
 * *Content type*. A body must be JSON: without asking first (a CORS preflight), a page can send only text and forms.
   A dialect may accept other types from programs: browsers send `Origin` or `Sec-Fetch-…` with every body.
-
-Programs other than browsers send no origin and notice only the content type.
 """
 
 import logging
@@ -54,7 +48,7 @@ PREFLIGHT_SECONDS = 600
 
 _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(?::[0-9]{1,5})?", re.IGNORECASE)
 _PRIVATE_ENDINGS = (".localhost", ".local", ".internal")
-"""Reserved names that cannot be registered on the internet (RFC 6761, RFC 6762, and ICANN's reservation of 2024)."""
+"""Reserved names (RFC 6761, RFC 6762, and ICANN's reservation of 2024)."""
 _READING = frozenset({"GET", "HEAD"})
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -64,18 +58,18 @@ class WebAccess:
     """Which hosts and origins are served. Pure."""
 
     hosts: frozenset[str] | None
-    """Names accepted besides those always accepted; None accepts any name."""
+    """Names accepted besides those always accepted; None: any name."""
     origins: frozenset[str]
-    """Foreign origins whose pages may use this server; `*` stands for all."""
+    """Foreign origins that may use this server; `*` is all."""
 
     @classmethod
     def of(cls, *, hosts: Iterable[str], origins: Iterable[str], needs_key: bool) -> "WebAccess":
-        """Returns the configured access. `hosts` may hold `*`; if a key is required, any host is accepted."""
+        """Returns the configured access; if a key is required, any host is accepted."""
         names = frozenset(name.lower().rstrip(".") for name in hosts)
         return cls(None if needs_key or ANY in names else names, frozenset(origin.lower() for origin in origins))
 
     def takes_host(self, host: str | None) -> bool:
-        """Whether requests for this host are served; a request without a host comes from no browser."""
+        """Whether requests for this host are served; browsers always send one."""
         if self.hosts is None or host is None:
             return True
         found = _HOST.fullmatch(host)
@@ -85,16 +79,13 @@ class WebAccess:
         return name in self.hosts or _is_private(name)
 
     def takes_origin(self, origin: str | None, host: str | None) -> bool:
-        """Whether a page of `origin` may use the server, which its browser calls `host`."""
+        """Whether a page of `origin` may use the server called `host`."""
         if origin is None or ANY in self.origins or origin.lower() in self.origins:
             return True
         return host is not None and is_same_server(origin, host)
 
     def refusal(self, method: str, headers: Headers, *, takes_any_type: bool = False) -> ApiError | None:
-        """Returns why a request is refused because of its web page, or None.
-
-        `takes_any_type` says that a program's body may have any content type.
-        """
+        """Returns why a web page's request is refused, or None. `takes_any_type` is for bodies of programs."""
         host, origin = headers.get("host"), headers.get("origin")
         if not self.takes_host(host):
             return _wrong_host(host or "")
@@ -108,14 +99,14 @@ class WebAccess:
 
 
 class WebAccessCheck:
-    """ASGI layer that refuses requests of foreign web pages, before their key or body is read."""
+    """ASGI layer that refuses foreign web pages before key or body is read."""
 
     def __init__(self, app: ASGIApp, access: WebAccess) -> None:
         self._app = app
         self._access = access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on allowed requests; raises ApiError (403, 415) for the rest."""
+        """Raises ApiError (403, 415) for refused requests."""
         if scope["type"] == "http":
             takes_any_type = dialect_of(Request(scope)).takes_any_content_type
             error = self._access.refusal(scope["method"], Headers(scope=scope), takes_any_type=takes_any_type)
@@ -125,7 +116,7 @@ class WebAccessCheck:
 
 
 def cross_origin_layer(origins: Iterable[str]) -> Middleware:
-    """Returns the layer that tells browsers which pages may read answers, errors included; it must be outermost."""
+    """Returns the layer that tells browsers which pages may read answers; it must be outermost."""
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins),
@@ -138,14 +129,13 @@ def cross_origin_layer(origins: Iterable[str]) -> Middleware:
 
 
 def _is_private(name: str) -> bool:
-    """Whether a name is an address, or cannot be registered on the internet."""
     last = name.rpartition(".")[2]
     is_address = name.startswith("[") or last.isdecimal()
     return is_address or last == name or name.endswith(_PRIVATE_ENDINGS)
 
 
 def is_same_server(origin: str, host: str) -> bool:
-    """Whether a page's origin is the server called `host`, with or without a proxy that ends TLS."""
+    """Whether a page's origin is the server called `host`; a proxy may end TLS."""
     try:
         page, server = urlsplit(origin), urlsplit(f"//{host}")
         default = _DEFAULT_PORTS.get(page.scheme)
@@ -157,12 +147,11 @@ def is_same_server(origin: str, host: str) -> bool:
 
 
 def _is_cross_site(headers: Headers) -> bool:
-    """Whether the browser reports a request from another page; needed for requests without an origin."""
     return headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
 
 
 def _follows_link(method: str, headers: Headers) -> bool:
-    """Whether a browser follows a link: it shows the answer as a page, and no other page can read it."""
+    """Whether a browser follows a link, so that no other page can read the answer."""
     return method in _READING and headers.get("sec-fetch-mode", "").lower() == "navigate"
 
 
@@ -205,7 +194,7 @@ def _wrong_type(content_type: str) -> ApiError:
 LOOPBACK = frozenset({"127.0.0.1", "::1", "::ffff:127.0.0.1"})
 OWN_NAMES = LOOPBACK | {"localhost"}
 OF_OTHERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
-"""Headers that proxies add; with one of them the request comes from another machine."""
+"""Headers that proxies add."""
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping"})
 
 
@@ -215,27 +204,24 @@ def key_of(request: Request) -> ApiKey | None:
 
 
 def known_key_of(request: Request) -> ApiKey | None:
-    """Returns the key found by `KeyCheck`, or None if no key is required."""
+    """Returns the key found by `KeyCheck`; None if no key is required."""
     key = request.scope["state"].get("key")
     return key if isinstance(key, ApiKey) else None
 
 
 def key_name_of(scope: Scope) -> str | None:
-    """Returns the name of the key found by `KeyCheck`, or None if it has none."""
+    """Returns the name of the key found by `KeyCheck`, if it has one."""
     key = scope["state"].get("key")
     return key.name or None if isinstance(key, ApiKey) else None
 
 
 def is_authorised(request: Request) -> bool:
-    """Returns whether a request holds a key of the server, or the server requires none."""
+    """Whether a request holds a key of the server, or the server requires none."""
     return not context_of(request).config.needs_key or key_of(request) is not None
 
 
 def namespace_of(request: Request, cache_salt: str | None) -> str:
-    """Returns the name under which a request shares state; empty without a key and a salt.
-
-    It never holds the key itself, since names may be written out.
-    """
+    """Returns the name under which a request shares state, without the key itself; empty without key and salt."""
     key = dialect_of(request).api_key(request.headers)
     of_key = namespace_of_key(key) if key else ""
     # The slash keeps a salt from looking like the digest of a key.
@@ -243,16 +229,15 @@ def namespace_of(request: Request, cache_salt: str | None) -> str:
 
 
 def namespace_of_query(request: Request) -> str:
-    """Returns the namespace of a request without a body, from its key and `?cache_salt=`."""
+    """Returns the namespace of a request without a body."""
     return namespace_of(request, request.query_params.get("cache_salt"))
 
 
 def is_owner(request: Request, config: ServerConfig) -> bool:
-    """Returns whether a request may see everybody's data: by an operator's key, or by hand on the server's own
-    machine.
+    """Whether a request may see everybody's data: by an operator's key, or by hand on the server's own machine.
 
     The latter counts only if the server requires no key, and only for a request without a key: one with a key asks
-    for its own state. Behind a proxy, where everybody seems to be on this machine, it does not count.
+    for its own state.
     """
     if config.needs_key:
         key = key_of(request)
@@ -265,9 +250,8 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
 def is_from_this_machine(request: Request) -> bool:
     """Whether a person on the server's own machine asks, by a program or by the console in a browser.
 
-    False for pages of another origin, which `--cors` may allow, and for requests with a proxy's headers. Also False
-    if the host is not the loopback address: the request may come through a proxy that adds no header, or from a page
-    whose name was made to point here.
+    False for pages of another origin and with a proxy's headers. Also False if the host is not the loopback address:
+    a proxy may add no header, and a page's name may point here.
     """
     origin, host = request.headers.get("origin"), request.headers.get("host", "127.0.0.1")
     is_forwarded = any(name in request.headers for name in OF_OTHERS)
@@ -284,28 +268,28 @@ def _is_own_name(host: str) -> bool:
 
 
 def visible_namespace(request: Request, config: ServerConfig) -> str:
-    """Returns the namespace of a request without a body: the request's own, or the one that the owner names."""
+    """Returns the namespace of a request without a body, or the one that the owner names."""
     named = request.query_params.get("namespace")
     return named if named is not None and is_owner(request, config) else namespace_of_query(request)
 
 
 def listed_namespace(request: Request, config: ServerConfig) -> str | None:
-    """Returns the namespace that a list is limited to; None, for all, if the owner names none."""
+    """Returns the namespace that a list is limited to; None for all."""
     if "cache_salt" in request.query_params or not is_owner(request, config):
         return namespace_of_query(request)
     return request.query_params.get("namespace")
 
 
 class KeyCheck:
-    """ASGI layer that raises the dialect's error for requests without a key; then `scope["state"]` holds `key`."""
+    """ASGI layer that refuses requests without a key; then `scope["state"]` holds `key`."""
 
     def __init__(self, app: ASGIApp, is_open: Callable[[Scope], bool] = lambda scope: False) -> None:
-        """`is_open` says which requests need no key, besides those for `OPEN_PATHS`."""
+        """`is_open` says which requests need no key, besides `OPEN_PATHS`."""
         self._app = app
         self._is_open = is_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on allowed requests; raises ApiError for the rest."""
+        """Raises ApiError for refused requests."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_open(scope):
             request = Request(scope)
             request.state.key = key_of(request)
@@ -320,10 +304,8 @@ _OF_STRANGERS = frozenset({Code.INVALID_API_KEY, Code.HOST_NOT_ALLOWED, Code.ORI
 class ErrorBoundary:
     """Outermost ASGI layer. Below it, `scope["state"]` holds `request_id`, `dialect` and `answer_headers`.
 
-    `answer_headers` are headers of the answer, also of an error; endpoints may add to them until they answer.
-
-    Only here are exceptions of any kind caught: whatever went wrong in one request, the server goes on. Once an
-    answer has begun, an exception closes the connection.
+    Endpoints may add to `answer_headers` until they answer. Only here are exceptions of any kind caught; once an
+    answer has begun, one closes the connection.
     """
 
     def __init__(self, app: ASGIApp, find_dialect: Callable[[Scope], Dialect], server_name: str) -> None:
@@ -354,7 +336,7 @@ class ErrorBoundary:
 
 
 def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    """Logs a refusal: faults of the server as warnings, mistakes of clients as information."""
+    """Faults of the server are warnings, mistakes of clients information."""
     level = logging.WARNING if error.status >= 500 else logging.INFO
     # A template's message may quote the conversation, which only the client may see.
     message = error.message.partition(":")[0] if error.code is Code.TEMPLATE_ERROR else error.message
@@ -366,7 +348,7 @@ def _log_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
 
 
 def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
-    """Keeps the refusals of authorised clients, for `mlx-serve doctor`."""
+    """Keeps the refusals of authorised clients."""
     if scope["method"] != "POST" or error.code in _OF_STRANGERS:
         return
     request = Request(scope)
@@ -386,8 +368,6 @@ def _keep_refusal(scope: Scope, request_id: str, error: ApiError) -> None:
 
 
 class _TrackedSend:
-    """Adds headers to the answer and knows whether the answer has begun."""
-
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         """`headers` may grow until the answer begins."""
         self._send = send
@@ -403,7 +383,7 @@ class _TrackedSend:
 
 
 def raise_http_error(request: Request, error: Exception) -> Response:
-    """Raises the router's errors as ApiError: an unknown path, or a method that the path does not accept.
+    """Raises the router's errors as ApiError.
 
     A path of another API is unknown, even if it fits one of our patterns, as `/responses/compact` does.
     """

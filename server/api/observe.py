@@ -1,16 +1,11 @@
-"""Metrics for Prometheus and traces for OpenTelemetry, of requests and engines.
+"""Metrics for Prometheus and traces for OpenTelemetry, of requests and engines. Event loop only.
 
-Requests are counted when their answer ends. Engines are read on each scrape, from figures that their workers left, so
-a scrape waits for no worker. A metric with vLLM's meaning has vLLM's name, with `mlx_serve_` for `vllm:` (a colon is
-for recorded rules, says Prometheus' lint). Labels are models, endpoints and this server's words, never a client's
-text.
+Requests are counted when they end. Engines are read on each scrape, without waiting for a worker. A metric with
+vLLM's meaning has vLLM's name, with `mlx_serve_` for `vllm:`. Labels never hold a client's text.
 
 Traces (`--otlp`) have a span for each request, and below it queue, restore, prefill and decode, named by the
-conventions for generative AI. No span holds text of a prompt or answer. Spans are made when an answer has ended, and
-sent by another thread; an absent collector costs only the spans. The packages of the extra `otlp` are imported only
-if spans are wanted.
-
-Event loop only.
+conventions for generative AI; none holds text of a prompt or answer. Another thread sends them; an absent collector
+costs only the spans. The packages of the extra `otlp` are imported only if spans are wanted.
 """
 
 import importlib
@@ -134,7 +129,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engines of the loaded models. A reloaded model's counters restart at 0, as Prometheus expects."""
+    """Reads the engines of the loaded models; a reloaded model's counters restart at 0."""
 
     def __init__(self, engines: Callable[[], Mapping[str, StatsPort]], num_slots: int) -> None:
         self._engines = engines
@@ -312,7 +307,7 @@ def span_attributes(record: RequestRecord) -> Mapping[str, Any]:
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """Yields name, start and end of each phase of a request, as readings of `time.monotonic()`."""
+    """Yields name, start and end of each phase, as readings of `time.monotonic()`."""
     one, received = record.first, record.first.arrival.received
     if one.started is None:
         yield "queue", received, record.ended
@@ -327,7 +322,7 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def _telling(exporter: "SpanExporter", endpoint: str) -> "SpanExporter":
-    """Returns an exporter that logs once when its collector stops answering, and once when it answers again."""
+    """Returns an exporter that logs when its collector stops answering, and when it answers again."""
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     class Telling(SpanExporter):

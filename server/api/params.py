@@ -1,7 +1,6 @@
 """Turns a body's wishes, in no dialect's names, into the engine's request and the grammar that binds its answer.
 
-Grammars that force, forbid or restrict tool calls follow the model's own format, as far as its calls are JSON. Runs
-off the event loop.
+Grammars for tool calls follow the model's own format, as far as its calls are JSON. Runs off the event loop.
 """
 
 import json
@@ -48,7 +47,7 @@ class AnswerGrammar:
 
 
 def json_grammar(schema: Mapping[str, Any] | bool, *, is_strict: bool = False) -> Grammar:
-    """Returns the grammar of a JSON schema. Unless it is strict, unknown keywords bind nothing."""
+    """Returns the grammar of a JSON schema; unless strict, unknown keywords bind nothing."""
     kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
     # `true` allows every value, as the empty schema does.
     return Grammar(kind, json.dumps({} if schema is True else close_objects(schema)))
@@ -84,7 +83,7 @@ def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
 
 
 def _thought_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
-    """Returns the token that begins a thought, if the model may begin one; None after a prompt without messages."""
+    """Returns the token that begins a thought, if the model may begin one."""
     markers = model.reasoning_format
     if markers is None or not prompt.text or prompt.begun or model.opens_thoughts:
         return None
@@ -98,7 +97,6 @@ class Incoming:
     """A request with a decoded, unchecked body."""
 
     http: Request
-    """Gives headers and dialect; its body has been read."""
     fields: Mapping[str, Any]
     """The body's JSON object."""
     request_id: str
@@ -121,16 +119,16 @@ class GenerationParams:
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
-    """The thought is closed after this many tokens; None leaves closing to the model."""
+    """None leaves the thought's end to the model."""
     is_single_call: bool = False
-    """Whether the answer ends with its first tool call, if the model writes calls between markers."""
+    """Whether the answer ends with its first tool call, if calls have markers."""
     grammar: AnswerGrammar | None = None
     prompt_param: str = "messages"
     """The body's field that holds the prompt, for errors."""
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises ApiError (400) for a number that is no token; `param` is the field of the numbers."""
+    """Raises ApiError (400) for a number that is no token; `param` is their field."""
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
             place = f"{param}[{index}]"
@@ -173,7 +171,7 @@ def _call_markers(model: ServedModel) -> CallMarkers | None:
 
 
 def _fitting_max_tokens(num_prompt: int, params: GenerationParams, model: ServedModel, http: Request) -> int:
-    """Returns the most tokens to generate; raises ApiError for a prompt that leaves no space."""
+    """Returns the limit of the answer; raises ApiError for a prompt that leaves no space."""
     if num_prompt == 0:
         raise ApiError(Code.EMPTY_PROMPT, f"{params.prompt_param}: the prompt is empty", params.prompt_param)
     num_left = model.context_tokens - num_prompt
@@ -189,7 +187,6 @@ _NO_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "
 _ANY_ARGUMENTS: Final[Mapping[str, Any]] = {"type": "object", "additionalProperties": True}
 _TEXT: Final = "TEXT: /(?s:.*)/"
 _TAIL: Final = "}\n"
-"""The text between a call's arguments and its end marker."""
 _CALL: Final = "call: {} body"
 _JSON_KINDS: Final = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
 
@@ -219,21 +216,21 @@ def forced_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], forced:
 
 
 def calls_in_text(model: ServedModel, conversation: Conversation) -> AnswerGrammar | None:
-    """Returns the grammar of calls within a text: none are allowed, or strict tools' calls follow their schemas."""
+    """Returns the grammar of text without calls, or with calls of strict tools."""
     if not conversation.forbids_calls:
         return strict_calls(model, conversation.callable_tools)
     return _no_calls(model.tool_syntax) if model.tool_syntax is not None and can_forbid_calls(model) else None
 
 
 def can_forbid_calls(model: ServedModel) -> bool:
-    """Whether calls of shown tools can be forbidden; otherwise the prompt omits the tools."""
+    """Whether calls of shown tools can be forbidden; if not, the prompt omits the tools."""
     if isinstance(model.tool_syntax, HarmonyFormat):
         return False
     return model.tool_syntax is None or model.grammars is not None
 
 
 def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
-    """Returns the grammar of text that begins no call. Markers that are special tokens are not text."""
+    """Returns the grammar of text that begins no call; special tokens are not text."""
     start = (syntax.start,) if isinstance(syntax, ToolFormat) else ()
     markers = "|".join(re.escape(marker) for marker in (*start, *syntax.frames))
     excluded = [f"(?s:.*)({markers})(?s:.*)"] if markers else []
@@ -244,7 +241,7 @@ def _no_calls(syntax: ToolFormat | BareFormat | HarmonyFormat) -> AnswerGrammar:
 
 
 def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], wanted: AnswerGrammar) -> AnswerGrammar:
-    """Returns the grammar of an answer that is either calls or as `wanted`; raises ApiError (400)."""
+    """Returns the grammar of calls or an answer as `wanted`; raises ApiError (400)."""
     if wanted.grammar.kind not in _JSON_KINDS:
         message = f"{wanted.param}: beside tools only JSON can be asked for; else set tool_choice to none"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, wanted.param)
@@ -259,10 +256,7 @@ def answer_or_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]], want
 
 
 def strict_calls(model: ServedModel, tools: Sequence[Mapping[str, Any]]) -> AnswerGrammar | None:
-    """Returns the grammar of an answer with text and calls, where strict tools' calls follow their schemas.
-
-    None without a strict tool, or if the model's calls cannot be bound.
-    """
+    """Returns the grammar of text and calls in which strict tools' calls follow their schemas, if it can be."""
     functions, syntax = [tool["function"] for tool in tools], _bindable_format(model)
     if syntax is None or not any(map(_is_strict, functions)):
         return None
@@ -288,7 +282,6 @@ def _json_format(model: ServedModel, param: str, what: str) -> ToolFormat:
 
 
 def _bindable_format(model: ServedModel) -> ToolFormat | None:
-    """Returns the model's format of calls, if grammars can bind it."""
     syntax = model.tool_syntax
     if isinstance(syntax, ToolFormat) and syntax.writes_json and model.grammars is not None:
         return syntax
@@ -304,7 +297,7 @@ def _calls(*, is_single: bool) -> str:
 
 
 def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the rule `body`, the text after a call's start marker, and one rule for each function."""
+    """Returns the rule `body`, behind a call's start marker, and a rule for each function."""
     rules = [f"body: {' | '.join(f'call_{number}' for number in range(len(functions)))}"]
     for number, function in enumerate(functions):
         head = _literal(f'\n{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": ')
@@ -314,10 +307,7 @@ def _call_rules(markers: tuple[str, str], functions: Sequence[Mapping[str, Any]]
 
 
 def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the schema of a tool's arguments; a tool that describes none takes none.
-
-    A nested object without properties, on the other hand, may hold anything.
-    """
+    """Returns the schema of a tool's arguments; a tool that describes none takes none, unlike a nested object."""
     schema = {"type": "object", **(function.get("parameters") or _NO_ARGUMENTS)}
     return schema if describes_members(schema) else {**schema, **_NO_ARGUMENTS}
 

@@ -1,9 +1,8 @@
 """Threads that check, render and tokenize requests, shared fairly among clients.
 
-A body waits only for bodies of its own size class, so long bodies never delay a short one. Within a class clients
-take turns, however many bodies each has sent. The bytes that wait are bounded. When a client disconnects, its work
-ends at the renderer's next check (`models.prompt.tokenize`); until then it keeps its thread, so abandoned work does
-not pile up.
+A body waits only for bodies of its own size class. Within a class clients take turns, however many bodies each has
+sent. The bytes that wait are bounded. Work of a client that left ends at the renderer's next check
+(`models.prompt.tokenize`); until then it keeps its thread, so that it does not pile up.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ class Size:
 
 
 SIZES: Final = (Size(64 << 10, 4), Size(1 << 20, 2), Size(float("inf"), 1))
-"""Ascending. More threads for long bodies would only compete with the worker thread for Python's lock."""
+"""Ascending. More threads for long bodies would compete with the worker thread for Python's lock."""
 
 
 class Planning:
@@ -50,7 +49,7 @@ class Planning:
         """Returns the result of `work`, called on a thread when its turn comes.
 
         `num_bytes` is the body's length. Raises what `work` raises, and ApiError (429) if too many bytes wait.
-        Cancellation takes the work out of the queue, or ends it soon.
+        Cancellation ends the work soon.
         """
         turns = self._turns[next(size for size in SIZES if num_bytes <= size.max_bytes)]
         await self._wait(turns, client, num_bytes)
@@ -82,7 +81,7 @@ class Planning:
 
 
 class Turns:
-    """A number of places. While all are taken, waiting clients take turns. Event loop only."""
+    """A number of places; while all are taken, waiting clients take turns. Event loop only."""
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
@@ -127,7 +126,7 @@ class Turns:
         return turn
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
-        """Takes a turn out of the queue, unless it was already skipped."""
+        """Takes a turn out of the queue, unless it was skipped."""
         turns = self._waiting.get(client, deque())
         if turn in turns:
             turns.remove(turn)

@@ -1,8 +1,7 @@
 """Limits each key's use per minute and at once. Pure: callers pass the time, in seconds of any steady clock.
 
-An allowance is a bucket that holds a minute's worth and fills steadily. A request takes one from the bucket of
-requests. Its tokens are known only at its end, so it is admitted while the bucket of tokens is not empty. Tokens
-beyond the bucket must flow in before the next request, so even a prompt larger than the bucket is possible.
+An allowance is a bucket that holds a minute's worth and fills steadily. A request's tokens are known only at its end,
+so it is admitted while the bucket of tokens is not empty; tokens beyond it must flow in before the next request.
 """
 
 import math
@@ -67,7 +66,7 @@ class KeyUsage:
 
 @dataclass
 class Permit:
-    """An admitted request. Only the first call of `close` counts."""
+    """An admitted request; only the first `close` counts."""
 
     usage: KeyUsage
     is_closed: bool = False
@@ -91,7 +90,7 @@ class RateLimits:
     """Keyed by the key's digest; only keys with a limit."""
 
     def admit(self, key: ApiKey, headers: dict[str, str]) -> Permit:
-        """Admits a request, or raises OverLimit. Either way, adds the limits to `headers`."""
+        """Admits a request, or raises OverLimit; adds the limits to `headers` either way."""
         usage = self._filled(key)
         try:
             _check(key, usage)

@@ -55,9 +55,9 @@ class OpenRequest:
     model_id: str
     arrival: Arrival
     is_first: bool = True
-    """Whether this is the first choice, which has the session, the turn and the log entry of all."""
+    """Whether it reports for all choices."""
     repeats_prompt: bool = False
-    """Whether the choice before has the same prompt, and counts its tokens."""
+    """Whether the choice before counts the same prompt."""
     session_id: str | None = None
     """The conversation's present name."""
     received_at: float = field(default_factory=time.time)
@@ -130,7 +130,7 @@ class OpenRequest:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens of a request with all of its choices; a shared prompt counts once."""
+    """Tokens of all choices; a shared prompt counts once."""
 
     prompt: int
     cached: int
@@ -151,19 +151,19 @@ class TokenCounts:
 
 @dataclass(frozen=True, eq=False)
 class RequestRecord:
-    """A client's request that has ended in any way, with all its choices. Made once; its choices change no more."""
+    """A client's request that has ended in any way. Made once; its choices change no more."""
 
     choices: tuple[OpenRequest, ...]
     name: Name | None = None
-    """The conversation; None for a request that never held a slot, or has none."""
+    """The conversation, if a turn of one was evaluated."""
     previous_id: str | None = None
-    """The earlier request compared with this one; None if there was none."""
+    """The earlier request compared with this one, if any."""
     turn_number: int | None = None
-    """The turn's number in the conversation, from 1; None for a request that is no turn."""
+    """The turn's number in the conversation, from 1."""
     saved_seconds: float = 0.0
     """Time that evaluating the restored tokens would have taken."""
     is_refused: bool = False
-    """Whether the client gets an error only, which has a log entry of its own."""
+    """Whether the client gets an error only, with a log entry of its own."""
     ended: float = field(default_factory=time.monotonic)
     ended_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
@@ -214,7 +214,7 @@ class RequestRecord:
         )
 
     def _prompt_ms(self) -> float:
-        """Returns the time for the prompt: the engine's measurement, or the time so far if the answer was cut off."""
+        """Returns the engine's time for the prompt, or the time so far of an answer that was cut off."""
         first = self.first
         if first.timings is not None and first.has_ended:
             return first.timings.prompt_ms
@@ -227,7 +227,7 @@ class Moment:
 
     of: OpenRequest
     event: Started | Progress | Delta | None = None
-    """None: the request waits for a slot. A delta is the first one."""
+    """None: the request waits for a slot. A delta is the first."""
 
 
 Told: TypeAlias = Moment | RequestRecord
@@ -244,7 +244,7 @@ class RequestLog:
 
     def __init__(self) -> None:
         self._noted: dict[OpenRequest, tuple[float, int]] = {}
-        """When the next progress entry of a request is due, and the number of those before it."""
+        """When the next progress entry is due, and how many there were."""
 
     def tell(self, told: Told) -> None:
         """Logs what is due."""
@@ -298,7 +298,7 @@ def ended_entry(record: RequestRecord) -> RequestEnded:
 
 
 def _speed_of(timings: Timings) -> float | None:
-    """Returns tokens per second. The time runs from the first token to the last, so one token fewer counts."""
+    """Returns tokens per second, from the first token to the last."""
     seconds, num_later = timings.predicted_ms / 1000, timings.predicted_tokens - 1
     return round(num_later / seconds, 2) if seconds > 0 and num_later > 0 else None
 
@@ -309,7 +309,7 @@ def _reason_of(error: Exception) -> str:
 
 
 def _miss_of(turn: TurnRecord) -> MissFigures | None:
-    """Returns reason and place of a miss, without the prompt's changed words, which may be private."""
+    """Returns a miss without the prompt's changed words, which may be private."""
     miss = turn.miss
     if miss is None:
         return None
@@ -373,7 +373,7 @@ def costs_of(finished: Finished, session_id: str | None) -> Costs:
 
 
 def cache_of(started: Started | None, session_id: str | None) -> CacheBody | None:
-    """Returns how much of a prompt was reused; None for a request cancelled before it started."""
+    """Returns how much of a prompt was reused; None for one that never held a slot."""
     if started is None:
         return None
     return {

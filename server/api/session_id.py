@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 
 def header_text(value: str) -> str:
-    """Returns a header's value as its client meant it: as UTF-8 if its bytes are, else as Latin-1."""
+    """Returns a header's value: UTF-8 if its bytes are, else Latin-1."""
     with contextlib.suppress(UnicodeError):
         # Must precede stripping white space: a letter's UTF-8 byte may be white space in Latin-1.
         value = value.encode("latin-1").decode()
@@ -30,7 +30,7 @@ def header_text(value: str) -> str:
 
 
 def ascii_text(value: str) -> str:
-    """Returns a value for a header: unchanged if printable ASCII, else UTF-8 with percent signs."""
+    """Returns a value for a header: printable ASCII, else UTF-8 with percent signs."""
     is_plain = value.isascii() and value.isprintable() and value == value.strip()
     return value if is_plain else quote(value, safe="", errors="replace")
 
@@ -66,8 +66,7 @@ class SessionIdError(ValueError):
 def resolve_session_id(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
     """Returns the session's name, 1 to 256 printable characters; None if the request names none.
 
-    `body` is the decoded JSON object. Null and empty texts count as absent. Raises SessionIdError for a name that is
-    no text, is longer than 256 characters or holds control characters.
+    Null and empty texts count as absent. Raises SessionIdError for any other name.
     """
     for param, value in _candidates(body, headers):
         if value is None or value == "":
@@ -93,7 +92,7 @@ def _candidates(body: Mapping[str, Any], headers: Mapping[str, str]) -> Iterator
 
 
 def _session_in_user_id(user_id: Any) -> Any:
-    """Returns the session that agents put into a user's name; None for most names, which hold none."""
+    """Returns the session that agents put into a user's name."""
     if not isinstance(user_id, str):
         return None
     suffix = _SESSION_SUFFIX.search(user_id)

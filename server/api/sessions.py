@@ -1,11 +1,7 @@
 """Records the costs of sessions' last turns, and refused requests, for `/v1/sessions` and `mlx-serve doctor`.
 
-Events of finished requests are recorded on the event loop, so reading never waits for the engine. Sessions and
-refusals are found only under their namespace. Turns per session and sessions in all are bounded; above the bound, the
-namespace with the most sessions loses its oldest, so no client can push out another's sessions. Equal refusals are
-counted as one. Refusals of a namespace, and namespaces, are bounded; the least recently used go first.
-
-Pure: no clock, no engine, no HTTP.
+Both are found only under their namespace, and bounded. Above the bound the namespace with the most sessions loses its
+oldest, so no client can push out another's. Equal refusals are counted as one. Pure: no clock, no engine, no HTTP.
 """
 
 from collections import OrderedDict, deque
@@ -43,10 +39,10 @@ class TurnRecord:
     tier: str | None
     kept: float | None
     lost_tokens: int
-    """Tokens evaluated because of the miss, as far as the previous prompt reached."""
+    """Tokens evaluated because of the miss."""
     misses: tuple[Miss, ...] = ()
     previous_id: str | None = None
-    """The earlier request compared with this one; None if there was none."""
+    """The earlier request compared with this one, if any."""
 
     @property
     def miss(self) -> Miss | None:
@@ -102,7 +98,7 @@ class SessionRecords:
         self._num_sessions = 0
 
     def record(self, name: Name, turn: TurnRecord) -> int:
-        """Adds a turn to its session, which it may begin; returns the turn's number there."""
+        """Adds a turn to its session, which it may begin; returns its number there."""
         namespace, session_id = name.namespace, name.id
         sessions = self._namespaces.setdefault(namespace, OrderedDict())
         if session_id not in sessions:
@@ -145,10 +141,7 @@ class SessionRecords:
         return True
 
     def _drop_one(self) -> None:
-        """Drops the oldest session of the namespace with the most; among equals, of the least recently used one.
-
-        Among the oldest, unnamed sessions of a single request go first.
-        """
+        """Drops the oldest session of the fullest namespace; unnamed ones of a single request first."""
         fullest = max(self._namespaces, key=lambda name: len(self._namespaces[name]))
         sessions = self._namespaces[fullest]
         passing = (

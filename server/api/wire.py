@@ -1,11 +1,8 @@
 """Reads request bodies and writes JSON answers and server-sent events, the same for all dialects.
 
-A body is one JSON object, bounded in bytes as it arrives, also when decompressed, and in its number of values. The
-parser holds Python's lock until it has read everything, so values are counted first, block by block.
-
-JSON is compact UTF-8 without NaN. Texts of models and clients may hold half a character, which UTF-8 cannot encode;
-it is replaced. An event holds one JSON object; clients skip comments. Paths are served with and without `/v1`:
-leaving it out of a base URL is the commonest mistake of clients.
+A body is one JSON object, bounded in bytes as it arrives, also when decompressed, and in its number of values: the
+parser holds Python's lock, so values are counted first. JSON is compact UTF-8 without NaN; half a character, which
+UTF-8 cannot encode, is replaced. Paths are served with and without `/v1`, which many clients leave out of a base URL.
 """
 
 import asyncio
@@ -42,11 +39,11 @@ _GZIP: Final = 16 + zlib.MAX_WBITS
 _WINDOWS: Final[Mapping[str, int]] = {"gzip": _GZIP, "x-gzip": _GZIP, "deflate": zlib.MAX_WBITS}
 """zlib's parameter for each encoding."""
 MAX_MEMBERS: Final = 64
-"""Parts of one gzip body. Each costs a copy of all that follow it."""
+"""Parts of one gzip body; each costs a copy of all that follow it."""
 
 
 def find_encoding(header: str) -> str | None:
-    """Returns the encoding of `Content-Encoding`, None for none; raises ApiError (415) for an unknown one."""
+    """Returns the encoding, None for none; raises ApiError (415) for an unknown one."""
     name = header.strip().lower()
     if name in ("", "identity"):
         return None
@@ -80,7 +77,7 @@ def expand(raw: bytes, encoding: str, max_bytes: int) -> bytes | None:
 
 
 def _window(raw: bytes, encoding: str) -> int:
-    """Returns zlib's parameter for the format; some clients send "deflate" without zlib's header."""
+    """Returns zlib's parameter; some clients send "deflate" without zlib's header."""
     has_head = len(raw) > 1 and raw[0] & 0xF == 8 and int.from_bytes(raw[:2], "big") % 31 == 0
     return -zlib.MAX_WBITS if encoding == "deflate" and not has_head else _WINDOWS[encoding]
 
@@ -101,10 +98,7 @@ _NO_BACKSLASH: Final = re.compile(rb"[^\\]")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Returns the decompressed body.
-
-    Raises ApiError: 413 once it exceeds `max_bytes`, 415 for an unknown compression.
-    """
+    """Returns the decompressed body; raises ApiError: 413 above `max_bytes`, 415 for an unknown compression."""
     encoding = find_encoding(request.headers.get("content-encoding", ""))
     raw = await _read_as_sent(request, max_bytes)
     if encoding is None:
@@ -133,8 +127,7 @@ async def _read_as_sent(request: Request, max_bytes: int) -> bytes:
 def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
     """Returns the JSON object and whether all its numbers are finite; raises ApiError (400).
 
-    NaN and Infinity are not JSON, but some clients send them. The field's own check can then name the field; the
-    caller refuses the rest.
+    Some clients send NaN and Infinity. The field's own check can then name the field; the caller refuses the rest.
     """
     try:
         value, is_finite = pydantic_core.from_json(raw, allow_inf_nan=False), True
@@ -146,7 +139,7 @@ def parse_object(raw: bytes) -> tuple[dict[str, Any], bool]:
 
 
 def check_amount(raw: bytes) -> None:
-    """Raises ApiError (400) for a body with too many values to parse at once."""
+    """Raises ApiError (400) for a body with too many values."""
     num_texts = num_values = 0
     for texts, values in _count_by_block(raw):
         num_texts += texts
@@ -159,7 +152,7 @@ def check_amount(raw: bytes) -> None:
 
 
 def check_messages(fields: Mapping[str, Any]) -> None:
-    """Raises ApiError (400) for too many messages; fields of other types are checked elsewhere."""
+    """Raises ApiError (400) for too many messages."""
     messages = fields.get("messages")
     if isinstance(messages, list) and sum(map(_num_entries, messages)) > MAX_MESSAGES:
         message = (
@@ -175,7 +168,7 @@ def _num_entries(message: Any) -> int:
 
 
 def _count_by_block(raw: bytes) -> Iterator[tuple[int, int]]:
-    """Yields, block by block, the number of texts and containers that begin, and of values that end with a comma."""
+    """Yields, by block, how many texts and containers begin, and how many values end with a comma."""
     start, is_in_text = 0, False
     while start < len(raw):
         # A block never ends with a backslash, so an escaped character is in its backslash's block.
@@ -220,9 +213,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 
 def json_text(value: Any) -> str:
-    """Returns `value` as JSON without half characters; raises ValueError or TypeError for values that JSON cannot
-    hold.
-    """
+    """Returns `value` as JSON without half characters; raises ValueError or TypeError."""
     return well_formed(_encode(value))
 
 
@@ -238,7 +229,7 @@ SEPARATOR = "\n"
 
 
 def sse_event(payload: Any, name: str | None = None) -> bytes:
-    """Returns an event; raises ValueError or TypeError for a payload that JSON cannot hold."""
+    """Returns an event; raises ValueError or TypeError."""
     # JSON is one line; the library's frames, made for any text, cost more than its encoding.
     head = f"event: {name}{SEPARATOR}" if name else ""
     return f"{head}data: {json_text(payload)}{SEPARATOR}{SEPARATOR}".encode()

@@ -1,7 +1,7 @@
 """What is served: a loaded model with its texts, formats and defaults, its engine, and the models that may be named.
 
-`ModelFacts` describe a model for people and never change an answer. The protocols are what others use of the engine
-and of the model's tokenizer; tests have fakes of them. Knows no HTTP, no client and not which models are loaded.
+The protocols are what others use of the engine and of the model's tokenizer; tests have fakes of them. Knows no HTTP,
+no client and not which models are loaded.
 """
 
 import threading
@@ -33,7 +33,7 @@ MAX_REMEMBERED = 16_384
 
 
 class Previews:
-    """Remembered texts of one model's tokens, for the edges of its cache. For any thread."""
+    """Remembered texts of tokens, for the edges of a model's cache. For any thread."""
 
     def __init__(self, text_of: Callable[[Sequence[int]], str], max_characters: int) -> None:
         self._text_of = text_of
@@ -62,7 +62,7 @@ class Previews:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts of a loaded model. Unknown ones are empty or 0."""
+    """Facts for people, which never change an answer. Unknown ones are empty or 0."""
 
     architecture: str = ""
     """The `model_type`, such as `qwen3`."""
@@ -107,7 +107,7 @@ MAX_PREVIEW_CHARACTERS = 80
 
 
 class PromptRenderer(Protocol):
-    """Text to tokens for one model; the real one is `models.prompt.chat_template.ChatRenderer`. For any thread."""
+    """Text to tokens for one model. For any thread."""
 
     @property
     def reads_tools(self) -> bool:
@@ -123,17 +123,13 @@ class PromptRenderer(Protocol):
         *,
         continues: bool = False,
     ) -> RenderedPrompt:
-        """Returns a conversation's prompt, or raises ChatTemplateError.
-
-        If it `continues`, the prompt ends after the text of the last message, which is the assistant's.
+        """Returns a conversation's prompt; raises ChatTemplateError. If it `continues`, it ends with the last
+        message's text.
         """
         ...
 
     def tool_definitions(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns definitions of tools for the middle of a conversation, in the template's form.
-
-        See `models.prompt.tool_definitions.ToolDefinitions.block` for `place`.
-        """
+        """Returns definitions of tools for the middle of a conversation; see `ToolDefinitions.block`."""
         ...
 
     def encode(self, text: str) -> RenderedPrompt:
@@ -152,7 +148,7 @@ class PromptRenderer(Protocol):
 
 
 class TokenReader(Protocol):
-    """Tokens to text; the real one is `models.output.detokenizer.Detokenizer`. For any thread."""
+    """Tokens to text. For any thread."""
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes of one token."""
@@ -196,7 +192,7 @@ class EnginePort(Protocol):
         ...
 
     async def execute(self, command: Callable[[Any], Any]) -> Any:
-        """Runs a command on the worker thread; raises QueueFull, EngineStopped, or what the command raises."""
+        """Runs a command on the worker thread; raises QueueFull, EngineStopped, or its error."""
         ...
 
     async def embed(
@@ -227,13 +223,12 @@ class ServedModel:
     reasoning_format: ReasoningFormat | None = None
     """The model's format of thoughts; None if it has none or they stay text."""
     opens_thoughts: bool = False
-    """Whether the template opens a thought on request, so that a prompt without one asks for no thought."""
+    """Whether the template opens a thought on request, so that other prompts ask for none."""
     grammars: AnswerBinder | None = None
     """Compiles grammars; None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
-    """How the model makes vectors of texts; None if its way is not supported."""
     reranking: RerankFormat | None = None
-    """How the model judges a query with a document; None if it was not made for that."""
+    """How the model judges a query with a document, if it was made for that."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The model's defaults for fields missing in a request."""
     facts: ModelFacts = field(default_factory=ModelFacts)
@@ -244,10 +239,10 @@ class ServedModel:
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     """Other defaults for requests; sampling and context have their own fields."""
     tool_orders: ToolOrders = field(default_factory=ToolOrders)
-    """The order of keys in which tools are shown; shared with variants and other names of the model."""
+    """The order of keys in which tools are shown, shared with other names of the model."""
 
     def labelled(self, name: str, defaults: ModelDefaults) -> "ServedModel":
-        """Returns the model under another name with that name's defaults; all state is shared."""
+        """Returns the model under another name with its defaults; all state is shared."""
         sampling = defaults.sampling_over(self.sampling)
         return replace(
             self,
@@ -298,9 +293,9 @@ class ServedModel:
         return "text" if self.tool_syntax is None else "parsed"
 
     def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
-        """Returns the engine's data for a thought of at most `max_tokens` after a prompt's text.
+        """Returns how the engine finds a thought of at most `max_tokens`; None if none is possible.
 
-        None if no thought is possible: the prompt ends with `begun`, the answer's beginning.
+        The prompt ends with `begun`, the answer's beginning.
         """
         if self.reasoning_format is None:
             return None
@@ -310,10 +305,7 @@ class ServedModel:
     def output_parser(
         self, tools: Sequence[Mapping[str, Any]], prompt: str = "", begun: str = "", *, is_forced: bool = False
     ) -> OutputParser:
-        """Returns the parser of one answer that may call `tools`, or must if `is_forced`.
-
-        `prompt` is the prompt's text, and `begun` the end of it that begins the answer.
-        """
+        """Returns the parser of an answer that may or must call `tools`; the `prompt` ends with `begun`."""
         if isinstance(self.tool_syntax, HarmonyFormat):
             return HarmonyParser(tools)
         answer: OutputParser = PlainParser()
@@ -333,7 +325,7 @@ class ListedModel:
 
     id: str
     created: int
-    """Seconds since 1970: when it was loaded, or when its files were written."""
+    """Seconds since 1970."""
     context_tokens: int | None
     facts: ModelFacts
     served: ServedModel | None = None

@@ -39,6 +39,7 @@ from server.api.params import (
     json_grammar,
 )
 from server.app.config import ServerConfig
+from server.pool.errors import ModelUnknown
 from server.pool.served import ServedModel
 
 _ERROR_PREFIX = "Error: "
@@ -254,7 +255,7 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
     """
     try:
         return context.find_model(name)
-    except ApiError:
+    except ModelUnknown:
         if name is None or not name.startswith(_OWN_NAMES):
             raise
         return context.find_model(None)

@@ -91,7 +91,7 @@ class DiagnosticsBody(TypedDict):
 
 
 def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: bool) -> MessagesUsage:
-    """Returns the token counts at the start. `caches_all`: the whole prompt counts as a block to be cached."""
+    """Returns the token counts at the start; with `caches_all` the whole prompt is to be cached."""
     num_prompt, num_read = started.prompt_tokens, started.hit_tokens
     explicit = (point.offset for point in request.restore_points if point.kind is RestorePointKind.EXPLICIT)
     # Blocks up to the last marked one are written to the cache; Anthropic counts the rest as plain input.
@@ -106,7 +106,7 @@ def usage_at_start(request: GenerationRequest, started: Started, *, caches_all: 
 
 
 def usage_at_end(at_start: MessagesUsage, parts: Sequence[Finished]) -> MessagesUsage:
-    """Returns the counts of a finished answer: its first part's prompt, and the output of all parts."""
+    """Returns the counts of a finished answer: its first part's prompt, and all output."""
     usage: MessagesUsage = {**at_start, "output_tokens": sum(part.timings.predicted_tokens for part in parts)}
     thought = [part.reasoning_tokens for part in parts if part.reasoning_tokens is not None]
     if thought:
@@ -199,8 +199,8 @@ def _open(context: ApiContext, incoming: Incoming, body: MessagesBody) -> "Messa
 class MessageExchange(Exchange):
     """Writes the answer to one request for a message.
 
-    When the model calls searches for tools, the answer goes on by itself: each part is an exchange of its own, of a
-    longer conversation, and the first part writes all of them.
+    After searches for tools it goes on by itself: each part is an exchange with a longer body, and the first writes
+    all.
     """
 
     def __init__(
@@ -265,13 +265,13 @@ class MessageExchange(Exchange):
                         yield told
 
     async def _run_searches(self, part: "MessageExchange") -> list[BlockEvent]:
-        """Runs the searches that a part of the answer called; returns the events of their results."""
+        """Runs the searches that a part called; returns the events of their results."""
         searches = part._searches
         found = await asyncio.to_thread(lambda: [self._run(search) for search in searches]) if searches else []
         return self._content.add_results(found)
 
     async def _next_part(self, part: "MessageExchange") -> "MessageExchange | None":
-        """Returns the part that goes on with the results of searches; None if the client has to go on, if anybody."""
+        """Returns the part that goes on with the results of searches, if there is one."""
         finished, num_calls = self._finished[-1], len(part._searches)
         is_over = finished.reason is not FinishReason.STOP or finished.stop_text is not None or self._num_left < 1
         if not num_calls or is_over or part._calls_client or len(self._finished) >= MAX_PARTS:

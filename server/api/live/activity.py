@@ -18,7 +18,7 @@ from server.engine.request import Delta, Progress, Started, Timings
 from server.pool.errors import ModelChange
 
 MAX_NAMESPACES = 1024
-"""Above this number, the sums of the namespace that asked least recently are dropped."""
+"""Beyond this number the least recently active namespace is dropped."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class WatchedEngine(Protocol):
     """An engine that reports what happens to its state."""
 
     def watch(self, tell: Tell | None) -> None:
-        """Calls `tell` on the event loop for each event about state; None ends that."""
+        """Calls `tell` on the event loop for each event; None ends that."""
         ...
 
 
@@ -171,7 +171,7 @@ class Activity:
     # ------------------------------------------------------------------------------------------- models and state
 
     def note_model(self, change: ModelChange) -> None:
-        """Publishes that a model comes or goes, and listens to a loaded model's engine."""
+        """Publishes that a model comes or goes, and listens to its engine."""
         if not self.log.is_wanted:
             return
         fields: dict[str, Any] = {"model": change.model_id}

@@ -19,7 +19,7 @@ from server.api.wire import json_text
 CAPACITY = 1024
 """Events kept for slow and returning listeners."""
 KEEP_SECONDS = 60.0
-"""Events are kept this long after the last listener left, since it may come back."""
+"""Events are kept this long after the last listener left."""
 BATCH = 128
 """Events sent together, at most."""
 
@@ -51,7 +51,7 @@ class EventLog:
     def __init__(self, epoch: str, *, wall: Callable[[], float], clock: Callable[[], float]) -> None:
         """`epoch` tells this process's events from those of another; `wall` reads seconds since 1970."""
         self.on_wanted: Callable[[bool], None] = lambda is_wanted: None
-        """Called when the log begins to keep events, and when it stops."""
+        """Called when events begin to be kept, and no more."""
         self._epoch = epoch
         self._wall = wall
         self._clock = clock
@@ -59,7 +59,7 @@ class EventLog:
         self._next = 1
         self._listeners: list[Listener] = []
         self._left_at: float | None = None
-        """When the last listener left; None while one listens, and before the first."""
+        """When the last listener left; None while one listens."""
         self._is_wanted = False
         self.is_closed = False
 
@@ -89,10 +89,7 @@ class EventLog:
             listener.note(event)
 
     def listen(self, namespace: str | None, last_id: str | None = None) -> "Listener":
-        """Returns a listener to the events of a namespace; None sees all.
-
-        It begins after the event `last_id` if that is known, else with the next event.
-        """
+        """Returns a listener to a namespace, or all, behind the event `last_id` if it is known, else from now on."""
         had_been_wanted, self._left_at = self.is_wanted, None
         self._is_wanted = True
         listener = Listener(self, namespace, self._place_behind(last_id))
@@ -133,7 +130,7 @@ class EventLog:
         return f"{self._epoch}-{number}"
 
     def _place_behind(self, last_id: str | None) -> int | None:
-        """Returns the number of the event after `last_id`; None if events in between are gone."""
+        """Returns the number behind `last_id`; None if events in between are gone."""
         if last_id is None:
             return self._next
         epoch, _, number = last_id.rpartition("-")
@@ -154,7 +151,7 @@ class Listener:
     """One client's place in the log. Event loop only."""
 
     def __init__(self, log: EventLog, namespace: str | None, place: int | None) -> None:
-        """`place` is the number of the next event to read; None for a listener that lost an unknown number."""
+        """`place` is the next event to read; None: an unknown number was lost."""
         self._log = log
         self._namespace = namespace
         self._lost_unknown = place is None

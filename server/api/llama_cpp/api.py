@@ -1,8 +1,7 @@
 """llama.cpp's dialect: `/completion`, `/tokenize`, `/detokenize`, `/apply-template`, `/slots` and `/props`.
 
-Errors have the HTTP status as their `code`, and a type. `/apply-template` and `/v1/chat/completions/input_tokens`
-take the body of a chat completion, and answer with its prompt or the prompt's length. `/slots` and `/props` show
-nothing of any request: whoever asks may not be its sender.
+`/apply-template` and `/v1/chat/completions/input_tokens` take the body of a chat completion. `/slots` and `/props`
+show nothing of any request: whoever asks may not be its sender.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -296,7 +295,7 @@ class TokenPiece(TypedDict):
 
 
 class TokensBody(TypedDict):
-    """The tokens of a text, and what vLLM says beside them where it was asked in vLLM's words."""
+    """The tokens of a text; some fields are for vLLM's clients."""
 
     tokens: list[int] | list[TokenPiece]
     count: NotRequired[int]
@@ -386,7 +385,7 @@ def _one_prompt(value: Any) -> Any:
 
 
 def _bias_object(value: Any) -> Any:
-    """Returns pairs of token and bias as OpenAI's object; other entries stay as they are and are refused later."""
+    """Returns pairs of token and bias as OpenAI's object; other entries are refused later."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         return value
     return {str(token): NEVER if bias is False else bias for token, bias in value}
@@ -407,7 +406,7 @@ class LlamaCompletionBody(GenerationBody):
 
 
 class LlamaCompletion(TypedDict):
-    """The answer, and each event of a stream; what is not required is in the last only."""
+    """The answer, and each event of a stream; the last one has all fields."""
 
     index: int
     content: str
@@ -443,7 +442,6 @@ def open_llama_completion(context: ApiContext, incoming: Incoming) -> Exchange:
 
 
 def _joined(prompt: str | list[int | str], model: ServedModel) -> str | list[int]:
-    """Returns the tokens of a list; a text at its head begins like a prompt."""
     if isinstance(prompt, str):
         return prompt
     tokens: list[int] = []

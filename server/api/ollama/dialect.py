@@ -203,9 +203,8 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
         raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
     try:
         return context.find_model(name)
-    except ApiError as error:
-        instead = error.__cause__.instead if isinstance(error.__cause__, ModelUnknown) else error.message
-        raise ApiError(error.code, f"model {name[:200]!r} not found: {instead}", "model") from error
+    except ModelUnknown as error:
+        raise ApiError(Code.MODEL_NOT_FOUND, f"model {name[:200]!r} not found: {error.instead}", "model") from error
 
 
 def answer_loading(context: ApiContext, body: OllamaBody, answer: Payload) -> ModelReady:

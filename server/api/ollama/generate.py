@@ -1,7 +1,6 @@
 """Ollama's generation endpoints: `/api/generate`, `/api/chat`, `/api/embed` and the older `/api/embeddings`.
 
-Answers to prompts and chats are streamed unless the request says otherwise. The last object of an answer has counts,
-and times in nanoseconds.
+Answers are streamed unless the request says otherwise; the last object has counts, and times in nanoseconds.
 """
 
 import json
@@ -96,7 +95,7 @@ def end_of(finished: Finished, began: float, session_id: str | None) -> OllamaEn
 
 
 def loaded(keep_alive_seconds: float | None) -> OllamaEnd:
-    """Returns the end of the answer to a request without a prompt, which clients use to load and unload a model."""
+    """Returns the end of the answer to a request without a prompt, which loads or unloads a model."""
     return {"done": True, "done_reason": "unload" if keep_alive_seconds == 0 else "load"}
 
 
@@ -336,13 +335,12 @@ def _grammar(wanted: AnswerGrammar | None, conversation: Conversation, model: Se
 
 
 def _continues(messages: Sequence[OllamaMessage], model: ServedModel) -> bool:
-    """Whether the answer continues the last message, as in Ollama; a message that cannot be continued is answered."""
+    """Whether the answer continues the last message; one that cannot be continued is answered."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.content) and not last.tool_calls and can_continue(model)
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
-    """Returns the messages in the template's form; raises ApiError for content that no message may hold."""
     for index, message in enumerate(messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     return [_template_message(message) for message in messages]
@@ -399,7 +397,7 @@ class OllamaChatExchange(Exchange):
         raise AssertionError("the events of a request end with Finished")
 
     def reply_messages(self) -> list[Message]:
-        """Returns the answer as clients send it back: without the ids of calls, for which they have no field."""
+        """Returns the answer as clients send it back: without the ids of calls."""
         calls = [{"function": call["function"]} for call in self._calls]
         said = _template_message(OllamaMessage.model_validate({**self._message, "tool_calls": calls}))
         return [said if self.conversation is None else self.conversation.whole(said)]
@@ -468,7 +466,7 @@ class EmbedBody(_VectorsBody):
         BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
     ]
     truncate: bool | None = None
-    """False: a text that is too long is an error; otherwise it loses its end."""
+    """False: a text that is too long is an error."""
     dimensions: Annotated[Whole, Field(ge=1)] | None = None
 
 

@@ -91,7 +91,7 @@ def open_chat(context: ApiContext, incoming: Incoming) -> ChoiceExchange:
 def read_conversation(
     body: ChatBody, incoming: Incoming, model: ServedModel, config: ServerConfig, namespace: str
 ) -> Conversation:
-    """Returns the prompt's source; raises ApiError for content that no conversation may hold."""
+    """Returns the prompt's source; raises ApiError."""
     continues = body.continues()
     if continues:
         check_continuable(model)
@@ -107,7 +107,6 @@ def read_conversation(
 
 
 def _offered_tools(body: ChatBody, incoming: Incoming, model: ServedModel) -> list[Mapping[str, Any]]:
-    """Returns the tools in the client's order and wording."""
     if not body.tools or (body.forbids_calls and not can_forbid_calls(model)):
         return []
     if not model.renderer.reads_tools:
@@ -130,7 +129,6 @@ def _grammar(
 
 
 def _messages(body: ChatBody) -> list[Message]:
-    """Returns the messages in the template's form; raises ApiError for content that no message may hold."""
     for index, message in enumerate(body.messages):
         refuse_fields(message.model_extra or {}, IN_MESSAGE, f"messages[{index}].")
     messages = template_messages(body.messages)

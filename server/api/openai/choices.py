@@ -60,7 +60,7 @@ class ChoiceExchange(Exchange):
     def take_tokens(self, delta: Delta) -> None:
         """Keeps the tokens for the next chunk, or for the answer.
 
-        Tokens without text send log-probabilities only beside token ids, since then both lists have the same length.
+        Tokens without text send log-probabilities only beside token ids, so that both lists have the same length.
         """
         self._token_ids.extend(delta.token_ids)
         if delta.text or self._tells_ids:
@@ -114,18 +114,18 @@ class ChoiceExchange(Exchange):
 
     @property
     def choices(self) -> "Sequence[ChoiceExchange]":
-        """This choice, then the others that are answered with it."""
+        """This choice, then the others."""
         return (self, *self._others)
 
     def with_others(self, others: "Sequence[ChoiceExchange]") -> Self:
-        """Makes this the first of several choices, which writes the answer of all; returns itself."""
+        """Makes this the first of several choices; returns itself."""
         self._others = others
         for other in others:
             other.answer_id = self.answer_id
         return self
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields the chunks of the choices as they come, their finish reasons, and at last the costs of all."""
+        """Yields the chunks of all choices as they come, and at last the costs."""
         choices, end = self.choices, None
         for choice in choices:
             for chunk in choice.opening():
@@ -211,9 +211,7 @@ class ChoiceExchange(Exchange):
 
 
 def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) -> int:
-    """Returns the number of answers to each prompt; raises ApiError if all together exceed the slots and the
-    queue.
-    """
+    """Returns the number of answers to each prompt; raises ApiError for more than may run and wait."""
     count, limit = body.n or 1, config.slots + config.max_waiting
     if count * num_prompts > limit:
         asked = f"{count} answers" if num_prompts == 1 else f"{num_prompts} prompts with {count} answers each"
@@ -224,10 +222,10 @@ def num_choices(body: GenerationBody, num_prompts: int, config: ServerConfig) ->
 
 
 def request_of_choice(request: GenerationRequest, index: int, number: int) -> GenerationRequest:
-    """Returns the request for choice `index` of all, which is answer `number` to its prompt, both from 0.
+    """Returns the request for choice `index` of all, answer `number` to its prompt, both from 0.
 
-    Seeds differ, so that answers to one prompt differ; the first answer is the one that a single request would get.
-    Only the first choice of all belongs to the session.
+    Seeds differ, and the first answer is the one that a single request would get. Only the first choice has the
+    session.
     """
     if index == 0:
         return request

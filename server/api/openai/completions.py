@@ -42,7 +42,6 @@ from server.pool.served import ServedModel
 
 
 def _prompts(value: Any) -> Any:
-    """Returns a text, a list of token ids, or a list of either, as a list of prompts."""
     if _is_prompt(value):
         return [value]
     if isinstance(value, list) and all(_is_prompt(entry) for entry in value):
@@ -58,7 +57,7 @@ class CompletionBody(GenerationBody):
     """Body of `POST /v1/completions`."""
 
     prompt: Annotated[Any, BeforeValidator(_prompts), Field()]
-    """A text, a list of token ids, or a list of several of either; a list after the check."""
+    """A text, a list of token ids, or a list of several of either."""
     echo: bool | None = None
     """Begin the answer with the prompt."""
     max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)] = None
@@ -142,10 +141,7 @@ def _places(prompts: Sequence[str | list[int]]) -> list[tuple[str, str | list[in
 
 
 def text_prompt(prompt: str | list[int], model: ServedModel, place: str = "prompt") -> RenderedPrompt:
-    """Returns a plain prompt's tokens; raises ApiError for a number that is no token.
-
-    `place` is the prompt's field in the body, for errors.
-    """
+    """Returns a plain prompt's tokens; raises ApiError for a number that is no token. `place` is its field."""
     if isinstance(prompt, str):
         return model.renderer.encode(prompt)
     if len(prompt) >= model.context_tokens:
@@ -193,7 +189,7 @@ class CompletionExchange(ChoiceExchange):
         return finish_reason(finished)
 
     def ended_choice(self, end: Finished | Failed) -> Any:
-        """Returns the choice of a whole answer, with its prompt's log-probabilities if requested."""
+        """Returns the choice, with its prompt's log-probabilities if requested."""
         if isinstance(end, Finished) and self.request.prompt_logprobs is not None:
             self._scored = end.scored
         return super().ended_choice(end)

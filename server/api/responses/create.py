@@ -1,8 +1,7 @@
 """`POST /v1/responses`: reads a body and its history, answers, and stores the response.
 
-A request continues the response it names with all before it, or a conversation, and may refer to stored items. Bodies
-are checked as OpenAI checks them: an unknown field is refused, unlike in other dialects. Every event and the store
-show the same response object. Items are read on a planning thread, which waits for the store.
+A request may continue a response or a conversation, and refer to stored items. An unknown field is refused, unlike in
+other dialects. Every event and the store show the same response object. A planning thread waits for the store.
 """
 
 import asyncio
@@ -204,7 +203,6 @@ def begun_response(
 
 
 _ID_PREFIX = "in"
-"""Prefix of the ids that this server gives to items."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,7 @@ class History:
 
     items: Sequence[Item] = ()
     session: str | None = None
-    """The conversation's name for the chain of responses; None at its beginning."""
+    """The name of the chain of responses; None at its beginning."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +285,6 @@ def _resolved(item: Item, index: int, history: History, store: ResponseStore, na
 
 
 def _kept_item(store: ResponseStore, namespace: str, item_id: str) -> Item | None:
-    """Returns an item of a stored response; the item's id holds the response's id."""
     response = store.find(namespace, f"resp_{item_id.split('_')[1]}").result() if item_id.count("_") == 2 else None
     kept = [*response.input, *response.body["output"]] if response is not None else []
     return next((item for item in kept if item.get("id") == item_id), None)
@@ -407,7 +404,7 @@ def _offered_tools(body: InputBody, model: ServedModel) -> ToolSet:
 def _found_tools(
     tools: ToolSet, items: RequestItems, model: ServedModel, namespace: str
 ) -> tuple[ToolSet, dict[str, str]]:
-    """Returns the tools, including those that searches found, and the found definitions by call id."""
+    """Returns the tools with those that searches found, and the found definitions by call id."""
     definitions: dict[str, str] = {}
     all_items = [*items.history.items, *items.new]
     for item in search_outputs(all_items):
@@ -435,7 +432,7 @@ def _instructions(body: InputBody) -> list[dict[str, Any]]:
 
 
 def _in_chain(incoming: Incoming, session: str | None) -> Incoming:
-    """Returns the request with the session of its chain's first response: a chain is one session."""
+    """Returns the request with the session of its chain's first response."""
     if session is None:
         return incoming
     return replace(incoming, fields={**incoming.fields, "previous_response_id": session})
@@ -480,7 +477,7 @@ class ResponseExchange(Exchange):
         self._response = begun_response(body, fields, self.request, self.model.id)
 
     async def frames(self, answer: Answer) -> AsyncIterator[bytes]:
-        """Yields each event with its number; the last event holds the whole response, also a failed one."""
+        """Yields each event with its number; the last one holds the whole response."""
         number = 0
         async for event in self._told(answer):
             yield sse_event({"type": event["type"], "sequence_number": number, **event}, event["type"])
