@@ -15,7 +15,7 @@ import mlx.core as mx
 from models.hub import PullEvent, PullProgress, TellPull
 from models.names import parse_repository
 from server.app.memory_budget import Machine, read_machine
-from server.pool.loading import on_thread
+from server.pool.loader import on_thread
 
 MAX_TOGETHER = 2
 

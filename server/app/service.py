@@ -44,7 +44,7 @@ from server.app.memory_budget import (
 from server.engine.engine import Engine, EngineConfig
 from server.pool.catalog import stored_source
 from server.pool.errors import ModelTooLarge
-from server.pool.loading import Around
+from server.pool.loader import Around
 from server.pool.members import OpenedModel
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
@@ -191,13 +191,11 @@ class ServiceOpener:
         self, source: ModelSource, loaded: LoadedModel, around: Around, tell: Callable[[str], object]
     ) -> OpenedModel:
         weights_bytes = _weights_bytes(loaded)
-        together = [*around.weights, weights_bytes]
-        if not self.memory.fits(together):
+        if not self.memory.fits([*around.weights, weights_bytes]):
             raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
         facts = _facts(loaded, weights.total_bytes(source.path), weights_bytes, is_on_gpu=_is_on_gpu())
         served = _served_model(loaded, facts, self.config)
-        share_bytes = self.memory.share_bytes(together, around.dormant_bytes)
-        engine = Engine.for_model(loaded, _engine_config(self.config, share_bytes, served), around.dormant)
+        engine = Engine.for_model(loaded, _engine_config(self.config, around.budget_bytes, served), around.kept)
         tell("trying it out")
         engine.start()
         return OpenedModel(served, engine, weights_bytes, partial(_release, loaded), _variants(served, loaded))

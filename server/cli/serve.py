@@ -336,12 +336,12 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
     catalog = InstalledCatalog(sources, has_others=config.max_models != 1)
     pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
     if claim is not None:
-        pool.shares.on_change = partial(_tell_claim, pool, claim, around.urls[0])
+        pool.loader.budgets.on_change = partial(_tell_claim, pool, claim, around.urls[0])
     return pool
 
 
 def _tell_claim(pool: ModelPool, claim: OwnClaim, url: str) -> None:
-    claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.shares.taken_bytes, url))
+    claim.tell(Claim(os.getpid(), ", ".join(pool.models), pool.loader.budgets.taken_bytes, url))
 
 
 @contextlib.contextmanager
@@ -393,7 +393,7 @@ async def _serve(
     server: "_Server", stopper: "_Stopper", config: ServerConfig, listener: socket.socket, sigterm: Sigterm
 ) -> int:
     pool, app = stopper.pool, stopper.app
-    pool.watch()
+    pool.loader.watch()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopper.signalled)
     sigterm.on_signal = partial(loop.call_soon_threadsafe, stopper.signalled)

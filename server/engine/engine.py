@@ -1,7 +1,7 @@
 """The engine as the rest of the server sees it: submit a request, iterate over its events.
 
 `Engine` owns the worker thread, and only that thread touches the device, clean-up included. `stats` and `is_running`
-never wait for it. Of an unloaded model the conversations stay in memory, as `DormantState`.
+never wait for it. Of an unloaded model the conversations stay in memory, as `KeptState`.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from server.engine.worker import Worker
 logger = logging.getLogger(__name__)
 
 
-class DormantState:
+class KeptState:
     """State of a model that is not loaded, kept in memory until it is. One thread at a time may use it."""
 
     def __init__(self, prefix_cache: PrefixCache, sessions: EngineSessions, fingerprint: str) -> None:
@@ -49,15 +49,15 @@ class DormantState:
         self.prefix_cache = prefix_cache
         self.sessions = sessions
         self.fingerprint = fingerprint
-        self.is_dropped = False
 
     @property
     def num_bytes(self) -> int:
         return self.prefix_cache.ledger.stored_bytes
 
     def shrink(self, budget_bytes: int) -> None:
-        """Drops the least valuable state until the rest fits `budget_bytes`, as far as pins allow."""
-        self.prefix_cache.try_resize(budget_bytes)
+        """Drops the least valuable state until the rest fits `budget_bytes`; all of it where pins forbid that."""
+        if self.prefix_cache.try_resize(budget_bytes):
+            self.drop()
 
     def forget(self, namespace: str) -> tuple[int, int]:
         """Drops a namespace; returns the tokens and bytes dropped."""
@@ -69,7 +69,6 @@ class DormantState:
     def drop(self) -> None:
         """Drops all state now, whoever still refers to the cache."""
         self.prefix_cache.clear()
-        self.is_dropped = True
 
 
 CALIBRATION_TOKENS = 8
@@ -114,7 +113,7 @@ class Engine:
         self._config = config
         self._fingerprint = fingerprint
         self._parks = False
-        self._dormant: DormantState | None = None
+        self._kept: KeptState | None = None
         self._inbox = Inbox(max_slots=config.max_slots, max_waiting=config.max_waiting)
         self._mailbox: Mailbox | None = None
         self._thread = threading.Thread(target=self._run, name="mlx-serve-engine", daemon=True)
@@ -128,21 +127,20 @@ class Engine:
         """The journal of the worker's cache, once the cache exists."""
 
     @classmethod
-    def for_model(cls, loaded: LoadedModel, config: EngineConfig, dormant: DormantState | None = None) -> "Engine":
+    def for_model(cls, loaded: LoadedModel, config: EngineConfig, kept: KeptState | None = None) -> "Engine":
         """Returns an engine for a loaded model; call `start` to begin.
 
-        Consumes `dormant`, what the model's last engine left; state of other weights, tokenizer or precision is
+        Consumes `kept`, what the model's last engine left; state of other weights, tokenizer or precision is
         dropped.
         """
-        resumed = dormant
-        if dormant is not None and dormant.fingerprint != loaded.state_fingerprint:
+        if kept is not None and kept.fingerprint != loaded.state_fingerprint:
             logger.warning("the files of %s have changed: its conversations begin anew", loaded.name)
-            dormant.drop()
-            resumed = None
+            kept.drop()
+            kept = None
 
         def make_worker() -> Worker:
             runner = Runner(loaded.model, vocab_size=loaded.vocab_size, adapters=loaded.adapters)
-            prefix_cache = _make_prefix_cache(runner, config, loaded, resumed)
+            prefix_cache = _make_prefix_cache(runner, config, loaded, kept)
             _calibrate(runner, prefix_cache)
             give_back()  # buffers left by reading the weights and trying the model
             return Worker(
@@ -154,7 +152,7 @@ class Engine:
                 expected_tokens=config.expected_tokens,
                 clock=time.monotonic,
                 embedder=Embedder(loaded.model, loaded.adapters),
-                sessions=None if resumed is None else resumed.sessions,
+                sessions=None if kept is None else kept.sessions,
             )
 
         return cls(make_worker, config, loaded.state_fingerprint)
@@ -185,12 +183,15 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def park(self) -> DormantState | None:
+    def park(self) -> KeptState | None:
         """Stops, and returns the state in memory for the model's next engine; None where the disk has it."""
         self._parks = True
         self.stop()
-        dormant, self._dormant = self._dormant, None
-        return dormant
+        kept, self._kept = self._kept, None
+        if kept is not None and self._config.disk_folder is not None:
+            kept.drop()
+            return None
+        return kept
 
     # ----------------------------------------------------------------------------------------------- requests
 
@@ -273,18 +274,11 @@ class Engine:
             try:
                 worker.stop(parks=self._parks)
                 if self._parks:
-                    self._dormant = self._dormant_state(worker)
+                    self._kept = KeptState(worker.prefix_cache, worker.sessions, self._fingerprint)
             finally:
                 self._is_accepting = False
                 self._journal.tell = None
                 self._inbox.close()
-
-    def _dormant_state(self, worker: Worker) -> DormantState | None:
-        state = DormantState(worker.prefix_cache, worker.sessions, self._fingerprint)
-        if self._config.disk_folder is None:
-            return state
-        state.drop()
-        return None
 
     def _step(self, worker: Worker) -> None:
         try:
@@ -378,12 +372,12 @@ def _open_disk(config: EngineConfig, loaded: LoadedModel) -> DiskTier | None:
 
 
 def _make_prefix_cache(
-    runner: Runner, config: EngineConfig, loaded: LoadedModel, dormant: DormantState | None
+    runner: Runner, config: EngineConfig, loaded: LoadedModel, kept: KeptState | None
 ) -> PrefixCache:
     budget_bytes = config.budget_bytes - _disk_bytes_in_memory(config)
-    if dormant is not None:
-        dormant.prefix_cache.resume(runner.make_caches, budget_bytes)
-        return dormant.prefix_cache
+    if kept is not None:
+        kept.prefix_cache.resume(runner.make_caches, budget_bytes)
+        return kept.prefix_cache
     return PrefixCache(
         runner.make_caches,
         num_slots=config.max_slots,

@@ -82,7 +82,7 @@ class FakeEngine:
     commands: list[Callable[[Any], Any]] = field(default_factory=list)
     cancel_seen: threading.Event = field(default_factory=threading.Event)
     budget_bytes: int | None = None
-    """What it was given last by `try_resize`."""
+    """What it was opened with, or given last by `try_resize`."""
     embedded: list[tuple[list[list[int]], Reading]] = field(default_factory=list)
     """The tokens of the texts of each request for vectors, and how they were to be pooled."""
     embedding_error: Exception | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models.errors import ModelBroken
 from server.pool.catalog import FixedCatalog
-from server.pool.loading import Around
+from server.pool.loader import Around
 from server.pool.members import OpenedModel
 from server.pool.names import ModelSource
 from server.pool.served import ListedModel, ModelFacts
@@ -49,7 +49,7 @@ class FakeOpener:
         tell("trying it out")
         if source.id in self.broken:
             raise ModelBroken(f"{source.id} is damaged")
-        engine = self.engines[source.id] = FakeEngine()
+        engine = self.engines[source.id] = FakeEngine(budget_bytes=around.budget_bytes)
         return OpenedModel(fake_model(id=source.id), engine, self.sizes.get(source.id, 1))
 
     def describe(self, source: ModelSource) -> ListedModel:

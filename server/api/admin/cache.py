@@ -224,13 +224,13 @@ async def clear_cache(request: Request) -> Response:
     try:
         model, engine = _model_and_engine(request)
     except ModelNotLoaded as error:
-        return _clear_dormant(request, error.source, namespace)
+        return _clear_unloaded(request, error.source, namespace)
     freed: Freed = await engine.execute(ClearCache(model.state_namespace(namespace)))
     context_of(request).conversations.note_cleared(namespace)
     return _cleared(model.id, freed)
 
 
-def _clear_dormant(request: Request, source: ModelSource, namespace: str) -> Response:
+def _clear_unloaded(request: Request, source: ModelSource, namespace: str) -> Response:
     """Clears the memory state of a model that is not loaded; only a running engine reads and changes the disk."""
     context = context_of(request)
     if context.config.cache_disk_bytes is not None:
@@ -238,7 +238,7 @@ def _clear_dormant(request: Request, source: ModelSource, namespace: str) -> Res
     if source.adapter is not None:
         # The states of an adapter are known only once the adapter is loaded.
         raise ModelNotLoaded(source)
-    num_tokens, num_bytes = context.pool.forget_dormant(source, namespace)
+    num_tokens, num_bytes = context.pool.forget_unloaded(source, namespace)
     context.conversations.note_cleared(namespace)
     return _cleared(source.id, Freed(num_tokens, num_bytes, 0))
 

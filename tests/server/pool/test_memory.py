@@ -1,45 +1,58 @@
-"""What fits beside what, and who makes way."""
+"""What fits beside what, who is unloaded for whom, and how the rest is divided."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from server.pool.errors import ModelTooLarge
-from server.pool.memory import SMALLEST_SHARE_BYTES, PoolMemory, Resident, choose_to_leave
+from server.pool.memory import (
+    FLOOR_PART,
+    SMALLEST_PART_BYTES,
+    ModelUse,
+    PoolMemory,
+    choose_to_unload,
+    divide,
+    due_bytes,
+)
 
 MIB = 1 << 20
 AMPLE = PoolMemory(1000 * MIB)
 
 
-def resident(name: str, weights: int, last_used: float, *, is_busy: bool = False) -> Resident:
-    return Resident(name, weights * MIB, last_used, is_busy)
+def loaded(name: str, weights: int, last_used: float, *, is_busy: bool = False) -> ModelUse:
+    return ModelUse(name, last_used, weights * MIB, is_busy=is_busy)
 
 
-def test_models_share_what_their_weights_leave() -> None:
-    assert AMPLE.share_bytes([400 * MIB]) == 600 * MIB
-    assert AMPLE.share_bytes([400 * MIB, 200 * MIB]) == 200 * MIB
-    assert PoolMemory(1000 * MIB, 300 * MIB).share_bytes([1, 1, 1]) == 100 * MIB
+def test_the_weights_leave_memory_for_state() -> None:
+    assert AMPLE.for_state([400 * MIB]) == 600 * MIB
+    assert AMPLE.for_state([400 * MIB, 200 * MIB]) == 400 * MIB
+    assert PoolMemory(1000 * MIB, 300 * MIB).for_state([1, 1, 1]) == 300 * MIB
+    alone = PoolMemory(1000 * MIB, largest_alone_bytes=1200 * MIB, smallest_alone_bytes=256 * MIB)
+    assert alone.for_state([1100 * MIB]) == alone.for_state([900 * MIB]) == 256 * MIB
 
 
-def test_nothing_leaves_while_all_fit() -> None:
-    assert choose_to_leave([resident("a", 100, 1)], "b", 100 * MIB, AMPLE, None) == []
+def test_nothing_is_unloaded_while_all_fit() -> None:
+    assert choose_to_unload([loaded("a", 100, 1)], "b", 100 * MIB, AMPLE, None) == []
 
 
 def test_idle_models_go_first_and_of_these_the_one_used_longest_ago() -> None:
-    residents = [resident("busy", 100, 1, is_busy=True), resident("new", 100, 3), resident("old", 100, 2)]
-    assert choose_to_leave(residents, "x", 1, AMPLE, 3) == ["old"]
-    assert choose_to_leave(residents, "x", 1, AMPLE, 2) == ["old", "new"]
-    assert choose_to_leave(residents, "x", 1, AMPLE, 1) == ["old", "new", "busy"]
+    models = [loaded("busy", 100, 1, is_busy=True), loaded("new", 100, 3), loaded("old", 100, 2)]
+    assert choose_to_unload(models, "x", 1, AMPLE, 3) == ["old"]
+    assert choose_to_unload(models, "x", 1, AMPLE, 2) == ["old", "new"]
+    assert choose_to_unload(models, "x", 1, AMPLE, 1) == ["old", "new", "busy"]
 
 
 def test_a_small_model_stays_where_a_large_one_has_to_go_anyway() -> None:
-    residents = [resident("small", 10, 1), resident("large", 800, 2)]
-    assert choose_to_leave(residents, "x", 700 * MIB, AMPLE, None) == ["large"]
+    models = [loaded("small", 10, 1), loaded("large", 800, 2)]
+    assert choose_to_unload(models, "x", 700 * MIB, AMPLE, None) == ["large"]
 
 
-def test_a_model_that_does_not_fit_alone_is_refused_before_anything_leaves() -> None:
+@pytest.mark.parametrize(
+    "memory", [AMPLE, PoolMemory(1000 * MIB, largest_alone_bytes=950 * MIB, smallest_alone_bytes=256 * MIB)]
+)
+def test_a_model_that_does_not_fit_alone_is_refused_before_anything_is_unloaded(memory: PoolMemory) -> None:
     with pytest.raises(ModelTooLarge, match=r"x take 1\.0 GB, and there is memory for"):
-        choose_to_leave([resident("a", 1, 1)], "x", 990 * MIB, AMPLE, None)
+        choose_to_unload([loaded("a", 1, 1)], "x", 990 * MIB, memory, None)
 
 
 def test_a_budget_for_state_that_was_asked_for_is_kept_beside_the_weights() -> None:
@@ -56,15 +69,106 @@ WEIGHTS = st.integers(1, 900)
 
 @given(st.lists(st.tuples(WEIGHTS, st.booleans()), max_size=5), WEIGHTS, st.none() | st.integers(1, 4))
 def test_what_stays_fits_and_no_one_leaves_in_vain(
-    loaded: list[tuple[int, bool]], weights: int, max_models: int | None
+    found: list[tuple[int, bool]], weights: int, max_models: int | None
 ) -> None:
-    residents = [resident(str(i), size, i, is_busy=busy) for i, (size, busy) in enumerate(loaded)]
-    leaving = choose_to_leave(residents, "x", weights * MIB, AMPLE, max_models)
-    staying = [one for one in residents if one.id not in leaving]
+    models = [loaded(str(i), size, i, is_busy=busy) for i, (size, busy) in enumerate(found)]
+    leaving = choose_to_unload(models, "x", weights * MIB, AMPLE, max_models)
+    staying = [one for one in models if one.id not in leaving]
 
-    def fits(stay: list[Resident]) -> bool:
+    def fits(stay: list[ModelUse]) -> bool:
         sizes = [*(one.weights_bytes for one in stay), weights * MIB]
-        return (max_models is None or len(sizes) <= max_models) and AMPLE.share_bytes(sizes) >= SMALLEST_SHARE_BYTES
+        is_within = max_models is None or len(sizes) <= max_models
+        return is_within and AMPLE.for_state(sizes) >= SMALLEST_PART_BYTES * len(sizes)
 
     assert fits(staying)
-    assert not any(fits([*staying, one]) for one in residents if one.id in leaving)
+    assert not any(fits([*staying, one]) for one in models if one.id in leaving)
+
+
+def in_use(name: str, used: int, last_used: float = 9) -> ModelUse:
+    return ModelUse(name, last_used, used_bytes=used, is_in_use=True)
+
+
+def idle(name: str, used: int, last_used: float = 1) -> ModelUse:
+    return ModelUse(name, last_used, used_bytes=used)
+
+
+def unloaded(name: str, used: int, last_used: float = 1) -> ModelUse:
+    return ModelUse(name, last_used, used_bytes=used, is_loaded=False)
+
+
+def test_models_in_use_get_equal_parts() -> None:
+    assert divide(1000, [in_use("a", 0)]) == {"a": 1000}
+    assert divide(1000, [in_use("a", 900), in_use("b", 0)]) == {"a": 500, "b": 500}
+    assert divide(1000, [idle("a", 0), idle("b", 0)]) == {"a": 500, "b": 500}, "none is in use"
+
+
+def test_a_model_in_use_gets_what_idle_ones_do_not_use() -> None:
+    assert divide(1000, [in_use("a", 400), idle("b", 100)]) == {"a": 525, "b": 475}
+    assert divide(1000, [in_use("a", 525), idle("b", 100)]) == {"a": 650, "b": 350}
+    assert divide(1000, [in_use("a", 900), idle("b", 100)]) == {"a": 900, "b": 100}
+
+
+def test_an_idle_model_is_cut_for_one_in_use_that_grows_down_to_a_floor_the_longest_idle_first() -> None:
+    assert divide(1200, [in_use("a", 400), idle("b", 800)]) == {"a": 600, "b": 600}
+    assert divide(1200, [in_use("a", 600), idle("b", 800)]) == {"a": 750, "b": 450}
+    assert divide(1200, [in_use("a", 1100), idle("b", 800)]) == {"a": 1050, "b": 150}
+    three = [in_use("a", 600), idle("old", 300, 1), idle("new", 300, 2)]
+    assert divide(1200, three) == {"a": 700, "old": 200, "new": 300}
+
+
+def test_state_of_unloaded_models_is_kept_where_there_is_memory_and_a_quarter_of_it_for_sure() -> None:
+    assert divide(1000, [unloaded("u", 900)]) == {"u": 900}
+    assert divide(1000, [in_use("a", 0), unloaded("u", 900)]) == {"a": 750, "u": 250}
+    assert divide(1000, [in_use("a", 0), unloaded("u", 100)]) == {"a": 900, "u": 100}
+    assert divide(1000, [in_use("a", 0), idle("b", 0), unloaded("u", 600)]) == {"a": 375, "b": 25, "u": 600}
+    assert divide(1000, [in_use("a", 0), unloaded("u", 900), unloaded("v", 0)]) == {"a": 750, "u": 250, "v": 0}
+    assert divide(1000, [in_use("a", 0), unloaded("u", 900), unloaded("v", 900)]) == {"a": 750, "u": 125, "v": 125}
+
+
+KINDS = st.sampled_from([in_use, idle, unloaded])
+MODELS = st.lists(st.tuples(KINDS, st.integers(0, 1500), st.integers(0, 9).map(float)), max_size=6).map(
+    lambda found: [kind(str(number), used, last_used) for number, (kind, used, last_used) in enumerate(found)]
+)
+
+
+@given(st.integers(0, 2000), MODELS)
+def test_a_division_promises_no_more_than_there_is_and_everybody_the_least(
+    total: int, models: list[ModelUse]
+) -> None:
+    budgets, due = divide(total, models), due_bytes(total, models)
+    assert sum(budgets.values()) <= total
+    num_loaded = sum(one.is_loaded for one in models)
+    num_unloaded = sum(not one.is_loaded and one.used_bytes > 0 for one in models)
+    assert due >= (total - total // FLOOR_PART) // max(num_loaded, 1)
+    for one in models:
+        if one.is_in_use:
+            assert budgets[one.id] >= due
+            continue
+        floor = due // FLOOR_PART if one.is_loaded else total // FLOOR_PART // max(num_unloaded, 1)
+        assert budgets[one.id] >= min(one.used_bytes, floor)
+        if not one.is_loaded:
+            assert budgets[one.id] <= one.used_bytes
+
+
+@given(st.integers(0, 2000), MODELS)
+def test_nothing_is_cut_where_all_fits_and_what_is_cut_first_was_used_longest_ago(
+    total: int, models: list[ModelUse]
+) -> None:
+    budgets, due = divide(total, models), due_bytes(total, models)
+    wanted = {
+        one.id: max(one.used_bytes + due // FLOOR_PART, due) if one.is_in_use else one.used_bytes for one in models
+    }
+    if sum(wanted.values()) <= total:
+        assert all(budgets[one.id] >= wanted[one.id] for one in models)
+    cut = [one for one in models if budgets[one.id] < one.used_bytes]
+    if any(not one.is_in_use for one in cut) and num_in_use(models):
+        assert sum(budgets.values()) == total, "memory lies idle while state is dropped"
+    floor = {one.id: min(one.used_bytes, due // FLOOR_PART if one.is_loaded else total) for one in models}
+    for one in cut:
+        older = [two for two in models if two.last_used < one.last_used and two.is_loaded and not two.is_in_use]
+        if not one.is_in_use:
+            assert all(budgets[two.id] <= floor[two.id] for two in older)
+
+
+def num_in_use(models: list[ModelUse]) -> int:
+    return sum(one.is_in_use for one in models)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.engine.request import EngineStopped
-from server.pool import turnover
+from server.pool import loader
 from server.pool.errors import LoadFailed, ModelInUse, ModelNotLoaded, ModelTooLarge, ModelUnknown, PoolBusy
 from server.pool.members import ModelHold
 from server.pool.memory import PoolMemory, PoolSettings
@@ -32,14 +32,12 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def held(pool: ModelPool, name: str) -> ModelHold:
-    """Holds a model as an endpoint does: looks it up, has it loaded, or tries once more."""
-    while True:
-        try:
-            hold = pool.try_hold(pool.find(name))
-        except ModelNotLoaded as error:
-            hold = await pool.load(error.source)
-        if hold is not None:
-            return hold
+    """Holds a model as an endpoint does: looks it up, or has it loaded."""
+    try:
+        hold = pool.try_hold(pool.find(name))
+    except ModelNotLoaded as error:
+        return await pool.load(error.source)
+    return hold or await pool.load(pool.source_of(name))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -100,7 +98,7 @@ def test_an_idle_model_makes_way_and_a_busy_one_is_waited_for() -> None:
 
 
 def test_a_model_that_does_not_come_in_time_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turnover, "MAX_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(loader, "MAX_WAIT_SECONDS", 0.01)
     opener = FakeOpener()
     pool = make_pool(opener, max_models=1)
 
@@ -160,7 +158,7 @@ def test_who_leaves_at_the_moment_of_loading_holds_nothing() -> None:
             asyncio.get_running_loop().call_soon(waiting.cancel)
 
         # Called in the very step that lets go of who waits: the cancel comes in between.
-        pool.shares.on_change = cancel_soon
+        pool.loader.budgets.on_change = cancel_soon
         await asyncio.gather(waiting, return_exceptions=True)
         assert waiting.cancelled() and "a" in pool.models
         assert not pool.members[0].is_busy
@@ -272,7 +270,7 @@ def test_idle_models_stay_half_an_hour_only_where_memory_is_short() -> None:
         async def test(pool: ModelPool = pool, seconds: float = seconds) -> None:
             (await held(pool, "a")).close()
             (member,) = pool.members
-            assert pool.expiry.expires(member) == member.last_used + seconds
+            assert pool.loader.expires(member) == member.last_used + seconds
 
         run(test)
 
@@ -287,7 +285,7 @@ def test_who_leaves_as_the_loading_ends_is_not_looked_for_among_those_who_wait()
         await until(opener.has_begun.is_set)
         waiting.cancel()
         # Before the one who leaves gets a turn.
-        pool._loadings.close()
+        pool.loader.close()
         (left,) = await asyncio.gather(waiting, return_exceptions=True)
         assert isinstance(left, asyncio.CancelledError)
         opener.may_finish.set()

@@ -1,4 +1,4 @@
-"""Idle models lend memory to one that is short: never more than there is, never below a floor, always given back."""
+"""Budgets follow use: never more than there is, what idle models leave for others, and each its due when used."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,74 +11,21 @@ from hypothesis import strategies as st
 
 from cache.journal import CacheStats
 from server.engine.request import EngineStats
-from server.pool.loading import Around
+from server.pool.errors import PoolBusy
+from server.pool.loader import Around
 from server.pool.members import OpenedModel
-from server.pool.memory import FLOOR_PART, IDLE_SECONDS, PoolMemory, PoolSettings, StateUse, plan_loans
+from server.pool.memory import IDLE_SECONDS, PoolMemory, PoolSettings
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
 from server.pool.served import ServedModel
-from tests.server.pool.test_pool import run
+from tests.server.pool.test_pool import raised, run, until
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_opener import FakeOpener, catalog
 
 SHARE = 1000
-FLOOR = SHARE // FLOOR_PART
 UNIT = 1 << 17
 """Bytes of which a simulated pool counts its memory: with less, its models would not be loaded together."""
 TOTAL = 4 * SHARE * UNIT
-
-
-def state_use(name: str, used: int, last_used: float, *, is_idle: bool, budget: int = SHARE) -> StateUse:
-    return StateUse(name, budget, used, budget, last_used, is_idle)
-
-
-def test_nobody_lends_while_nobody_is_short() -> None:
-    assert plan_loans([state_use("a", 900, 2, is_idle=False), state_use("b", 0, 1, is_idle=True)], SHARE) == {}
-
-
-def test_nobody_borrows_of_models_in_use() -> None:
-    assert plan_loans([state_use("a", 990, 2, is_idle=False), state_use("b", 0, 1, is_idle=False)], SHARE) == {}
-
-
-def test_what_is_not_used_is_lent_before_what_is_and_the_longest_idle_first() -> None:
-    short = state_use("a", 990, 9, is_idle=False)
-    full, free = state_use("old", 1000, 1, is_idle=True), state_use("new", 100, 5, is_idle=True)
-    assert plan_loans([short, full, free], SHARE) == {"new": 750, "a": 1250}
-    assert plan_loans([short, full], SHARE) == {"old": 750, "a": 1250}
-    two = [short, state_use("old", 100, 1, is_idle=True), free]
-    assert plan_loans(two, SHARE) == {"old": 750, "a": 1250}
-    partly = [short, state_use("old", 900, 1, is_idle=True), state_use("new", 900, 5, is_idle=True)]
-    assert plan_loans(partly, SHARE) == {"old": 850, "new": 900, "a": 1250}
-
-
-def test_the_one_used_last_of_those_that_are_short_borrows() -> None:
-    short = [state_use("a", 990, 2, is_idle=False), state_use("b", 990, 3, is_idle=False)]
-    assert plan_loans([*short, state_use("c", 0, 1, is_idle=True)], SHARE) == {"c": 750, "b": 1250}
-
-
-uses = st.lists(
-    st.builds(
-        state_use,
-        st.just(""),
-        st.integers(0, 2 * SHARE),
-        st.integers(0, 9).map(float),
-        is_idle=st.booleans(),
-        budget=st.integers(FLOOR, 2 * SHARE),
-    ),
-    max_size=5,
-).map(lambda found: [StateUse(**{**vars(one), "id": str(number)}) for number, one in enumerate(found)])
-
-
-@given(uses)
-def test_a_plan_takes_from_idle_models_only_and_makes_nothing_out_of_nothing(found: list[StateUse]) -> None:
-    plan, by_id = plan_loans(found, SHARE), {one.id: one for one in found}
-    gained = {name: budget - by_id[name].budget_bytes for name, budget in plan.items()}
-    assert sum(gained.values()) == 0
-    for name, gain in gained.items():
-        assert gain != 0
-        assert by_id[name].is_idle if gain < 0 else by_id[name].is_short
-        assert plan[name] >= FLOOR
-    assert list(gained.values()) == sorted(gained.values(), key=lambda gain: gain > 0), "lenders are told first"
 
 
 @dataclass
@@ -125,7 +72,7 @@ class LedgerOpener(FakeOpener):
         opened = super().open(source, around, tell)
         engine = LedgerEngine()
         engine.name, engine.ledgers = source.id, self.ledgers
-        self.ledgers.change(source.id, self.memory.share_bytes([*around.weights, opened.weights_bytes]))
+        self.ledgers.change(source.id, around.budget_bytes)
         self.engines[source.id] = engine
         return OpenedModel(opened.model, engine, opened.weights_bytes, lambda: self.ledgers.budgets.pop(source.id))
 
@@ -154,7 +101,7 @@ class World:
         """Runs a request: while it runs it holds memory, then it leaves state behind. Both in units."""
         hold = await self.hold(name)
         engine, own_bytes = self.engine(name), self.opener.ledgers.budgets[name]
-        assert own_bytes >= self.opener.memory.share_bytes([1] * 3), "a model was used with less than its share"
+        assert own_bytes >= TOTAL // 3, "a model was used with less than its due"
         engine.running_bytes = min(running * UNIT, own_bytes)
         try:
             for _ in range(pauses):
@@ -174,11 +121,11 @@ class World:
         return hold or await self.pool.load(self.pool.source_of(name))
 
     async def settled(self) -> None:
-        while self.pool._background:
-            await asyncio.gather(*self.pool._background)
+        while self.pool.loader._background:
+            await asyncio.gather(*self.pool.loader._background)
 
 
-def test_a_model_that_is_short_grows_while_the_other_is_idle_and_gives_back_before_its_next_request() -> None:
+def test_a_model_that_is_short_grows_while_the_other_is_idle_which_gets_its_due_for_its_next_request() -> None:
     world = World()
 
     async def test() -> None:
@@ -187,15 +134,46 @@ def test_a_model_that_is_short_grows_while_the_other_is_idle_and_gives_back_befo
         await world.settled()
         assert (world.budget("a"), world.budget("b")) == (2000, 2000)
         world.now += IDLE_SECONDS
-        for _ in range(9):
+        for _ in range(5):
             await world.use("b", 5000)
             await world.settled()
-        assert (world.budget("a"), world.budget("b")) == (500, 3500), "the idle one keeps its floor"
-        assert world.engine("a").stored_bytes == 100 * UNIT, "what it stores fits in that"
+        assert (world.budget("a"), world.budget("b")) == (100, 3900), "the idle one keeps what it uses"
+        assert world.engine("a").stored_bytes == 100 * UNIT
         await world.use("a", 0)
         await world.settled()
         assert (world.budget("a"), world.budget("b")) == (2000, 2000)
         assert world.engine("b").stored_bytes == 2000 * UNIT
+        assert world.engine("a").stored_bytes == 100 * UNIT
+
+    run(test)
+
+
+def test_state_of_an_idle_model_gives_way_to_one_that_is_short_step_by_step_down_to_a_floor() -> None:
+    world = World()
+
+    async def test() -> None:
+        await world.use("b", 0)
+        await world.use("a", 5000)
+        world.now += IDLE_SECONDS
+        found = []
+        for _ in range(5):
+            await world.use("b", 5000)
+            await world.settled()
+            found.append((world.budget("a"), world.budget("b")))
+        assert found == [(1500, 2500), (1000, 3000), (500, 3500), (500, 3500), (500, 3500)]
+
+    run(test)
+
+
+def test_models_in_use_take_nothing_from_each_other() -> None:
+    world = World()
+
+    async def test() -> None:
+        for _ in range(3):
+            await world.use("a", 5000)
+            await world.use("b", 5000)
+            await world.settled()
+        assert (world.budget("a"), world.budget("b")) == (2000, 2000)
 
     run(test)
 
@@ -203,12 +181,12 @@ def test_a_model_that_is_short_grows_while_the_other_is_idle_and_gives_back_befo
 @pytest.fixture(scope="module")
 def quick_retries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.pool.turnover.RETRY_SECONDS", 0.0001)
+        patch.setattr("server.pool.budgets.RETRY_SECONDS", 0.0001)
         yield
 
 
 @pytest.mark.usefixtures("quick_retries")
-def test_a_loan_is_waited_for_while_running_requests_hold_it() -> None:
+def test_running_requests_that_hold_what_another_is_due_are_waited_for() -> None:
     world = World()
 
     async def test() -> None:
@@ -217,7 +195,7 @@ def test_a_loan_is_waited_for_while_running_requests_hold_it() -> None:
         world.now += IDLE_SECONDS
         await world.use("b", 5000)
         await world.settled()
-        borrowing = await world.hold("b")
+        running = await world.hold("b")
         world.engine("b").running_bytes = world.budget("b") * UNIT
         waiting = asyncio.ensure_future(world.use("a", 0))
         while "waiting for memory that answers of b hold" not in world.pool.loading.get("a", ""):  # noqa: ASYNC110
@@ -226,50 +204,68 @@ def test_a_loan_is_waited_for_while_running_requests_hold_it() -> None:
         world.engine("b").running_bytes = 0
         await waiting
         assert (world.budget("a"), world.budget("b")) == (2000, 2000)
-        borrowing.close()
+        running.close()
 
     run(test)
 
 
-def test_sharing_out_ends_loans_as_far_as_running_requests_allow() -> None:
-    world = World()
-
-    async def test() -> None:
-        for _ in range(2):
-            await world.use("a", 0)
-            await world.use("b", 0)
-            world.now += IDLE_SECONDS
-            await world.use("b", 5000)
-            await world.settled()
-            assert world.budget("b") > 2000
-            await world.pool.shares.share_out()
-            assert (world.budget("a"), world.budget("b")) == (2000, 2000)
-        await world.use("b", 5000)
-        await world.settled()
-        world.engine("b").running_bytes = 2400 * UNIT
-        await world.pool.shares.share_out()
-        assert world.budget("b") > 2000, "what running requests hold is not taken from them"
-        assert [one.is_lending for one in world.pool.members if one.source.id == "a"] == [True]
-        world.engine("b").running_bytes = 0
-        await world.use("a", 0)
-        assert (world.budget("a"), world.budget("b")) == (2000, 2000)
-
-    run(test)
-
-
-def test_a_loan_ends_before_its_lender_gets_a_smaller_share_beside_a_new_model() -> None:
+@pytest.mark.usefixtures("quick_retries")
+def test_running_requests_that_go_on_for_too_long_leave_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.pool.loader.MAX_WAIT_SECONDS", 0.01)
     world = World()
 
     async def test() -> None:
         await world.use("a", 0)
         await world.use("b", 0)
         world.now += IDLE_SECONDS
-        for _ in range(3):
+        await world.use("b", 5000)
+        await world.settled()
+        running = await world.hold("b")
+        world.engine("b").running_bytes = 2400 * UNIT
+        await raised(world.hold("a"), PoolBusy)
+        assert world.budget("a") + world.budget("b") <= 4000 and world.budget("b") >= 2400
+        world.engine("b").running_bytes = 0
+        running.close()
+        await world.use("a", 0)
+        assert (world.budget("a"), world.budget("b")) == (2000, 2000)
+
+    run(test)
+
+
+def test_a_new_model_gets_its_part_of_what_another_had_grown_to() -> None:
+    world = World()
+
+    async def test() -> None:
+        await world.use("a", 0)
+        await world.use("b", 0)
+        world.now += IDLE_SECONDS
+        for _ in range(5):
             await world.use("b", 5000)
             await world.settled()
-        assert (world.budget("a"), world.budget("b")) == (500, 3500)
+        assert world.budget("a") == 0 and world.budget("b") >= 3999
         await world.use("c", 0)
+        assert world.budget("c") >= 4000 // 3
+        await world.use("a", 0)
         assert [world.budget(name) for name in "abc"] == [4000 // 3] * 3
+
+    run(test)
+
+
+def test_a_model_goes_on_while_another_is_loaded() -> None:
+    world = World()
+
+    async def test() -> None:
+        await world.use("a", 0)
+        world.opener.may_finish.clear()
+        waiting = asyncio.ensure_future(world.use("b", 0))
+        await until(lambda: world.pool.loading.get("b") == "reading weights")
+        assert world.budget("a") == 2000, "the memory of the other is set aside"
+        model = world.pool.models["a"]
+        hold = world.pool.try_hold(model)
+        assert hold is not None, "it would wait for a loading that does not concern it"
+        hold.close()
+        world.opener.may_finish.set()
+        await waiting
 
     run(test)
 

@@ -1,0 +1,420 @@
+"""Loads and unloads models, one at a time in the order of the requests. Event loop only.
+
+A model is loaded once for all who wait for it, on a thread of its own, so that answers of other models go on. Another
+model is unloaded for it only when the files of the model were found in order and it is known to fit. A model that is
+to be unloaded takes no more requests: new ones wait behind the model that waits for its memory. So two models that do
+not fit together take turns, and neither starves.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from cache.budget import FolderError
+from models.errors import ModelError
+from server.engine.engine import KeptState
+from server.engine.request import EngineStopped
+from server.pool.budgets import Budgets, UnloadedModel
+from server.pool.errors import (
+    ChangeKind,
+    LoadFailed,
+    ModelChange,
+    ModelInUse,
+    ModelUnknown,
+    PoolBusy,
+    PoolError,
+    TellChange,
+)
+from server.pool.members import Member, ModelHold, OpenedModel
+from server.pool.memory import ModelUse, PoolSettings, choose_to_unload
+from server.pool.names import FOREVER, WHEN_SHORT_SECONDS, ModelSource
+from server.pool.served import ListedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_SECONDS = 120.0
+"""Seconds that a model waits for others to finish their answers."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """What else is in memory when a model is loaded."""
+
+    weights: Sequence[int]
+    """Bytes of weights of each model that stays loaded."""
+    budget_bytes: int
+    """Memory for the model's state."""
+    kept: KeptState | None = None
+    """The model's state from before it was unloaded; consumed."""
+
+
+class Opener(Protocol):
+    """Loads models. All methods block; `measure` and `open` raise ModelError for unusable files."""
+
+    def measure(self, source: ModelSource) -> int:
+        """Checks that all files are there; returns about how many bytes the weights will take."""
+
+    def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
+        """Returns the model with its engine running.
+
+        `tell` is told each step of the loading; an error that it raises ends the loading.
+        """
+
+    def describe(self, source: ModelSource) -> ListedModel:
+        """Returns what is known of a model that is not loaded; for damaged files, the name only."""
+
+
+async def on_thread(name: str, work: Callable[[], Result]) -> Result:
+    """Returns the result of `work`, called on a daemon thread, so the end of the process does not wait for it."""
+    done: Future[Result] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # handed to whoever awaits it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await asyncio.wrap_future(done)
+
+
+class LoadingAbandoned(Exception):
+    """Raised into a loading that nobody wants any more, because the server stops."""
+
+
+@dataclass(eq=False)
+class Loading:
+    """A model being loaded, or waiting for the budget that it is due: who waits for it, and the current step."""
+
+    source: ModelSource
+    waiters: "list[asyncio.Future[ModelHold]]" = field(default_factory=list)
+    step: str = "waiting"
+    """A few words for a person."""
+    task: "asyncio.Task[None] | None" = None
+    can_be_given_up: bool = True
+    """Whether the loading ends when nobody waits; false once its files are being read."""
+
+
+class Loader:
+    """The loaded models by identity, and whoever waits for one."""
+
+    def __init__(self, opener: Opener | None, settings: PoolSettings, clock: Callable[[], float]) -> None:
+        """Without an `opener` no other model is ever loaded."""
+        self._opener = opener
+        self._settings = settings
+        self._clock = clock
+        self.members: dict[str, Member] = {}
+        self.budgets = Budgets(settings.memory, self.members, clock)
+        self.on_change: TellChange = lambda change: None
+        """Called when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        self._loadings: dict[str, Loading] = {}
+        self._changing = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_closed = False
+        """Whether the server stops, so nothing is loaded any more."""
+
+    # -------------------------------------------------------------------------------------------------- requests
+
+    def find(self, model_id: str) -> Member | None:
+        """Returns a loaded model that takes requests. For any thread."""
+        member = self.members.get(model_id)
+        return None if member is None or member.is_leaving else member
+
+    def try_hold(self, model_id: str) -> ModelHold | None:
+        """Returns a hold on a model; None where it is not loaded, or lacks the budget that it is due."""
+        member = self.find(model_id)
+        return self._hold(member) if member is not None and self.budgets.has_due(member) else None
+
+    async def load(self, source: ModelSource) -> ModelHold:
+        """Returns a hold on a model once it is loaded. Several waiters load it once.
+
+        A cancelled waiter leaves the queue; a model whose files are being read is loaded nevertheless. Raises
+        LoadFailed, ModelTooLarge, PoolBusy, ModelUnknown, and EngineStopped while the server stops.
+        """
+        hold = self.try_hold(source.id)
+        if hold is not None:
+            return hold
+        loading = self._loadings.get(source.id) or self._begin(source)
+        waiter: asyncio.Future[ModelHold] = asyncio.get_running_loop().create_future()
+        loading.waiters.append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            self._leave(loading, waiter)
+            raise
+
+    @property
+    def loading(self) -> Mapping[str, str]:
+        """The models being loaded, each with its current step."""
+        return {model_id: loading.step for model_id, loading in self._loadings.items()}
+
+    async def unload(self, source: ModelSource) -> bool:
+        """Unloads a model; False where it was not loaded. Raises ModelInUse."""
+        async with self._changing:
+            member = self.members.get(source.id)
+            if member is None:
+                return False
+            if member.is_busy:
+                raise ModelInUse(f"{source.id} answers {member.num_holds} requests; it can be unloaded when they end")
+            await self._unload([member])
+            await self.budgets.divide()
+        return True
+
+    def close(self) -> None:
+        """Gives up the current loadings, and refuses new ones."""
+        self.is_closed = True
+        for loading in list(self._loadings.values()):
+            self._end(loading, EngineStopped("the server is stopping"))
+            if loading.can_be_given_up and loading.task is not None:
+                loading.task.cancel()
+
+    def _hold(self, member: Member) -> ModelHold:
+        return ModelHold(member, self._released)
+
+    def _released(self, member: Member) -> None:
+        member.last_used = self._clock()
+        self.watch()
+        if not self.is_closed and not self._changing.locked() and self.budgets.is_anybody_short():
+            self._in_background(self._divide())
+
+    async def _divide(self) -> None:
+        async with self._changing:
+            await self.budgets.divide()
+
+    # --------------------------------------------------------------------------------------------------- waiting
+
+    def _begin(self, source: ModelSource) -> Loading:
+        if self.is_closed:
+            raise EngineStopped("the server is stopping")
+        if self._opener is None and source.id not in self.members:
+            raise ModelUnknown(source.id, "it is not loaded, and this server loads no other")
+        loading = self._loadings[source.id] = Loading(source)
+        loading.task = self._in_background(self._run(loading))
+        return loading
+
+    async def _run(self, loading: Loading) -> None:
+        """Loads one model, and tells the result to all who wait for it."""
+        try:
+            async with self._changing:
+                # Held before the next model's turn, which would unload the unused model.
+                self._end(loading, await self._ready(loading))
+        except asyncio.CancelledError:
+            self._fail(loading, EngineStopped("the server is stopping"))
+        except (PoolError, EngineStopped) as error:
+            self._fail(loading, error)
+        except Exception:  # a bug of ours, or of an architecture's code: it concerns this model only
+            logger.exception("%s could not be loaded", loading.source.id)
+            told = f"{loading.source.id} could not be loaded; the server's log has the details"
+            self._fail(loading, LoadFailed(told))
+        self.watch()
+
+    def _fail(self, loading: Loading, error: Exception) -> None:
+        self.on_change(ModelChange(ChangeKind.FAILED, loading.source.id, message=str(error)))
+        self._end(loading, error)
+
+    def _end(self, loading: Loading, outcome: Member | Exception) -> None:
+        """Wakes everybody who waits. If the model was loaded, each of them holds it from now on."""
+        if self._loadings.get(loading.source.id) is loading:
+            del self._loadings[loading.source.id]
+        for waiter in loading.waiters:
+            if waiter.done():
+                continue
+            if isinstance(outcome, Exception):
+                waiter.set_exception(outcome)
+            else:
+                waiter.set_result(self._hold(outcome))
+
+    def _leave(self, loading: Loading, waiter: "asyncio.Future[ModelHold]") -> None:
+        """Takes a cancelled waiter out; ends a loading that nobody waits for."""
+        is_wanted = not all(one.cancelled() for one in loading.waiters)
+        if not waiter.cancelled():
+            if waiter.exception() is None:
+                waiter.result().close()
+        elif not is_wanted and loading.can_be_given_up and self._loadings.get(loading.source.id) is loading:
+            del self._loadings[loading.source.id]
+            if loading.task is not None:
+                loading.task.cancel()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    # --------------------------------------------------------------------------------------------------- loading
+
+    async def _ready(self, loading: Loading) -> Member:
+        """Returns the model, loaded if it was not, with the budget that a model in use is due."""
+        is_loaded = loading.source.id in self.members
+        try:
+            member = self.members[loading.source.id] if is_loaded else await self._load(loading)
+            # In use from now on, however long it takes.
+            with contextlib.closing(self._hold(member)):
+                if is_loaded:
+                    await self._make_room(loading, [])
+                await self.budgets.divide()
+                return member
+        except BaseException:
+            await self.budgets.divide()
+            raise
+
+    async def _load(self, loading: Loading) -> Member:
+        source, settings, opener = loading.source, self._settings, self._opener
+        assert opener is not None, "a model is to be loaded, and nothing can open it"
+        loading.step = "looking at its files"
+        weights_bytes = await _checked(source, asyncio.to_thread(opener.measure, source))
+        now, former = self._clock(), self.budgets.unloaded.get(source.id)
+        uses = [member.use(now) for member in self.members.values()]
+        ids = choose_to_unload(uses, source.id, weights_bytes, settings.memory, settings.max_models)
+        leaving = [self.members[model_id] for model_id in ids]
+        used_bytes = 0 if former is None else former.state.num_bytes
+        self.budgets.joining = ModelUse(source.id, now, weights_bytes, used_bytes, is_in_use=True)
+        for member in leaving:
+            member.is_leaving = True
+        try:
+            plan = await self._make_room(loading, leaving)
+            loading.can_be_given_up = False
+            await self._unload(leaving)
+            await self.budgets.shrink(plan)
+            try:
+                return await self._open(loading, opener, plan[source.id])
+            except BaseException:
+                # Models that were unloaded in vain come back.
+                for member in leaving:
+                    if not self.is_closed and member.source.id not in self._loadings:
+                        self._begin(member.source).can_be_given_up = False
+                raise
+        finally:
+            self.budgets.joining = None
+            for member in leaving:
+                member.is_leaving = False
+
+    async def _make_room(self, loading: Loading, leaving: Sequence[Member]) -> Mapping[str, int]:
+        """Waits until models to unload are idle, and cuts the budgets of the others to those planned.
+
+        Returns the plan. Raises PoolBusy when running requests hold more for too long.
+        """
+
+        def tell_wait(member: Member) -> None:
+            loading.step = f"waiting for memory that answers of {member.source.id} hold"
+
+        try:
+            async with asyncio.timeout(MAX_WAIT_SECONDS):
+                for member in leaving:
+                    loading.step = f"waiting for {member.source.id} to finish its answers"
+                    await member.idle.wait()
+                plan = self.budgets.plan()
+                await self.budgets.shrink(plan, tell_wait)
+                return plan
+        except TimeoutError:
+            busy = ", ".join(member.source.id for member in self.members.values() if member.is_busy)
+            raise PoolBusy(
+                f"{loading.source.id} fits only once {busy or 'others'} have finished; try again"
+            ) from None
+
+    async def _open(self, loading: Loading, opener: Opener, budget_bytes: int) -> Member:
+        source, began = loading.source, self._clock()
+        logger.info("loading %s", source.id)
+        self.on_change(ModelChange(ChangeKind.LOADING, source.id))
+        former = self.budgets.unloaded.pop(source.id, None)
+        weights = [member.opened.weights_bytes for member in self.members.values()]
+        around = Around(weights, budget_bytes, None if former is None else former.state)
+
+        def tell(step: str) -> None:
+            if self.is_closed:
+                raise LoadingAbandoned
+            loading.step = step
+
+        def run() -> OpenedModel:
+            opened = opener.open(source, around, tell)
+            if self.is_closed:
+                opened.unload()
+                raise LoadingAbandoned
+            return opened
+
+        try:
+            opened = await _checked(source, on_thread("mlx-serve-loader", run))
+        except LoadingAbandoned:
+            raise EngineStopped("the server is stopping") from None
+        except Exception:
+            if former is not None:
+                self.budgets.unloaded[source.id] = former
+            raise
+        if former is not None and not former.state.num_bytes:
+            self.budgets.on_given_up(source.id)
+        member = self.members[source.id] = Member(source, opened, budget_bytes, self._clock())
+        seconds = self._clock() - began
+        logger.info("loaded %s in %.1f s", source.id, seconds)
+        self.on_change(ModelChange(ChangeKind.LOADED, source.id, seconds))
+        return member
+
+    # ------------------------------------------------------------------------------------------------- unloading
+
+    async def _unload(self, leaving: Sequence[Member]) -> None:
+        for member in leaving:
+            model_id = member.source.id
+            del self.members[model_id]
+            state = await asyncio.to_thread(member.opened.unload)
+            if state is not None:
+                self.budgets.unloaded[model_id] = UnloadedModel(model_id, state, member.last_used)
+            logger.info("unloaded %s", model_id)
+            self.on_change(ModelChange(ChangeKind.UNLOADED, model_id))
+
+    def expires(self, member: Member) -> float:
+        """Returns when an idle model is unloaded, by the clock."""
+        asked = member.keep_alive_seconds
+        if asked is None:
+            asked = self._settings.keep_alive_seconds
+        if asked is None:
+            weights = [one.opened.weights_bytes for one in self.members.values()]
+            asked = WHEN_SHORT_SECONDS if self._settings.memory.is_short(weights) else FOREVER
+        return member.last_used + asked
+
+    def watch(self) -> None:
+        """Unloads idle models when their time is over. Called whenever anything changed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        next_at = min((self.expires(one) for one in self.members.values() if not one.is_busy), default=FOREVER)
+        if next_at < FOREVER and self._opener is not None and not self.is_closed:
+            seconds = max(next_at - self._clock(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(
+                seconds, lambda: self._in_background(self._unload_expired())
+            )
+
+    def _expired(self) -> list[Member]:
+        now = self._clock()
+        return [one for one in self.members.values() if not one.is_busy and self.expires(one) <= now]
+
+    async def _unload_expired(self) -> None:
+        async with self._changing:
+            # One by one: others may be asked for meanwhile.
+            while expired := self._expired():
+                await self._unload(expired[:1])
+            await self.budgets.divide()
+        self.watch()
+
+
+async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
+    """Returns the result of work with a model's files. Raises LoadFailed for unusable files."""
+    try:
+        return await work
+    except ModelError as error:
+        logger.warning("%s cannot be loaded: %s", source.id, error)
+        # Clients get the name of the file, not its folder.
+        told = str(error).replace(f"{source.path}/", "").replace(str(source.path), source.id)
+        raise LoadFailed(f"{source.id} cannot be loaded: {told}") from error
+    except FolderError as error:
+        logger.warning("%s cannot be loaded: %s", source.id, error)
+        raise LoadFailed(f"{source.id} cannot be loaded: its folder of --cache-disk cannot be used") from error
+    except OSError as error:
+        raise LoadFailed(f"{source.id} cannot be read: {error.strerror or error}") from error

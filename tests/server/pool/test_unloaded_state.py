@@ -1,0 +1,77 @@
+"""What stays of the conversations of unloaded models."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from cache.pins import PinName
+from cache.prefix_cache import PrefixCache
+from server.engine.engine import KeptState
+from server.engine.sequence_table import EngineSessions
+from server.pool.budgets import Budgets, UnloadedModel
+from server.pool.memory import ModelUse, PoolMemory
+from tests.support import cache_driver, fake_model
+
+
+def state_of(prompts: Sequence[Sequence[int]], pinned: Sequence[int] = ()) -> KeptState:
+    prefix_cache = PrefixCache(lambda: fake_model.make_caches("T"), num_slots=2, budget_bytes=1 << 30)
+    for prompt in prompts:
+        cache_driver.run(prefix_cache, prompt)
+    prefix_cache.park()
+    if pinned:
+        prefix_cache.pin(PinName("", "s"), np.array(pinned, np.int32))
+    return KeptState(prefix_cache, EngineSessions(prefix_cache), "")
+
+
+def conversations(count: int) -> list[list[int]]:
+    return [[first, *range(1, 40)] for first in range(100, 100 + count)]
+
+
+def budgets_of(total_bytes: int, **states: KeptState) -> tuple[Budgets, list[str]]:
+    """Returns budgets of no loaded model, and the list of those whose state is given up."""
+    budgets = Budgets(PoolMemory(total_bytes), {}, lambda: 100.0)
+    given_up: list[str] = []
+    budgets.on_given_up = given_up.append
+    for number, (model_id, state) in enumerate(states.items()):
+        budgets.unloaded[model_id] = UnloadedModel(model_id, state, float(number))
+    return budgets, given_up
+
+
+def test_all_is_kept_where_there_is_memory() -> None:
+    first, second = state_of(conversations(4)), state_of(conversations(4))
+    num_bytes = first.num_bytes + second.num_bytes
+    budgets, given_up = budgets_of(num_bytes, first=first, second=second)
+    asyncio.run(budgets.divide())
+    assert budgets.taken_bytes == num_bytes == first.num_bytes + second.num_bytes > 0 and not given_up
+
+
+def test_what_was_used_longest_ago_is_cut_down_first() -> None:
+    first, second = state_of(conversations(8)), state_of(conversations(8))
+    whole = first.num_bytes
+    budgets, given_up = budgets_of(whole + whole // 2, first=first, second=second)
+    asyncio.run(budgets.divide())
+    assert 0 < first.num_bytes <= whole // 2 and second.num_bytes == whole and not given_up
+
+
+def test_a_model_being_loaded_leaves_a_quarter_to_the_state_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    state = state_of(conversations(8))
+    budgets, given_up = budgets_of(2 * state.num_bytes, a=state)
+    budgets.joining = ModelUse("b", 100.0, is_in_use=True)
+    whole = state.num_bytes
+    asyncio.run(budgets.shrink(budgets.plan()))
+    assert 0 < state.num_bytes <= whole // 2 and not given_up
+    asyncio.run(budgets.shrink({"a": 0}))
+    assert state.num_bytes == 0 and given_up == ["a"] and not budgets.unloaded
+    assert "conversations of a are given up" in caplog.text
+
+
+def test_state_that_is_pinned_and_cannot_be_cut_down_goes_as_a_whole() -> None:
+    prompts = conversations(8)
+    state = state_of(prompts, pinned=prompts[0])
+    state.shrink(state.num_bytes // 2)
+    assert state.num_bytes > 0, "the pinned part fits"
+    state.shrink(1)
+    assert state.num_bytes == 0
