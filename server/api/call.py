@@ -200,7 +200,7 @@ class Call:
         if plan.model is not None:
             hold = self._context.pool.try_hold(plan.model)
             if hold is None:
-                # The model was unloaded during planning, or lacks memory that it has lent.
+                # The model was unloaded during planning, or lacks the memory that it is due.
                 raise ModelNotLoaded(self._context.pool.source_of(plan.model.base_id))
             self._stack.callback(hold.close)
             if plan.keep_alive_seconds is not None:

@@ -5,8 +5,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +41,7 @@ from server.app.memory_budget import (
     read_machine,
     usable_bytes,
 )
-from server.engine.engine import Engine, EngineConfig
+from server.engine.engine import Engine, EngineConfig, KeptState
 from server.pool.catalog import stored_source
 from server.pool.errors import ModelTooLarge
 from server.pool.loader import Around
@@ -62,10 +62,8 @@ _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 class Service:
     """One model, ready to answer, with the facts of its start-up report; the engine is not started."""
 
-    model: ServedModel
+    opened: OpenedModel
     engine: Engine
-    num_parameters: int
-    """Number of weights; a quantized matrix counts those that it represents."""
     memory: MemoryPlan
     precision: Precision
     """How the weights are held."""
@@ -75,21 +73,16 @@ class Service:
     """About how long a token takes, measured on one matrix; None on a GPU."""
     model_context_tokens: int
     """The model's own limit; `model.context_tokens` may be lower."""
-    release: Callable[[], object] = lambda: None
-    """Releases the weights, once the engine has ended."""
-    variants: Mapping[str, ServedModel] = field(default_factory=dict)
-    """The model with each of its adapters, by the adapter's name."""
     named: ServedModel | None = None
     """The model under the name of our own that it was asked for by."""
 
     @property
-    def asked_for(self) -> ServedModel:
-        return self.named or self.model
+    def model(self) -> ServedModel:
+        return self.opened.model
 
     @property
-    def opened(self) -> OpenedModel:
-        """The model as the pool takes it; its engine must have been started."""
-        return OpenedModel(self.model, self.engine, self.memory.weights_bytes, self.release, self.variants)
+    def asked_for(self) -> ServedModel:
+        return self.named or self.model
 
 
 def open_service(
@@ -103,8 +96,7 @@ def open_service(
     source = source_of(name)
     path = source.path
     machine = read_machine(mx.device_info())
-    stored_bytes = weights.total_bytes(path)
-    _check_weights_fit(name, stored_bytes, largest_weights_bytes(machine))
+    _check_weights_fit(name, weights.total_bytes(path), largest_weights_bytes(machine))
     others_bytes = sum(claim.memory_bytes for claim in others)
     is_cpu = not _is_on_gpu()
     float32_bytes = int(max(usable_bytes(machine) - others_bytes, 0) * FLOAT32_SHARE) if is_cpu else None
@@ -112,20 +104,16 @@ def open_service(
     loaded = _with_adapters(loaded, config, tell)
     plan = _plan(config, machine, _weights_bytes(loaded), others_bytes)
     _bound_pool(choose_pool_bytes(plan.budget_bytes))
-    facts = _facts(loaded, stored_bytes, plan.weights_bytes, is_on_gpu=not is_cpu)
-    served = _served_model(loaded, facts, config)
+    engine, opened = _opened(loaded, config, plan.weights_bytes, plan.budget_bytes)
     return Service(
-        model=served,
-        engine=Engine.for_model(loaded, _engine_config(config, plan.budget_bytes, served)),
-        num_parameters=facts.num_parameters,
-        memory=plan,
-        precision=loaded.precision,
-        stored_bytes=stored_bytes,
+        opened,
+        engine,
+        plan,
+        loaded.precision,
+        opened.model.facts.stored_bytes,
         seconds_per_token=seconds_per_token(loaded.model, _active_share(loaded.config)) if is_cpu else None,
         model_context_tokens=loaded.context_tokens,
-        release=partial(_release, loaded),
-        variants=_variants(served, loaded),
-        named=None if source.label is None else served.labelled(source.label, source.defaults),
+        named=None if source.label is None else opened.model.labelled(source.label, source.defaults),
     )
 
 
@@ -182,23 +170,16 @@ class ServiceOpener:
         loaded = load(source.path, source.id, max_float32_bytes=float32_bytes, tell=tell)
         try:
             loaded = _with_adapters(loaded, self.config, tell)
-            return self._started(source, loaded, around, tell)
+            weights_bytes = _weights_bytes(loaded)
+            if not self.memory.fits([*around.weights, weights_bytes]):
+                raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
+            engine, opened = _opened(loaded, self.config, weights_bytes, around.budget_bytes, around.kept)
+            tell("trying it out")
+            engine.start()
         except BaseException:
             _release(loaded)
             raise
-
-    def _started(
-        self, source: ModelSource, loaded: LoadedModel, around: Around, tell: Callable[[str], object]
-    ) -> OpenedModel:
-        weights_bytes = _weights_bytes(loaded)
-        if not self.memory.fits([*around.weights, weights_bytes]):
-            raise ModelTooLarge(f"{source.id} takes {size_text(weights_bytes)} in memory, which is not there")
-        facts = _facts(loaded, weights.total_bytes(source.path), weights_bytes, is_on_gpu=_is_on_gpu())
-        served = _served_model(loaded, facts, self.config)
-        engine = Engine.for_model(loaded, _engine_config(self.config, around.budget_bytes, served), around.kept)
-        tell("trying it out")
-        engine.start()
-        return OpenedModel(served, engine, weights_bytes, partial(_release, loaded), _variants(served, loaded))
+        return opened
 
     def _float32_bytes(self, others: Sequence[int]) -> int:
         """Returns the most that float32 weights may take: the same at each loading, unless other models leave less,
@@ -279,19 +260,27 @@ def source_of(name: str) -> ModelSource:
     return ModelSource(model_id(name), resolve(name))
 
 
-def _facts(loaded: LoadedModel, stored_bytes: int, memory_bytes: int, *, is_on_gpu: bool) -> ModelFacts:
+def _opened(
+    loaded: LoadedModel, config: ServerConfig, weights_bytes: int, budget_bytes: int, kept: KeptState | None = None
+) -> tuple[Engine, OpenedModel]:
+    """Returns a model with its engine, which is not started yet."""
     tokenizer = loaded.tokenizer
-    return ModelFacts(
+    facts = ModelFacts(
         fingerprint=loaded.fingerprint,
         num_parameters=int(get_total_parameters(loaded.model)),
-        stored_bytes=stored_bytes,
-        memory_bytes=memory_bytes,
-        is_on_gpu=is_on_gpu,
+        stored_bytes=weights.total_bytes(loaded.path),
+        memory_bytes=weights_bytes,
+        is_on_gpu=_is_on_gpu(),
         chat_template=str(tokenizer.chat_template or ""),
         bos_token=str(tokenizer.bos_token or ""),
         eos_token=str(tokenizer.eos_token or ""),
         **architecture_facts(loaded.config),
     )
+    served = _served_model(loaded, facts, config)
+    engine = Engine.for_model(loaded, _engine_config(config, budget_bytes, served), kept)
+    adapters = () if loaded.adapters is None else loaded.adapters.adapters
+    variants = {adapter.name: served.variant(adapter) for adapter in adapters}
+    return engine, OpenedModel(served, engine, weights_bytes, partial(_release, loaded), variants)
 
 
 def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) -> ServedModel:
@@ -403,8 +392,3 @@ def _with_adapters(loaded: LoadedModel, config: ServerConfig, tell: Callable[[st
     is_converted = loaded.precision is not Precision.STORED
     adapters = attach(loaded.model, list(map(parse_adapter, config.adapters)), as_float32=is_converted)
     return replace(loaded, adapters=adapters)
-
-
-def _variants(served: ServedModel, loaded: LoadedModel) -> dict[str, ServedModel]:
-    adapters = () if loaded.adapters is None else loaded.adapters.adapters
-    return {adapter.name: served.variant(adapter) for adapter in adapters}

@@ -46,7 +46,7 @@ from server.app.log import configure_logging
 from server.app.memory_budget import Claim, OwnClaim, read_machine
 from server.app.service import Service, ServiceOpener, model_id, open_service, pool_memory, source_of
 from server.cli.keys import Sigterm, interruptible
-from server.pool.catalog import InstalledCatalog
+from server.pool.catalog import Catalog
 from server.pool.memory import PoolSettings
 from server.pool.names import parse_alias, parse_keep_alive
 from server.pool.pool import ModelPool
@@ -69,10 +69,10 @@ class Surroundings:
 def facts(service: Service, config: ServerConfig, around: Surroundings) -> Iterator[tuple[str, str]]:
     """Yields a label and a text for each line; an empty label continues the line before."""
     model = service.asked_for
-    yield "model", f"{model.id}, {count_text(service.num_parameters)} parameters"
+    yield "model", f"{model.id}, {count_text(model.facts.num_parameters)} parameters"
     yield "weights", weights_text(service)
-    if service.variants:
-        yield "adapters", ", ".join(service.variants)
+    if service.opened.variants:
+        yield "adapters", ", ".join(service.opened.variants)
     if service.seconds_per_token is not None and sys.platform == "linux":
         yield "blas", around.fast_blas or f"MLX's own, slow with long prompts; {ADVICE}"
     yield "cache", _cache_text(service, config)
@@ -321,10 +321,10 @@ def _start(config: ServerConfig, console: Console, around: Surroundings, claim: 
 def _make_pool(service: Service, config: ServerConfig, around: Surroundings, claim: OwnClaim | None) -> ModelPool:
     first = source_of(config.models[0])
     others = [source_of(name) for name in config.models[1:]]
-    taken = {name for source in (first, *others) for name in (source.id, source.name)} & set(service.variants)
+    taken = {name for source in (first, *others) for name in (source.id, source.name)} & set(service.opened.variants)
     if taken:
         raise StartError(f"{min(taken)} is the name of a model and of an adapter; give the adapter another one")
-    sources = [first, *(replace(first.plain, adapter=name) for name in service.variants), *others]
+    sources = [first, *(replace(first.plain, adapter=name) for name in service.opened.variants), *others]
     memory = pool_memory(config, read_machine(mx.device_info()), around.others)
     settings = PoolSettings(
         memory,
@@ -333,7 +333,7 @@ def _make_pool(service: Service, config: ServerConfig, around: Surroundings, cla
         aliases=tuple(map(parse_alias, config.aliases)),
         default_id=first.name,
     )
-    catalog = InstalledCatalog(sources, has_others=config.max_models != 1)
+    catalog = Catalog(sources, has_others=config.max_models != 1)
     pool = ModelPool(catalog, [service.opened], ServiceOpener(config, memory), settings)
     if claim is not None:
         pool.loader.budgets.on_change = partial(_tell_claim, pool, claim, around.urls[0])

@@ -1,18 +1,17 @@
-"""Which models a server may be asked for, loaded or not.
+"""Which models a server may be asked for: of the command line, built in, names of our own, whole downloads.
 
-A name from a request is never taken for a path: folders are served only where the command line named them, under the
-folder's name. All other models are built in, a name of our own, or a complete repository of the local Hugging Face
-cache. Models with the same folder have the same id. For any thread; may read the disk.
+A name from a request is never taken for a path: folders are served only where the command line named them. Models
+with the same folder have the same id. For any thread; may read the disk.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeVar
 
 from models.errors import ModelBroken, ModelError, StoreError
 from models.names import (
@@ -28,49 +27,21 @@ from models.names import (
 )
 from models.store.manifest import user_manifest
 from models.store.stored_model import StoredModel
-from server.pool.errors import LoadFailed, ModelNameNeeded, ModelUnknown
-from server.pool.names import Alias, ModelSource, served_instead, spellings
+from server.pool.names import ModelSource
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 LISTING_SECONDS = 5.0
-"""Age limit in seconds of a list of installed models while no cache folder changed; a new list looks at every
-cached file.
-"""
+"""Age limit of a list of installed models while no folder changed; a new list looks at every cached file."""
 
 
-class Catalog(Protocol):
-    """Finds models by name."""
-
-    def find(self, name: str) -> ModelSource | None:
-        """Returns the model of that name; None for an unknown name."""
-        ...
-
-    def all(self) -> Sequence[ModelSource]:
-        """Returns every model that may be served, those of the command line first."""
-        ...
-
-
-class FixedCatalog:
-    """Models known beforehand, by their ids."""
-
-    def __init__(self, sources: Sequence[ModelSource]) -> None:
-        self._sources = {source.name: source for source in sources}
-
-    def find(self, name: str) -> ModelSource | None:
-        """Returns the model of that id."""
-        return self._sources.get(name)
-
-    def all(self) -> Sequence[ModelSource]:
-        """Returns them in order."""
-        return list(self._sources.values())
-
-
-class InstalledCatalog:
-    """The models of the command line, and what is installed."""
+class Catalog:
+    """Finds and lists models."""
 
     def __init__(self, named: Sequence[ModelSource], *, has_others: bool = True) -> None:
-        """`named` are the models of the command line, with their adapters. Without `has_others` there are no more."""
+        """`named` come from the command line, with their adapters. Without `has_others` there are no more."""
         self._named: list[ModelSource] = []
         for source in named:
             self._named.append(self._identified(source))
@@ -78,7 +49,7 @@ class InstalledCatalog:
         self._listed: Sequence[ModelSource] = ()
         self._listed_at: float | None = None
         self._seen: object = None
-        """Our own names and the cache's folders at the time of the last list."""
+        """Names and folders at the time of the list."""
         self._lock = threading.Lock()
 
     def find(self, name: str) -> ModelSource | None:
@@ -86,7 +57,7 @@ class InstalledCatalog:
         known = self._known(name)
         if known is not None or not self._has_others:
             return known
-        stored = _stored(name)
+        stored = _read(lambda: find_stored(name), None)
         if stored is not None:
             return self._identified(stored_source(stored))
         found = find_installed(name)
@@ -108,7 +79,7 @@ class InstalledCatalog:
         return [*self._named, *(one for one in others if not self._is_named(one))]
 
     def _known(self, name: str) -> ModelSource | None:
-        """Returns the command line's model of this name, or of another name of the same repository."""
+        """Returns the command line's model of this name, or of this repository."""
         repository = parse_repository(name)
         for source in self._named:
             if source.name == name:
@@ -119,9 +90,7 @@ class InstalledCatalog:
         return next((source.plain for source in self._named if source.id == name), None)
 
     def _is_named(self, source: ModelSource) -> bool:
-        """Whether the command line names this model. A model that it has under a label only also keeps its own
-        name.
-        """
+        """Whether the command line names this model; one that it has under a label keeps its own name too."""
         known = self._known(source.name)
         return any(known is named for named in self._named)
 
@@ -144,9 +113,7 @@ class InstalledCatalog:
 
 
 def stored_source(stored: StoredModel) -> ModelSource:
-    """Returns the source of a name of our own. Raises ModelBroken, which names no path, where the weights are
-    missing.
-    """
+    """Returns the source of a name of our own. Raises ModelBroken, without a path, where weights are missing."""
     try:
         folder = folder_of(stored.weights)
         model_id = identity_of(stored.weights)
@@ -157,67 +124,25 @@ def stored_source(stored: StoredModel) -> ModelSource:
     return ModelSource(model_id, folder, label=stored.short_name, defaults=stored.defaults)
 
 
-def _stored(name: str) -> StoredModel | None:
+def _read(read: Callable[[], Result], otherwise: Result) -> Result:
+    """Calls `read`; returns `otherwise` where the names of our own cannot be read."""
     try:
-        return find_stored(name)
+        return read()
     except StoreError as error:
         logger.error("names of your own are not served: %s", error)
-        return None
+        return otherwise
 
 
 def _all_stored() -> Sequence[StoredModel]:
-    try:
-        return list(user_manifest().models().values())
-    except StoreError as error:
-        logger.error("names of your own are not served: %s", error)
-        return ()
+    return _read(lambda: list(user_manifest().models().values()), [])
 
 
 def _installed_sources() -> Sequence[ModelSource]:
-    try:
-        found = installed()
-    except StoreError as error:
-        logger.error("names of your own are not served: %s", error)
-        return [ModelSource(name, path) for name, path in BUILT_IN.items()]
-    return [_source(one) for one in found]
+    built_in = [ModelSource(name, path) for name, path in BUILT_IN.items()]
+    return _read(lambda: [_source(one) for one in installed()], built_in)
 
 
 def _source(model: InstalledModel) -> ModelSource:
     if model.stored is None:
         return ModelSource(model.name, model.path)
     return ModelSource(model.identity, model.path, label=model.name, defaults=model.stored.defaults)
-
-
-class ModelFinder:
-    """Resolves names, aliases included, to identities."""
-
-    def __init__(self, catalog: Catalog, aliases: Sequence[Alias] = (), default_id: str | None = None) -> None:
-        """`default_id` is the model of requests without a name; without it, the only model."""
-        self._catalog = catalog
-        self._aliases = aliases
-        self._default_id = default_id
-
-    def find(self, name: str | None) -> ModelSource:
-        """Returns the model that a name stands for. Raises ModelNameNeeded, ModelUnknown and LoadFailed."""
-        if not name:
-            return self._default()
-        for spelling in spellings(name, self._aliases):
-            source = self._looked_up(spelling)
-            if source is not None:
-                return source
-        raise ModelUnknown(name, served_instead(name, [source.name for source in self._catalog.all()]))
-
-    def _looked_up(self, name: str) -> ModelSource | None:
-        try:
-            return self._catalog.find(name)
-        except ModelBroken as error:
-            raise LoadFailed(str(error)) from error
-
-    def _default(self) -> ModelSource:
-        default = self._catalog.find(self._default_id) if self._default_id is not None else None
-        if default is not None:
-            return default
-        sources = [source for source in self._catalog.all() if source.adapter is None]
-        if len(sources) == 1:
-            return sources[0]
-        raise ModelNameNeeded(f"model: name one of {', '.join(source.id for source in sources)}")

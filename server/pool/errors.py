@@ -1,13 +1,13 @@
 """Errors of the model pool, and the changes that it reports. No error ends the pool. Pure.
 
 PoolError
-├── ModelNameNeeded    a request names no model, and there is no default
-├── ModelUnknown       no model of that name may be served here
-├── ModelNotLoaded     the model may be served but is not in memory: ask the pool to load it
-├── LoadFailed         a model's files cannot be used; the other models go on
-├── ModelTooLarge      the machine cannot hold the model beside what stays
-├── PoolBusy           the model fits only once others have finished; come back after `retry_after_seconds`
-└── ModelInUse         a model that answers requests is not unloaded
+├── ModelNameNeeded
+├── ModelUnknown
+├── ModelNotLoaded
+├── LoadFailed
+├── ModelTooLarge
+├── PoolBusy
+└── ModelInUse
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from server.pool.names import MAX_NAME_LENGTH, ModelSource
 
 
 class PoolError(Exception):
-    """Base of all errors of the pool. The message is one sentence for a person."""
+    """The message is one sentence for a person."""
 
 
 class ModelNameNeeded(PoolError):
@@ -32,11 +32,11 @@ class ModelUnknown(PoolError):
     def __init__(self, name: str, instead: str) -> None:
         super().__init__(f"there is no model {name[:MAX_NAME_LENGTH]!r}: {instead}")
         self.instead = instead
-        """A clause naming models that may be asked for."""
+        """Which models there are, as a clause."""
 
 
 class ModelNotLoaded(PoolError):
-    """A model that may be served is not in memory."""
+    """The model may be served but is not in memory: ask the pool to load it."""
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__(f"the model {source.id} is not loaded")
@@ -44,7 +44,7 @@ class ModelNotLoaded(PoolError):
 
 
 class LoadFailed(PoolError):
-    """A model cannot be loaded: its files are gone, damaged or of an unknown kind."""
+    """A model's files are gone, damaged or of an unknown kind."""
 
 
 class ModelTooLarge(PoolError):
@@ -52,13 +52,13 @@ class ModelTooLarge(PoolError):
 
 
 class PoolBusy(PoolError):
-    """The model fits only when other models have finished their answers, and they did not in time."""
+    """The model fits only once others have finished their answers, and they did not in time."""
 
     retry_after_seconds = 10
 
 
 class ModelInUse(PoolError):
-    """The model answers requests now."""
+    """A model that answers requests is not unloaded."""
 
 
 class ChangeKind(StrEnum):

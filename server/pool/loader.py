@@ -1,9 +1,8 @@
 """Loads and unloads models, one at a time in the order of the requests. Event loop only.
 
-A model is loaded once for all who wait for it, on a thread of its own, so that answers of other models go on. Another
-model is unloaded for it only when the files of the model were found in order and it is known to fit. A model that is
-to be unloaded takes no more requests: new ones wait behind the model that waits for its memory. So two models that do
-not fit together take turns, and neither starves.
+A model is loaded once for all who wait, on a thread of its own. Another one is unloaded for it only when its files
+were found in order and it is known to fit. A model to be unloaded takes no more requests: new ones wait behind the
+model that waits for its memory. So two models that do not fit together take turns, and neither starves.
 """
 
 import asyncio
@@ -19,7 +18,6 @@ from cache.budget import FolderError
 from models.errors import ModelError
 from server.engine.engine import KeptState
 from server.engine.request import EngineStopped
-from server.pool.budgets import Budgets, UnloadedModel
 from server.pool.errors import (
     ChangeKind,
     LoadFailed,
@@ -30,7 +28,7 @@ from server.pool.errors import (
     PoolError,
     TellChange,
 )
-from server.pool.members import Member, ModelHold, OpenedModel
+from server.pool.members import Budgets, Member, ModelHold, OpenedModel, UnloadedModel
 from server.pool.memory import ModelUse, PoolSettings, choose_to_unload
 from server.pool.names import FOREVER, WHEN_SHORT_SECONDS, ModelSource
 from server.pool.served import ListedModel
@@ -38,7 +36,7 @@ from server.pool.served import ListedModel
 logger = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 120.0
-"""Seconds that a model waits for others to finish their answers."""
+"""How long a model waits for answers of others."""
 
 Result = TypeVar("Result")
 
@@ -48,31 +46,28 @@ class Around:
     """What else is in memory when a model is loaded."""
 
     weights: Sequence[int]
-    """Bytes of weights of each model that stays loaded."""
+    """Bytes of each model that stays loaded."""
     budget_bytes: int
     """Memory for the model's state."""
     kept: KeptState | None = None
-    """The model's state from before it was unloaded; consumed."""
+    """The model's own state from before; consumed."""
 
 
 class Opener(Protocol):
     """Loads models. All methods block; `measure` and `open` raise ModelError for unusable files."""
 
     def measure(self, source: ModelSource) -> int:
-        """Checks that all files are there; returns about how many bytes the weights will take."""
+        """Checks the files; returns about how many bytes the weights will take."""
 
     def open(self, source: ModelSource, around: Around, tell: Callable[[str], object]) -> OpenedModel:
-        """Returns the model with its engine running.
-
-        `tell` is told each step of the loading; an error that it raises ends the loading.
-        """
+        """Returns the model with its engine running. `tell` is told each step, and may raise to end the loading."""
 
     def describe(self, source: ModelSource) -> ListedModel:
-        """Returns what is known of a model that is not loaded; for damaged files, the name only."""
+        """Returns what the files say of a model; for damaged ones, the name only."""
 
 
 async def on_thread(name: str, work: Callable[[], Result]) -> Result:
-    """Returns the result of `work`, called on a daemon thread, so the end of the process does not wait for it."""
+    """Returns the result of `work` on a daemon thread: the end of the process does not wait for it."""
     done: Future[Result] = Future()
     done.set_running_or_notify_cancel()
 
@@ -86,25 +81,20 @@ async def on_thread(name: str, work: Callable[[], Result]) -> Result:
     return await asyncio.wrap_future(done)
 
 
-class LoadingAbandoned(Exception):
-    """Raised into a loading that nobody wants any more, because the server stops."""
-
-
 @dataclass(eq=False)
 class Loading:
-    """A model being loaded, or waiting for the budget that it is due: who waits for it, and the current step."""
+    """A model being loaded, or given the budget that it is due, and who waits for it."""
 
     source: ModelSource
     waiters: "list[asyncio.Future[ModelHold]]" = field(default_factory=list)
     step: str = "waiting"
     """A few words for a person."""
     task: "asyncio.Task[None] | None" = None
-    can_be_given_up: bool = True
-    """Whether the loading ends when nobody waits; false once its files are being read."""
+    """Cancelled when nobody waits any more; None once the files are being read."""
 
 
 class Loader:
-    """The loaded models by identity, and whoever waits for one."""
+    """The loaded models by id, and whoever waits for one."""
 
     def __init__(self, opener: Opener | None, settings: PoolSettings, clock: Callable[[], float]) -> None:
         """Without an `opener` no other model is ever loaded."""
@@ -114,7 +104,7 @@ class Loader:
         self.members: dict[str, Member] = {}
         self.budgets = Budgets(settings.memory, self.members, clock)
         self.on_change: TellChange = lambda change: None
-        """Called when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        """Called at each change of a model."""
         self._loadings: dict[str, Loading] = {}
         self._changing = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
@@ -135,10 +125,9 @@ class Loader:
         return self._hold(member) if member is not None and self.budgets.has_due(member) else None
 
     async def load(self, source: ModelSource) -> ModelHold:
-        """Returns a hold on a model once it is loaded. Several waiters load it once.
+        """Returns a hold on a model once it is loaded. A cancel ends the loading, but for others or read files.
 
-        A cancelled waiter leaves the queue; a model whose files are being read is loaded nevertheless. Raises
-        LoadFailed, ModelTooLarge, PoolBusy, ModelUnknown, and EngineStopped while the server stops.
+        Raises PoolError, and EngineStopped while the server stops.
         """
         hold = self.try_hold(source.id)
         if hold is not None:
@@ -174,7 +163,7 @@ class Loader:
         self.is_closed = True
         for loading in list(self._loadings.values()):
             self._end(loading, EngineStopped("the server is stopping"))
-            if loading.can_be_given_up and loading.task is not None:
+            if loading.task is not None:
                 loading.task.cancel()
 
     def _hold(self, member: Member) -> ModelHold:
@@ -183,7 +172,8 @@ class Loader:
     def _released(self, member: Member) -> None:
         member.last_used = self._clock()
         self.watch()
-        if not self.is_closed and not self._changing.locked() and self.budgets.is_anybody_short():
+        # Its conversations may need more memory than it is due.
+        if len(self.members) > 1 and not self.is_closed and not self._changing.locked():
             self._in_background(self._divide())
 
     async def _divide(self) -> None:
@@ -202,7 +192,7 @@ class Loader:
         return loading
 
     async def _run(self, loading: Loading) -> None:
-        """Loads one model, and tells the result to all who wait for it."""
+        """Loads one model for all who wait."""
         try:
             async with self._changing:
                 # Held before the next model's turn, which would unload the unused model.
@@ -222,7 +212,7 @@ class Loader:
         self._end(loading, error)
 
     def _end(self, loading: Loading, outcome: Member | Exception) -> None:
-        """Wakes everybody who waits. If the model was loaded, each of them holds it from now on."""
+        """Wakes everybody who waits; each holds the model from now on."""
         if self._loadings.get(loading.source.id) is loading:
             del self._loadings[loading.source.id]
         for waiter in loading.waiters:
@@ -234,15 +224,14 @@ class Loader:
                 waiter.set_result(self._hold(outcome))
 
     def _leave(self, loading: Loading, waiter: "asyncio.Future[ModelHold]") -> None:
-        """Takes a cancelled waiter out; ends a loading that nobody waits for."""
-        is_wanted = not all(one.cancelled() for one in loading.waiters)
+        """Ends a loading that nobody waits for any more."""
         if not waiter.cancelled():
             if waiter.exception() is None:
                 waiter.result().close()
-        elif not is_wanted and loading.can_be_given_up and self._loadings.get(loading.source.id) is loading:
-            del self._loadings[loading.source.id]
-            if loading.task is not None:
-                loading.task.cancel()
+        elif all(one.cancelled() for one in loading.waiters) and loading.task is not None:
+            if self._loadings.get(loading.source.id) is loading:
+                del self._loadings[loading.source.id]
+            loading.task.cancel()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
@@ -282,7 +271,7 @@ class Loader:
             member.is_leaving = True
         try:
             plan = await self._make_room(loading, leaving)
-            loading.can_be_given_up = False
+            loading.task = None
             await self._unload(leaving)
             await self.budgets.shrink(plan)
             try:
@@ -291,7 +280,7 @@ class Loader:
                 # Models that were unloaded in vain come back.
                 for member in leaving:
                     if not self.is_closed and member.source.id not in self._loadings:
-                        self._begin(member.source).can_be_given_up = False
+                        self._begin(member.source).task = None
                 raise
         finally:
             self.budgets.joining = None
@@ -299,10 +288,7 @@ class Loader:
                 member.is_leaving = False
 
     async def _make_room(self, loading: Loading, leaving: Sequence[Member]) -> Mapping[str, int]:
-        """Waits until models to unload are idle, and cuts the budgets of the others to those planned.
-
-        Returns the plan. Raises PoolBusy when running requests hold more for too long.
-        """
+        """Waits for models to unload, and cuts the budgets of the others; returns the plan. Raises PoolBusy."""
 
         def tell_wait(member: Member) -> None:
             loading.step = f"waiting for memory that answers of {member.source.id} hold"
@@ -331,20 +317,18 @@ class Loader:
 
         def tell(step: str) -> None:
             if self.is_closed:
-                raise LoadingAbandoned
+                raise EngineStopped("the server is stopping")
             loading.step = step
 
         def run() -> OpenedModel:
             opened = opener.open(source, around, tell)
             if self.is_closed:
                 opened.unload()
-                raise LoadingAbandoned
+                raise EngineStopped("the server is stopping")
             return opened
 
         try:
             opened = await _checked(source, on_thread("mlx-serve-loader", run))
-        except LoadingAbandoned:
-            raise EngineStopped("the server is stopping") from None
         except Exception:
             if former is not None:
                 self.budgets.unloaded[source.id] = former
@@ -370,7 +354,7 @@ class Loader:
             self.on_change(ModelChange(ChangeKind.UNLOADED, model_id))
 
     def expires(self, member: Member) -> float:
-        """Returns when an idle model is unloaded, by the clock."""
+        """Returns when an idle model is unloaded: as a client or the setting says, else if memory is short."""
         asked = member.keep_alive_seconds
         if asked is None:
             asked = self._settings.keep_alive_seconds
@@ -380,7 +364,7 @@ class Loader:
         return member.last_used + asked
 
     def watch(self) -> None:
-        """Unloads idle models when their time is over. Called whenever anything changed."""
+        """Unloads idle models when their time is over. To be called when anything changed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -405,7 +389,7 @@ class Loader:
 
 
 async def _checked(source: ModelSource, work: Awaitable[Result]) -> Result:
-    """Returns the result of work with a model's files. Raises LoadFailed for unusable files."""
+    """Returns the result of work with a model's files; raises LoadFailed for unusable ones."""
     try:
         return await work
     except ModelError as error:

@@ -1,34 +1,39 @@
-"""A loaded model, its users and its budget. Event loop only, except where a docstring says otherwise.
+"""Loaded models, who uses them, and their budgets for state. Event loop only, but where a docstring says otherwise.
 
-A request holds its model while it is planned and answered, and a model that is held is not unloaded.
+Each engine has its own worker thread and ledger, so a budget is changed by a command between two of its steps. The
+budgets add up to no more than the memory for state: models that get less are told first, and memory that running
+requests hold goes to nobody else until they end.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from server.engine.engine import KeptState
 from server.engine.request import EngineStopped, QueueFull
-from server.pool.memory import IDLE_SECONDS, ModelUse
+from server.pool.memory import IDLE_SECONDS, ModelUse, PoolMemory, divide, due_bytes
 from server.pool.names import ModelSource
 from server.pool.served import EnginePort, ServedModel
 
-SHORT_PART = 0.9
-"""A model is short of memory above this part of its budget."""
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 0.1
+"""Pause in seconds before a model is asked again for memory that its answers hold."""
 
 
 class PooledEngine(EnginePort, Protocol):
     """An engine as the pool sees it."""
 
     async def try_resize(self, budget_bytes: int) -> int:
-        """Changes the budget for state; returns by how much running requests exceed it, which leaves it as it was."""
+        """Changes the budget; returns the bytes by which running requests exceed it: then it stays as it was."""
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests and waits for the running ones; False if some still ran after the time."""
+        """Takes no more requests; returns whether the running ones ended in time."""
 
     def stop(self) -> None:
-        """Ends the engine; with a disk, state is written first. Blocks; for any thread."""
+        """Ends the engine. Blocks; for any thread."""
 
     def park(self) -> KeptState | None:
         """Ends the engine; returns the state that is on no disk. Blocks; for any thread."""
@@ -42,16 +47,16 @@ class OpenedModel:
     engine: PooledEngine
     weights_bytes: int = 0
     release: Callable[[], object] = lambda: None
-    """Releases the weights, once the engine has ended. For any thread."""
+    """Releases the weights of an ended engine. For any thread."""
     variants: Mapping[str, ServedModel] = field(default_factory=dict)
     """The model with each of its adapters, by the adapter's name."""
 
     def served(self, adapter: str | None) -> ServedModel | None:
-        """Returns the model, or its variant with an adapter; None for an unknown adapter."""
+        """Returns the model, or its variant with an adapter, if there is one."""
         return self.model if adapter is None else self.variants.get(adapter)
 
     def unload(self) -> KeptState | None:
-        """Ends the engine and releases the weights; returns the state that is on no disk. Blocks; for any thread."""
+        """Ends the engine, releases the weights; returns the state that is on no disk. Blocks; for any thread."""
         state = self.engine.park()
         self.release()
         return state
@@ -59,32 +64,32 @@ class OpenedModel:
 
 @dataclass(eq=False)
 class Member:
-    """A loaded model in the pool, and who holds it."""
+    """A loaded model."""
 
     source: ModelSource
     opened: OpenedModel
     budget_bytes: int
     """The last budget set for its state."""
     last_used: float
-    """When the model was loaded or asked for, or its last request ended, by the pool's clock."""
+    """When it was loaded, or its last request ended."""
     keep_alive_seconds: float | None = None
-    """Idle time that a client asked for this model; None: the time for all models."""
+    """How long a client asked it to stay when idle."""
     planned_bytes: int = 0
     """The budget that it is to get."""
     is_leaving: bool = False
-    """Whether the model takes no more requests, because another model waits for its memory."""
+    """Whether it takes no more requests: another model waits for its memory."""
     num_holds: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     _labelled: dict[str, ServedModel] = field(default_factory=dict)
-    """The model under each label that was asked for, with the label's defaults."""
+    """The model by label."""
 
     def __post_init__(self) -> None:
         self.idle.set()
 
     def served(self, source: ModelSource) -> ServedModel | None:
-        """Returns the model as a source of the same id names it; None for an unknown adapter. For any thread.
+        """Returns the model as a source names it, the same object each time; None for an unknown adapter.
 
-        The same source gets the same object until the label's defaults change.
+        For any thread.
         """
         served = self.opened.served(source.adapter)
         if served is None or source.adapter is not None or source.label is None:
@@ -101,12 +106,6 @@ class Member:
     @property
     def is_busy(self) -> bool:
         return self.num_holds > 0
-
-    @property
-    def is_short(self) -> bool:
-        """Whether more memory would keep more of its conversations."""
-        cache = self.opened.engine.stats().cache
-        return cache.stored_bytes + cache.live_bytes > (cache.budget_bytes or self.budget_bytes) * SHORT_PART
 
     def use(self, now: float) -> ModelUse:
         """Returns the facts that decide about its memory."""
@@ -137,7 +136,7 @@ class Member:
 
 
 class ModelHold:
-    """A request's hold on a loaded model, which stays loaded until `close`."""
+    """A request's use of a loaded model, which stays loaded until `close`."""
 
     def __init__(self, member: Member, on_close: Callable[[Member], object]) -> None:
         self._member = member
@@ -163,3 +162,100 @@ class ModelHold:
         if not self._member.is_busy:
             self._member.idle.set()
         self._on_close(self._member)
+
+
+@dataclass(frozen=True, eq=False)
+class UnloadedModel:
+    """A model that is not loaded any more, and the state that it left in memory."""
+
+    id: str
+    state: KeptState
+    last_used: float
+
+    def use(self) -> ModelUse:
+        """As `Member.use`."""
+        return ModelUse(self.id, self.last_used, used_bytes=self.state.num_bytes, is_loaded=False)
+
+
+class Budgets:
+    """Gives each model the memory for state that `divide` plans."""
+
+    def __init__(self, memory: PoolMemory, members: Mapping[str, Member], clock: Callable[[], float]) -> None:
+        self._memory = memory
+        self._members = members
+        self._clock = clock
+        self.unloaded: dict[str, UnloadedModel] = {}
+        """The models that left state in memory."""
+        self.joining: ModelUse | None = None
+        """A model that is being loaded, and counts already."""
+        self._due_bytes = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the memory taken by models has changed."""
+        self.on_given_up: Callable[[str], None] = lambda model_id: None
+        """Called with the id of an unloaded model whose last state is dropped."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """Weights, and what state may take."""
+        return sum(member.opened.weights_bytes for member in self._members.values()) + self._taken_for_state()
+
+    def has_due(self, member: Member) -> bool:
+        """Whether a model has, and is to keep, the least budget of a model in use."""
+        return min(member.budget_bytes, member.planned_bytes) >= self._due_bytes
+
+    def plan(self) -> dict[str, int]:
+        """Returns the budgets with the joining model loaded, and the leaving ones not."""
+        uses = self._uses()
+        due, plan = due_bytes(self._for_state(uses), uses), divide(self._for_state(uses), uses)
+        # The others grow once it is loaded, and go on until then.
+        self._due_bytes = due if self.joining is None else min(due, self._due_bytes)
+        for member in self._members.values():
+            member.planned_bytes = plan[member.source.id]
+        return plan
+
+    async def shrink(self, plan: Mapping[str, int], tell_wait: Callable[[Member], None] | None = None) -> None:
+        """Cuts the budgets to those planned. With `tell_wait` it waits for running requests that hold more."""
+        for member in [one for one in self._members.values() if not one.is_leaving]:
+            budget_bytes = plan[member.source.id]
+            while budget_bytes < member.budget_bytes and not await member.try_resize(budget_bytes):
+                if tell_wait is None:
+                    break
+                tell_wait(member)
+                await asyncio.sleep(RETRY_SECONDS)
+        for gone in list(self.unloaded.values()):
+            if gone.state.num_bytes > plan[gone.id]:
+                gone.state.shrink(plan[gone.id])
+                if not gone.state.num_bytes:
+                    self.give_up(gone.id)
+
+    async def divide(self) -> None:
+        """Divides the memory anew between all models, as far as running requests allow."""
+        plan, total_bytes = self.plan(), self._for_state(self._uses())
+        await self.shrink(plan)
+        for member in [self._members[model_id] for model_id in plan if model_id in self._members]:
+            left_bytes = total_bytes - self._taken_for_state() + member.budget_bytes
+            budget_bytes = min(plan[member.source.id], left_bytes)
+            if budget_bytes > member.budget_bytes:
+                await member.try_resize(budget_bytes)
+        self.on_change()
+
+    def give_up(self, model_id: str) -> None:
+        """Drops all state of an unloaded model."""
+        self.unloaded.pop(model_id).state.drop()
+        self.on_given_up(model_id)
+        logger.info("the conversations of %s are given up: other models need the memory", model_id)
+
+    def _for_state(self, uses: Sequence[ModelUse]) -> int:
+        return self._memory.for_state([one.weights_bytes for one in uses if one.is_loaded])
+
+    def _taken_for_state(self) -> int:
+        budgets = sum(member.budget_bytes for member in self._members.values())
+        return budgets + sum(gone.state.num_bytes for gone in self.unloaded.values())
+
+    def _uses(self) -> list[ModelUse]:
+        now, joining = self._clock(), self.joining
+        uses = {gone.id: gone.use() for gone in self.unloaded.values()}
+        uses |= {member.source.id: member.use(now) for member in self._members.values()}
+        if joining is not None:
+            uses[joining.id] = joining
+        return list(uses.values())

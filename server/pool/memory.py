@@ -1,7 +1,7 @@
-"""How the models of one process divide the machine's memory, and which are unloaded for another. Pure.
+"""How models divide the machine's memory, and which are unloaded for another. Pure.
 
-The weights and the state of all models together stay within one figure. What the weights leave is divided into
-budgets: one for each loaded model, and one for the state that each unloaded model left. Sizes are bytes.
+What the weights of the loaded models leave is divided into budgets for state: one for each loaded model, and one for
+what each unloaded model left. Sizes are bytes.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from server.pool.errors import ModelTooLarge
 from server.pool.names import Alias
 
 SMALLEST_PART_BYTES = 64 << 20
-"""Less memory for state would hold no useful conversation: one model is unloaded for the other instead."""
+"""Less memory for state would hold no useful conversation."""
 MUCH_WEIGHTS = 0.5
 """Memory is short where weights take more than this part of it."""
 IDLE_SECONDS = 60.0
-"""A model used within this time is likely to be used again soon, so it counts as in use."""
+"""A model used within this time counts as in use."""
 FLOOR_PART = 4
-"""What is not in use keeps at least this part of what it is due; a model in use asks for as much beyond its use."""
+"""An idle model keeps such a part of what it is due, all unloaded ones of everything; one in use grows by one."""
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class PoolMemory:
     state_bytes: int | None = None
     """The requested budget for the state of all models; None: what the weights leave."""
     largest_alone_bytes: int = 0
-    """Weights up to this are loaded if alone, however little they leave for state."""
+    """Weights up to this are loaded if alone, whatever they leave for state."""
     smallest_alone_bytes: int = 0
     """The least budget for state beside a single model."""
 
     def for_state(self, weights: Sequence[int]) -> int:
-        """Returns the memory for the state of all models, where models of these weights are loaded."""
+        """Returns the memory for all models' state beside these weights."""
         if self.state_bytes is not None:
             return self.state_bytes
         return max(self.total_bytes - sum(weights), self.smallest_alone_bytes if len(weights) == 1 else 0)
 
     def fits(self, weights: Sequence[int]) -> bool:
-        """Whether models of these weights can be loaded together, each with a useful budget for state."""
+        """Whether models of these weights fit together, each with a useful budget for state."""
         return weights[-1] <= self.largest_weights_bytes(weights[:-1])
 
     def largest_weights_bytes(self, others: Sequence[int]) -> int:
-        """Returns the most that a model's weights may take beside those of others; below 0 for no model at all."""
+        """Returns the most that weights may take beside those of others; below 0 for no model at all."""
         num_models, left_bytes = len(others) + 1, self.total_bytes - sum(others)
         if self.state_bytes is not None:
             is_useful = self.state_bytes // num_models >= min(self.state_bytes, SMALLEST_PART_BYTES)
@@ -52,7 +52,7 @@ class PoolMemory:
         return max(left_bytes - SMALLEST_PART_BYTES * num_models, -1 if others else self.largest_alone_bytes)
 
     def is_short(self, weights: Sequence[int]) -> bool:
-        """Whether the weights take so much that an idle model should be unloaded after a while."""
+        """Whether idle models should be unloaded after a while."""
         return sum(weights) > self.total_bytes * MUCH_WEIGHTS
 
 
@@ -65,7 +65,7 @@ class ModelUse:
     """Reading of a clock."""
     weights_bytes: int = 0
     used_bytes: int = 0
-    """A budget for state of this size holds all that it has."""
+    """A budget that holds all of its state."""
     is_busy: bool = False
     """Whether requests hold it."""
     is_in_use: bool = False
@@ -74,7 +74,7 @@ class ModelUse:
 
 
 def due_bytes(total_bytes: int, models: Sequence[ModelUse]) -> int:
-    """Returns the least budget of each model in use: an equal part, beside the floors of unloaded models."""
+    """Returns the least budget of each model in use: an equal part beside the floors of unloaded ones."""
     floor_bytes = _unloaded_floor(total_bytes, models)
     kept_bytes = sum(min(one.used_bytes, floor_bytes) for one in models if not one.is_loaded)
     return (total_bytes - kept_bytes) // max(sum(one.is_loaded for one in models), 1)
@@ -117,10 +117,9 @@ def divide(total_bytes: int, models: Sequence[ModelUse]) -> dict[str, int]:
 def choose_to_unload(
     loaded: Sequence[ModelUse], name: str, weights_bytes: int, memory: PoolMemory, max_models: int | None
 ) -> list[str]:
-    """Returns the ids of the models to unload for another one, none where it fits beside all.
+    """Returns the ids of the models to unload for another one: idle ones first, then those used longest ago.
 
-    Idle models go before busy ones, then the one used longest ago; no more than are needed. Raises ModelTooLarge
-    where the model does not even fit alone.
+    Raises ModelTooLarge where it does not fit alone.
     """
     if not memory.fits([weights_bytes]):
         raise ModelTooLarge(
@@ -150,9 +149,9 @@ class PoolSettings:
 
     memory: PoolMemory = field(default_factory=lambda: PoolMemory(1 << 62))
     max_models: int | None = None
-    """Models that may be loaded together; None: as many as fit."""
+    """None: as many as fit."""
     keep_alive_seconds: float | None = None
-    """How long an idle model stays; None: for ever while memory is ample, half an hour where it is short."""
+    """How long an idle model stays; None: as `Loader.expires` says."""
     aliases: Sequence[Alias] = ()
     default_id: str | None = None
-    """The model of requests that name none; None: the only one."""
+    """The model of requests that name none."""

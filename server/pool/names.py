@@ -1,6 +1,4 @@
-"""What models are called: identity, aliases, Ollama's tag, near names; and how long an idle one stays loaded.
-Pure.
-"""
+"""What models are called: identity, aliases, near names; and how long an idle one stays loaded. Pure."""
 
 import difflib
 import math
@@ -13,16 +11,16 @@ from pathlib import Path
 from models.store.stored_model import ModelDefaults
 
 LATEST = ":latest"
-"""Ollama's clients may add this to a name without a tag, whichever API they use."""
+"""Ollama's clients add this to a name without a tag."""
 MAX_NAME_LENGTH = 200
-"""Characters of an unknown name that an error repeats."""
+"""Characters of a name that an error repeats."""
 MAX_LISTED = 8
 """Models listed in an answer to an unknown name."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """Another name for a model, or a pattern of names: `*` stands for any text, `?` for one character."""
+    """Another name for a model, or a pattern of names with `*` and `?`."""
 
     pattern: str
     model: str
@@ -37,10 +35,7 @@ def parse_alias(text: str) -> Alias:
 
 
 def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
-    """Yields the meanings of a name in order: itself, itself without `:latest`, the target of its first alias.
-
-    An alias without `*` and `?` comes before the name's own meaning; patterns come after it.
-    """
+    """Yields the meanings of a name: an alias of just this name, else itself, then what a pattern makes of it."""
     plain = name.removesuffix(LATEST)
     exact = next((alias.model for alias in aliases if alias.pattern in (name, plain)), None)
     if exact is not None:
@@ -55,7 +50,7 @@ def spellings(name: str, aliases: Sequence[Alias]) -> Iterator[str]:
 
 
 def served_instead(name: str, served: Collection[str]) -> str:
-    """Returns a clause on models to ask for instead of an unknown name: similar names, else those there are."""
+    """Returns a clause with names like an unknown one, else with those there are."""
     near = difflib.get_close_matches(name.lower(), served, n=3) if len(served) > 1 else []
     if near:
         return f"did you mean {' or '.join(near)}?"
@@ -66,16 +61,16 @@ def served_instead(name: str, served: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What is known of a model that may be served, before it is loaded."""
+    """A model that may be served, loaded or not."""
 
     id: str
-    """Its identity: the listed name, by which models are compared."""
+    """By which models are compared."""
     path: Path
     """The folder with configuration and weights."""
     adapter: str | None = None
-    """The adapter that is meant; it is loaded with the model."""
+    """The adapter that is meant."""
     label: str | None = None
-    """What clients call the model where that is not its id, such as a name of our own."""
+    """What clients call the model, if not by its id: a name of our own."""
     defaults: ModelDefaults = field(default_factory=ModelDefaults)
     """Defaults of requests under the label."""
 
@@ -92,19 +87,16 @@ class ModelSource:
 
 FOREVER = math.inf
 WHEN_SHORT_SECONDS = 30 * 60.0
-"""Idle time where memory is short and no time was asked for; with ample memory, for ever."""
+"""How long an idle model stays where memory is short and nobody said for how long."""
 LONGEST_SECONDS = 1e9
-"""Longer is for ever: some thirty years."""
+"""Longer is for ever."""
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 _PART = r"(\d+(?:\.\d+)?)(ms|s|m|h|d)"
 
 
 def parse_keep_alive(value: str | float) -> float:
-    """Returns seconds from `30m`, `1h30m`, `90` or a number; below 0, and `forever`, is forever.
-
-    Raises ValueError.
-    """
+    """Returns seconds from `30m`, `1h30m` or `90`; below 0, and `forever`, is forever. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
         raise ValueError(_advice(value))
     if isinstance(value, str):

@@ -1,12 +1,7 @@
-"""The models of one process: finds them by name, loads them on request, and says which there are.
+"""The models of one process, as the rest of the server sees them.
 
-Invariants:
-
-* a model has one identity, its `ModelSource.id`; every name is resolved to it before anything is compared;
-* a user of a model holds it, and a model that is held is never unloaded;
-* a model that is held has the budget for state that it is due.
-
-`find`, `describe` and `listed` may be called on any thread; everything else belongs to the event loop.
+Models are compared by their one identity, `ModelSource.id`. A model that is held is never unloaded, and has the
+budget for state that it is due. Event loop only, but where a docstring says otherwise.
 """
 
 import asyncio
@@ -14,17 +9,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from server.pool.catalog import Catalog, FixedCatalog, ModelFinder
-from server.pool.errors import ModelNotLoaded, TellChange
+from models.errors import ModelBroken
+from server.pool.catalog import Catalog
+from server.pool.errors import LoadFailed, ModelNameNeeded, ModelNotLoaded, ModelUnknown, TellChange
 from server.pool.loader import Loader, Opener
 from server.pool.members import Member, ModelHold, OpenedModel
 from server.pool.memory import PoolSettings
-from server.pool.names import ModelSource
+from server.pool.names import ModelSource, served_instead, spellings
 from server.pool.served import EnginePort, ListedModel, ModelFacts, Occupancy, ServedModel
 
 
 class ModelPool:
-    """The models that a server may be asked for, and the engines of the loaded ones."""
+    """The models that may be asked for, and the engines of the loaded ones."""
 
     def __init__(
         self,
@@ -40,7 +36,7 @@ class ModelPool:
         self._catalog = catalog
         self._opener = opener
         self._clock = clock
-        self._finder = ModelFinder(catalog, settings.aliases, settings.default_id)
+        self._settings = settings
         self.loader = Loader(opener, settings, clock)
         state_bytes = settings.memory.for_state([one.weights_bytes for one in opened]) // max(len(opened), 1)
         for one in opened:
@@ -51,7 +47,8 @@ class ModelPool:
     @classmethod
     def of(cls, *opened: OpenedModel) -> "ModelPool":
         """Returns a pool of models that are all loaded, and stay so."""
-        return cls(FixedCatalog([ModelSource(one.model.id, Path()) for one in opened]), opened)
+        sources = [ModelSource(one.model.id, Path(one.model.id)) for one in opened]
+        return cls(Catalog(sources, has_others=False), opened)
 
     # ------------------------------------------------------------------------------------------ looking things up
 
@@ -86,12 +83,12 @@ class ModelPool:
         ]
 
     def listed(self) -> Sequence[ListedModel]:
-        """Returns every model that requests may name, loaded or not. For any thread; may read the disk."""
+        """Returns every model, loaded or not. For any thread; may read the disk."""
         return [self._described(source) for source in self._catalog.all()]
 
     def describe(self, name: str) -> ListedModel:
-        """Returns the model that a name stands for. For any thread; raises as `source_of` does."""
-        return self._described(self._finder.find(name))
+        """Returns what is known of a model. For any thread; raises as `source_of` does."""
+        return self._described(self.source_of(name))
 
     def _described(self, source: ModelSource) -> ListedModel:
         member = self.loader.find(source.id)
@@ -103,15 +100,34 @@ class ModelPool:
         return self._opener.describe(source)
 
     def source_of(self, name: str | None) -> ModelSource:
-        """Returns the source that a name stands for. For any thread; raises ModelNameNeeded and ModelUnknown."""
-        return self._finder.find(name)
+        """Returns what a name stands for; without a name the default or only model. For any thread; reads the disk.
+
+        Raises ModelNameNeeded, ModelUnknown and LoadFailed.
+        """
+        if not name:
+            return self._default_source()
+        try:
+            found = (self._catalog.find(spelling) for spelling in spellings(name, self._settings.aliases))
+            source = next((source for source in found if source is not None), None)
+        except ModelBroken as error:
+            raise LoadFailed(str(error)) from error
+        if source is None:
+            raise ModelUnknown(name, served_instead(name, [source.name for source in self._catalog.all()]))
+        return source
+
+    def _default_source(self) -> ModelSource:
+        default_id = self._settings.default_id
+        default = self._catalog.find(default_id) if default_id is not None else None
+        if default is not None:
+            return default
+        sources = [source for source in self._catalog.all() if source.adapter is None]
+        if len(sources) != 1:
+            raise ModelNameNeeded(f"model: name one of {', '.join(source.id for source in sources)}")
+        return sources[0]
 
     def find(self, name: str | None) -> ServedModel:
-        """Returns the loaded model that a name stands for; the default one without a name. For any thread.
-
-        Raises ModelNameNeeded, ModelUnknown, and ModelNotLoaded for one that may be loaded.
-        """
-        source = self._finder.find(name)
+        """Returns the loaded model of a name. For any thread; raises as `source_of` does, and ModelNotLoaded."""
+        source = self.source_of(name)
         member = self.loader.find(source.id)
         if member is None:
             raise ModelNotLoaded(source)
@@ -122,10 +138,7 @@ class ModelPool:
     # -------------------------------------------------------------------------------------------- using a model
 
     def try_hold(self, model: ServedModel) -> ModelHold | None:
-        """Returns a hold on a model that `find` returned; None if `load` must bring back the model or its memory.
-
-        The model may have been unloaded since, or be about to be, or its memory be used by another one.
-        """
+        """Returns a hold on a model that `find` returned; None if it is to be loaded, or given its memory."""
         member = self.loader.find(model.base_id)
         return self.loader.try_hold(model.base_id) if member is not None and member.has(model) else None
 
@@ -138,12 +151,12 @@ class ModelPool:
         return await self.loader.unload(source)
 
     def forget_unloaded(self, source: ModelSource, namespace: str) -> tuple[int, int]:
-        """Drops a namespace's state of an unloaded model; returns the tokens and the bytes dropped."""
+        """Drops a namespace's state of an unloaded model; returns the tokens and bytes."""
         gone = self.loader.budgets.unloaded.get(source.id)
         return (0, 0) if gone is None else gone.state.forget(namespace)
 
     def tell_changes(self, tell: TellChange) -> None:
-        """Calls `tell` when a model is being loaded, was loaded or unloaded, or could not be loaded."""
+        """Calls `tell` at each change of a model."""
         self.loader.on_change = tell
 
     def tell_given_up(self, tell: Callable[[str], None]) -> None:
@@ -153,7 +166,7 @@ class ModelPool:
     # --------------------------------------------------------------------------------------------------- the end
 
     async def drain(self, timeout_seconds: float) -> bool:
-        """Takes no more requests and waits for the running ones; False if some still ran after the time."""
+        """Takes no more requests; returns whether the running ones ended in time."""
         self.loader.close()
         engines = [member.opened.engine for member in self.members]
         return all(await asyncio.gather(*(engine.drain(timeout_seconds) for engine in engines)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from models.errors import ModelBroken
-from server.pool.catalog import FixedCatalog
+from server.pool.catalog import Catalog
 from server.pool.loader import Around
 from server.pool.members import OpenedModel
 from server.pool.names import ModelSource
@@ -56,6 +56,6 @@ class FakeOpener:
         return ListedModel(source.id, 1_600_000_000, 100, ModelFacts(architecture="fake"))
 
 
-def catalog(*ids: str) -> FixedCatalog:
+def catalog(*ids: str) -> Catalog:
     """Returns a catalog of models of these ids."""
-    return FixedCatalog([ModelSource(name, Path("/models") / name) for name in ids])
+    return Catalog([ModelSource(name, Path("/models") / name) for name in ids], has_others=False)

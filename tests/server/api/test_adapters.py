@@ -15,7 +15,7 @@ import pytest
 from server.api.app import create_pool_app
 from server.app.config import ConfigError, ServerConfig
 from server.app.service import ServiceOpener, open_service
-from server.pool.catalog import InstalledCatalog
+from server.pool.catalog import Catalog
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
@@ -56,9 +56,9 @@ def serving(folder: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
     service = open_service(config)
     service.engine.start()
     first = ModelSource(service.model.id, folder)
-    sources = [first, *(replace(first, adapter=name) for name in service.variants)]
+    sources = [first, *(replace(first, adapter=name) for name in service.opened.variants)]
     opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28))
-    pool = ModelPool(InstalledCatalog(sources, has_others=False), [service.opened], opener)
+    pool = ModelPool(Catalog(sources, has_others=False), [service.opened], opener)
     try:
         with running(create_pool_app(pool, config)) as address:
             yield Server(address, pool)

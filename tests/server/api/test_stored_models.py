@@ -13,7 +13,7 @@ from models.store.stored_model import ExampleMessage, ModelDefaults, StoredModel
 from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener, open_service
-from server.pool.catalog import InstalledCatalog
+from server.pool.catalog import Catalog
 from server.pool.memory import PoolMemory
 from server.pool.names import ModelSource
 from server.pool.pool import ModelPool
@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         service = open_service(config)
         service.engine.start()
         opener = ServiceOpener(config, PoolMemory(1 << 40, 1 << 28))
-        pool = ModelPool(InstalledCatalog([ModelSource("base", folder)]), [service.opened], opener)
+        pool = ModelPool(Catalog([ModelSource("base", folder)]), [service.opened], opener)
         try:
             with running(create_pool_app(pool, config)) as address:
                 yield Server(address, pool, Manifest(place / "mlx-serve"), folder)

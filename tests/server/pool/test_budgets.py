@@ -181,7 +181,7 @@ def test_models_in_use_take_nothing_from_each_other() -> None:
 @pytest.fixture(scope="module")
 def quick_retries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.pool.budgets.RETRY_SECONDS", 0.0001)
+        patch.setattr("server.pool.members.RETRY_SECONDS", 0.0001)
         yield
 
 

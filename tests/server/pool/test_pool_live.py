@@ -16,7 +16,7 @@ import pytest
 from server.api.app import create_pool_app
 from server.app.config import ServerConfig
 from server.app.service import ServiceOpener
-from server.pool.catalog import FixedCatalog
+from server.pool.catalog import Catalog
 from server.pool.loader import Around
 from server.pool.members import OpenedModel
 from server.pool.memory import PoolMemory, PoolSettings
@@ -56,7 +56,7 @@ class Several:
         object.__setattr__(self.opener, "may_finish", threading.Event())
         self.opener.may_finish.set()
         pool_settings = replace(PoolSettings(self.opener.memory), **settings)
-        self.pool = ModelPool(FixedCatalog(sources), opener=self.opener, settings=pool_settings)
+        self.pool = ModelPool(Catalog(sources, has_others=False), opener=self.opener, settings=pool_settings)
         self._running = running(create_pool_app(self.pool, config))
 
     def __enter__(self) -> "Several":
@@ -240,7 +240,6 @@ def test_state_never_meets_a_model_that_has_changed(
 def test_an_idle_model_leaves_memory_to_another_and_gets_what_it_is_due_for_its_next_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.pool.members.SHORT_PART", 0.0)
     monkeypatch.setattr("server.pool.members.IDLE_SECONDS", 0.2)
     with Several(tmp_path) as server:
 

@@ -11,7 +11,7 @@ from models.errors import ModelBroken
 from models.names import DEMO_FOLDER
 from models.store.manifest import FILE_NAME, Manifest
 from models.store.stored_model import ModelDefaults, StoredModel, WeightsPlace
-from server.pool.catalog import InstalledCatalog
+from server.pool.catalog import Catalog
 from server.pool.names import ModelSource
 from tests.models.test_names import COMMIT, hub_cache, write_download, write_model
 
@@ -37,7 +37,7 @@ def test_a_stored_name_has_the_identity_of_its_weights(manifest: Manifest, hub_c
     folder = write_download(hub_cache, "org/name")
     store(manifest, "writer", "built-in", "demo")
     store(manifest, "coder", "repository", "org/name", COMMIT)
-    catalog = InstalledCatalog([])
+    catalog = Catalog([])
     for name in ("writer", "WRITER", "writer:latest"):
         assert catalog.find(name) == ModelSource("demo", DEMO_FOLDER, label="writer", defaults=BRIEF)
     assert catalog.find("coder") == ModelSource("org/name", folder, label="coder", defaults=BRIEF)
@@ -50,7 +50,7 @@ def test_names_of_one_folder_are_one_identity_without_a_path_in_it(manifest: Man
     folder = write_model(tmp_path / "tuned")
     store(manifest, "a", "folder", str(folder))
     store(manifest, "b", "folder", str(folder))
-    catalog = InstalledCatalog([])
+    catalog = Catalog([])
     a, b = catalog.find("a"), catalog.find("b")
     assert a is not None
     assert b is not None
@@ -65,7 +65,7 @@ def test_a_folder_of_the_command_line_is_the_same_model_under_a_stored_name(
     folder = write_model(tmp_path / "tuned")
     (tmp_path / "link").symlink_to(folder)
     store(manifest, "writer", "folder", str(folder))
-    catalog = InstalledCatalog([ModelSource("link", tmp_path / "link")])
+    catalog = Catalog([ModelSource("link", tmp_path / "link")])
     found = catalog.find("writer")
     assert found is not None
     assert (found.id, found.name) == ("link", "writer")
@@ -74,15 +74,15 @@ def test_a_folder_of_the_command_line_is_the_same_model_under_a_stored_name(
 def test_a_stored_name_of_the_command_line_brings_its_model_under_its_own_id(manifest: Manifest) -> None:
     named = ModelSource("demo", DEMO_FOLDER, label="writer", defaults=BRIEF)
     for has_others in (True, False):
-        catalog = InstalledCatalog([named], has_others=has_others)
+        catalog = Catalog([named], has_others=has_others)
         assert catalog.find("writer") == named
         assert catalog.find("demo") == ModelSource("demo", DEMO_FOLDER)
-    assert [source.name for source in InstalledCatalog([named]).all()] == ["writer", "demo", "demo-hybrid"]
+    assert [source.name for source in Catalog([named]).all()] == ["writer", "demo", "demo-hybrid"]
 
 
 def test_weights_that_are_gone_are_told_without_their_path(manifest: Manifest, tmp_path: Path) -> None:
     store(manifest, "writer", "folder", str(tmp_path / "gone"))
-    catalog = InstalledCatalog([])
+    catalog = Catalog([])
     with pytest.raises(ModelBroken, match="weights of writer are not there") as caught:
         catalog.find("writer")
     assert str(tmp_path) not in str(caught.value)
@@ -92,7 +92,7 @@ def test_weights_that_are_gone_are_told_without_their_path(manifest: Manifest, t
 def test_a_damaged_manifest_takes_its_own_names_only(manifest: Manifest) -> None:
     store(manifest, "writer", "built-in", "demo")
     manifest.path.write_text("{")
-    catalog = InstalledCatalog([])
+    catalog = Catalog([])
     assert catalog.find("demo") == ModelSource("demo", DEMO_FOLDER)
     assert catalog.find("writer") is None
     assert "demo" in [source.name for source in catalog.all()]
@@ -122,11 +122,11 @@ def test_a_hostile_name_is_none(
     write_model(tmp_path / "tuned")
     store(manifest, "writer", "folder", str(tmp_path / "tuned"))
     monkeypatch.chdir(tmp_path)
-    assert InstalledCatalog([]).find(name) is None
-    assert InstalledCatalog([]).find(str(tmp_path / name)) is None
+    assert Catalog([]).find(name) is None
+    assert Catalog([]).find(str(tmp_path / name)) is None
 
 
 @given(st.text(max_size=100))
 def test_no_text_is_an_error(name: str) -> None:
-    found = InstalledCatalog([]).find(name)
+    found = Catalog([]).find(name)
     assert found is None or found.id in ("demo", "demo-hybrid")

@@ -10,7 +10,7 @@ from cache.pins import PinName
 from cache.prefix_cache import PrefixCache
 from server.engine.engine import KeptState
 from server.engine.sequence_table import EngineSessions
-from server.pool.budgets import Budgets, UnloadedModel
+from server.pool.members import Budgets, UnloadedModel
 from server.pool.memory import ModelUse, PoolMemory
 from tests.support import cache_driver, fake_model
 
@@ -49,10 +49,10 @@ def test_all_is_kept_where_there_is_memory() -> None:
 
 def test_what_was_used_longest_ago_is_cut_down_first() -> None:
     first, second = state_of(conversations(8)), state_of(conversations(8))
-    whole = first.num_bytes
-    budgets, given_up = budgets_of(whole + whole // 2, first=first, second=second)
+    half, whole = first.num_bytes // 2, second.num_bytes
+    budgets, given_up = budgets_of(half + whole, first=first, second=second)
     asyncio.run(budgets.divide())
-    assert 0 < first.num_bytes <= whole // 2 and second.num_bytes == whole and not given_up
+    assert 0 < first.num_bytes <= half and second.num_bytes == whole and not given_up
 
 
 def test_a_model_being_loaded_leaves_a_quarter_to_the_state_of_others(caplog: pytest.LogCaptureFixture) -> None:
