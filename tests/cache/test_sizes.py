@@ -62,6 +62,7 @@ def test_a_sequence_holds_no_more_bytes_than_are_counted(name: str, chunk_tokens
     assert world.run(tokens, W + 3) == 0
     world.prefix_cache.pager.page_out(world.prefix_cache.pager.slots[0], 0)
     assert world.run(np.append(tokens[:-1], tokens[:40]).astype(np.int32), 3) > 0
-    for length in (2, W - 1, W, W + 1, 400):
+    # Buffers grow in steps of 256 tokens.
+    for length in (2, W - 1, W, W + 1, 400 if chunk_tokens > 1 else 260):
         other = np.random.default_rng(length).integers(1, tiny_models.VOCAB, length).astype(np.int32)
         world.run(other, 3)

@@ -9,10 +9,7 @@ from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
 from server.api.app import create_app
-from server.api.dialect import Treatment
-from server.api.openai.completions import CompletionBody
-from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_CHAT_PRIME, IN_MESSAGE, IN_TEXT, IN_TEXT_PRIME
-from server.api.openai.types import ChatBody, ChatMessage, GenerationBody
+from server.api.openai.fields import IN_CHAT, IN_CHAT_PRIME, IN_TEXT, IN_TEXT_PRIME
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
@@ -21,9 +18,6 @@ JSON = {"Content-Type": "application/json"}
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 TABLES = {CHAT: IN_CHAT, TEXT: IN_TEXT}
-
-ASKING = [{"an": "object that no field takes"}]
-"""A value that is neutral nowhere."""
 
 CHANGING = {
     "truncate_prompt_tokens": 5,
@@ -117,34 +111,6 @@ def test_every_field_that_another_server_knows_is_in_the_table(path: str) -> Non
     assert ELSEWHERE - TABLES[path].keys() == set()
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_every_refused_field_is_refused_and_its_neutral_values_are_taken(client: TestClient, path: str) -> None:
-    refused = {name: rule for name, rule in TABLES[path].items() if rule.treatment is Treatment.REFUSED}
-    for name, rule in refused.items():
-        asked = {name: ASKING, "repetition_penalty": 1.1}
-        assert post(client, path, **asked).status_code == 400, name
-        for value in (*rule.neutral, None):
-            answer = post(client, path, **{name: value})
-            assert answer.status_code == 200, (name, value, answer.text)
-
-
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_every_field_without_effect_is_taken_and_has_none(client: TestClient, engine: FakeEngine, path: str) -> None:
-    kind = ChatBody if path == CHAT else CompletionBody
-    names = [name for name, rule in TABLES[path].items() if rule.treatment is Treatment.NO_EFFECT]
-    fields = {name: ASKING for name in names if name not in kind.model_fields and not rule_names_session(name)}
-    assert post(client, path).status_code == 200
-    assert post(client, path, **fields).status_code == 200
-    plain, with_all = engine.requests
-    for name in ("max_tokens", "sampling", "stop", "session_id", "namespace", "cache_prompt", "priority"):
-        assert getattr(plain, name) == getattr(with_all, name)
-    assert plain.tokens.tolist() == with_all.tokens.tolist()
-
-
-def rule_names_session(name: str) -> bool:
-    return name in ("previous_response_id", "conversation")
-
-
 REPEATING = {"repetition_penalty": 1.1}
 
 
@@ -196,16 +162,6 @@ def test_ollamas_options_are_taken_and_the_bodys_own_fields_come_first(
     assert (limited.max_tokens, limited.stop) == (3, ("y",))
     wrong = post(client, path, options={"temperature": "hot"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "options.temperature")
-
-
-def test_what_is_honoured_is_what_the_bodies_read() -> None:
-    def read(table: Mapping[str, Any]) -> set[str]:
-        return {name for name, rule in table.items() if rule.treatment is not Treatment.REFUSED and rule.is_read}
-
-    assert read(IN_BOTH) == set(GenerationBody.model_fields)
-    assert read(IN_CHAT) == set(ChatBody.model_fields)
-    assert read(IN_TEXT) == set(CompletionBody.model_fields)
-    assert read(IN_MESSAGE) == set(ChatMessage.model_fields)
 
 
 @pytest.mark.parametrize(

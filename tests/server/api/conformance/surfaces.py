@@ -32,6 +32,10 @@ class Surface:
     key = "authorization", "Bearer "
     media_type = "text/event-stream; charset=utf-8"
 
+    def limited(self, num_tokens: int) -> dict[str, Any]:
+        """The fields that limit the answer."""
+        return {self.limit: num_tokens}
+
     def told(self, answer: Any) -> Told:
         """Reads a whole answer."""
         [choice], usage = answer["choices"], answer["usage"]
@@ -120,9 +124,11 @@ class Messages(Surface):
 class OllamaChat(Surface):
     path = "/api/chat"
     body: Mapping[str, Any] = {"model": "tiny", "messages": HI, "stream": False}
-    limit = "num_predict"
     streams: Mapping[str, Any] = {"stream": None}
     media_type = "application/x-ndjson"
+
+    def limited(self, num_tokens: int) -> dict[str, Any]:
+        return {"options": {"num_predict": num_tokens}}
 
     def told(self, answer: Any) -> Told:
         text = answer["response"] if "response" in answer else answer["message"]["content"]
@@ -174,5 +180,4 @@ class LlamaCompletion(Surface):
         return str(answer["error"]["message"])
 
 
-CHAT = Surface()
-SURFACES = (CHAT, Text(), Responses(), Messages(), OllamaChat(), OllamaGenerate(), LlamaCompletion())
+SURFACES = (Surface(), Text(), Responses(), Messages(), OllamaChat(), OllamaGenerate(), LlamaCompletion())

@@ -10,8 +10,6 @@ from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
 from server.api.app import create_app
-from server.api.dialect import Treatment
-from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
 from server.app.config import ServerConfig
 from server.engine.commands import SlotState
 from server.engine.request import FinishReason
@@ -261,12 +259,6 @@ def test_what_fails_in_a_stream_is_an_event_of_its_own(client: TestClient, engin
     engine.script = Script(error=RuntimeError("broken"))
     *_, last = events(client.post("/completion", json={"prompt": "Hi", "stream": True}))
     assert (last["error"]["code"], last["error"]["type"]) == (500, "server_error")
-
-
-def test_what_is_honoured_is_what_the_body_reads() -> None:
-    read = {name for name, rule in IN_COMPLETION.items() if rule.treatment is not Treatment.REFUSED and rule.is_read}
-    unread = {"n", "return_token_ids"}
-    assert read == set(LlamaCompletionBody.model_fields) - unread
 
 
 # ------------------------------------------------------------------------------------------------- slots, properties

@@ -4,18 +4,14 @@ import json
 import logging
 from typing import Any
 
-import ollama
 import pytest
-from ollama import _types
 from starlette.testclient import TestClient
 
 from models.inference.sampling_params import SamplingParams
 from models.output.grammar import Grammar
 from server.api.app import create_app
 from server.api.dialect import Treatment
-from server.api.ollama.dialect import OllamaBody, Options
-from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
-from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
+from server.api.ollama.fields import IN_CHAT, IN_GENERATE, IN_OPTIONS
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 
@@ -50,35 +46,6 @@ def client(engine: FakeEngine) -> TestClient:
 def post(client: TestClient, path: str, **fields: Any) -> Any:
     prompt: dict[str, Any] = {"prompt": "Hi"} if path == GENERATE else {"messages": HI}
     return client.post(path, json={"model": "tiny", "stream": False, **prompt, **fields})
-
-
-def test_what_is_honoured_is_what_the_bodies_read() -> None:
-    def read(table: Any) -> set[str]:
-        return {name for name, rule in table.items() if rule.treatment is Treatment.HONOURED}
-
-    assert read(IN_BOTH) == set(OllamaBody.model_fields)
-    assert read(IN_CHAT) == set(OllamaChatBody.model_fields)
-    assert read(IN_GENERATE) == set(OllamaGenerateBody.model_fields)
-    assert read(IN_MESSAGE) == set(OllamaMessage.model_fields)
-    assert read(IN_OPTIONS) == set(Options.model_fields)
-
-
-def test_every_field_that_the_package_can_send_is_in_the_tables() -> None:
-    assert set(_types.ChatRequest.model_fields) <= IN_CHAT.keys()
-    assert set(_types.GenerateRequest.model_fields) <= IN_GENERATE.keys()
-    assert set(ollama.Options.model_fields) <= IN_OPTIONS.keys()
-    assert set(ollama.Message.model_fields) <= IN_MESSAGE.keys()
-
-
-@pytest.mark.parametrize("path", [CHAT, GENERATE])
-def test_every_refused_field_is_refused_and_its_neutral_values_are_taken(client: TestClient, path: str) -> None:
-    for name, rule in TABLES[path].items():
-        if rule.treatment is not Treatment.REFUSED:
-            continue
-        answer = post(client, path, **{name: ASKING})
-        assert (answer.status_code, rule.why in answer.json()["error"]) == (400, True), name
-        for value in (*rule.neutral, None):
-            assert post(client, path, **{name: value}).status_code == 200, (name, value)
 
 
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
