@@ -24,7 +24,7 @@ class Holding(NamedTuple):
     num_tokens: int = 0
     span_bytes: int = 0
     window_bytes: int = 0
-    point_bytes: int = 0
+    recurrent_bytes: int = 0
 
 
 class Holdings:

@@ -93,11 +93,11 @@ class Pager:
     def _restore_snapshots(self, slot: Slot, path: list[Node], offset: int) -> None:
         if self.layout.window:
             self.layout.load_windows(slot.caches, window_rows(self.layout, path, offset), offset)
-        if self.layout.has_points:
+        if self.layout.has_recurrent:
             snapshot = path[-1].snapshot
-            if not isinstance(snapshot, Snapshot) or snapshot.points is None or snapshot.offset != offset:
-                raise AssertionError(f"no point state to restore at {offset}")
-            self.layout.put_points(slot.caches, snapshot.points)
+            if not isinstance(snapshot, Snapshot) or snapshot.recurrent is None or snapshot.offset != offset:
+                raise AssertionError(f"no recurrent state to restore at {offset}")
+            self.layout.put_recurrent(slot.caches, snapshot.recurrent)
 
     def page_out(self, slot: Slot, keep: int) -> None:
         """Takes `[keep, …)` out of a slot. Nodes live only there are stored; the others get another home slot.
@@ -203,15 +203,15 @@ class Pager:
             self.trie(slot.namespace).snap(slot.tip, self.snapshot(slot))
 
     def snapshot(self, slot: Slot) -> Snapshot:
-        """Copies the current state of a slot's window and point layers."""
+        """Copies the current state of a slot's window and recurrent layers."""
         offset, window = slot.offset, None
         if self.layout.window:
             first = max(0, offset - self.layout.window, self.layout.window_start(slot.caches, offset))
             covered = cover(slot.tip.path()[:-1])
             reaches = covered is not None and covered[0] <= first and covered[1] >= slot.tip.start
             window = self.layout.cut_window(slot.caches, max(first, slot.tip.start) if reaches else first, offset)
-        points = self.layout.take_points(slot.caches) if self.layout.has_points else None
-        return Snapshot(offset, window, points)
+        recurrent = self.layout.take_recurrent(slot.caches) if self.layout.has_recurrent else None
+        return Snapshot(offset, window, recurrent)
 
     def measure(self, slot: Slot) -> None:
         """Charges a slot with the bytes that it holds now."""

@@ -1,8 +1,8 @@
-"""Snapshots of window and point state on nodes, the offsets they can restore, and where to take and keep them. Pure.
+"""Snapshots of window and recurrent state, the offsets they can restore, and where to take and keep them. Pure.
 
 A *restore point* is an offset at which every layer can be restored: any offset if all state is sliceable per token,
 else only where a snapshot was taken. A snapshot holds the window rows that no snapshot above it holds, and shares the
-others; an offset can be restored if its last W rows are held, by however many snapshots. Point state is restored
+others; an offset can be restored if its last W rows are held, by however many snapshots. Recurrent state is restored
 exactly where it was captured.
 """
 
@@ -16,27 +16,27 @@ from cache.trie import Match, Node, NodeMatch
 from cache.types import LayerKinds
 
 if TYPE_CHECKING:
-    from cache.layers.state import PointState, Segment
+    from cache.layers.state import RecurrentState, Segment
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Window and point state for restoring at `offset`; the window rows may serve later offsets too."""
+    """Window and recurrent state for restoring at `offset`; the window rows may serve later offsets too."""
 
     offset: int
     window: "Segment | None"
-    points: "PointState | None"
+    recurrent: "RecurrentState | None"
 
     @property
     def num_bytes(self) -> int:
-        return (self.window.num_bytes if self.window else 0) + (self.points.num_bytes if self.points else 0)
+        return (self.window.num_bytes if self.window else 0) + (self.recurrent.num_bytes if self.recurrent else 0)
 
     def split(self, offset: int) -> "tuple[Snapshot | None, Snapshot]":
         """Returns the window rows before `offset`, if any, and the rest."""
         if self.window is None or self.window.start >= offset:
             return None, self
         before, after = self.window.split(offset)
-        return Snapshot(offset, before, None), Snapshot(self.offset, after, self.points)
+        return Snapshot(offset, before, None), Snapshot(self.offset, after, self.recurrent)
 
 
 def deepest(layout: LayerKinds, match: NodeMatch) -> int:
@@ -70,7 +70,7 @@ def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, 
     snapshot = node.snapshot
     if not isinstance(snapshot, Snapshot):
         return False
-    if layout.has_points and (offset != node.stop or snapshot.points is None):
+    if layout.has_recurrent and (offset != node.stop or snapshot.recurrent is None):
         return False
     if not layout.window:
         return True

@@ -17,7 +17,7 @@ class LayerKinds(Protocol):
         """Rows before an offset that restoring the window layers needs; 0 without such layers."""
 
     @property
-    def has_points(self) -> bool:
+    def has_recurrent(self) -> bool:
         """Whether some state is valid at single offsets only."""
 
     @property

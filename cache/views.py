@@ -27,13 +27,13 @@ class StateBytes:
 
     span: int = 0
     window: int = 0
-    point: int = 0
+    recurrent: int = 0
     live: int = 0
     disk: int = 0
 
     @property
     def in_memory(self) -> int:
-        return self.span + self.window + self.point + self.live
+        return self.span + self.window + self.recurrent + self.live
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,7 +261,7 @@ class CacheReports:
         live = sum(layout.live_bytes(slot.caches) for slot in self._pager.slots if slot.namespace == namespace)
         disk = self._tier.space.bytes_of(namespace) if self._tier is not None else 0
         held = self._memory.holdings(namespace).total
-        return StateBytes(held.span_bytes, held.window_bytes, held.point_bytes, live, disk)
+        return StateBytes(held.span_bytes, held.window_bytes, held.recurrent_bytes, live, disk)
 
     def _namespace_view(self, namespace: str) -> NamespaceView:
         return NamespaceView(

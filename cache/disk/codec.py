@@ -1,7 +1,7 @@
-"""Converts segments and point state to tensors of a file, and back.
+"""Converts segments and recurrent state to tensors of a file, and back.
 
 Rows of a pack, [num_components, num_heads, num_tokens, width] in memory, are [num_tokens, num_components, num_heads,
-width] in a file, so any token range is contiguous. Point state is a tree of plain values and arrays; only mlx-lm
+width] in a file, so any token range is contiguous. Recurrent state is a tree of plain values and arrays; only mlx-lm
 classes that consist of these can be stored.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from cache.budget import DiskFault
 from cache.disk.files import NUMPY_TYPES, NumpyArray, Tensor, TensorFile
-from cache.layers.state import PointState, Segment
+from cache.layers.state import RecurrentState, Segment
 
 # isort: split
 from mlx_lm.models import cache as mlx_lm_cache
@@ -34,7 +34,7 @@ NamedArrays: TypeAlias = list[tuple[str, mx.array]]
 
 
 class Unstorable(Exception):
-    """Point state contains something other than plain values and arrays."""
+    """Recurrent state contains something other than plain values and arrays."""
 
 
 class StateImage:
@@ -43,38 +43,38 @@ class StateImage:
     Borrows the arrays, and evaluates what the other thread reads.
     """
 
-    def __init__(self, rows: Segment | None, points: PointState | None = None) -> None:
-        """Raises Unstorable for point state of unknown classes."""
+    def __init__(self, rows: Segment | None, recurrent: RecurrentState | None = None) -> None:
+        """Raises Unstorable for recurrent state of unknown classes."""
         self.start = rows.start if rows is not None else 0
         packs = rows.packs if rows is not None else []
         self._indices = [list(indices) for indices, _ in packs]
-        self._points: NamedArrays = []
-        self._tree = [_tree_of(cache, self._points) for cache in points.held] if points is not None else None
+        self._arrays: NamedArrays = []
+        self._tree = [_tree_of(cache, self._arrays) for cache in recurrent.held] if recurrent is not None else None
         self._packs: NamedArrays = [(f"rows.{number}", array) for number, (_, array) in enumerate(packs)]
         self._has_rows = rows is not None
         # numpy has no bfloat16, so another thread reads the bits from a view made here.
-        self._carriers = {name: _carrier(array) for name, array in (*self._packs, *self._points)}
+        self._carriers = {name: _carrier(array) for name, array in (*self._packs, *self._arrays)}
         mx.eval(list(self._carriers.values()))
         self.num_bytes = sum(array.nbytes for array in self._carriers.values())
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Returns about the size of a file with `num_tokens` of the rows and all points."""
+        """Returns about the size of a file with `num_tokens` of the rows and all recurrent state."""
         rows = sum(array.nbytes // array.shape[2] * num_tokens for _, array in self._packs)
-        return rows + sum(array.nbytes for _, array in self._points)
+        return rows + sum(array.nbytes for _, array in self._arrays)
 
     def metadata(self) -> dict[str, str]:
-        """Returns what `read_rows` and `read_points` need to interpret the tensors."""
+        """Returns what `read_rows` and `read_recurrent` need to interpret the tensors."""
         return {"state": json.dumps({"rows": self._indices if self._has_rows else None, "points": self._tree})}
 
     def tensors(self, start: int, stop: int) -> list[Tensor]:
-        """Returns rows `[start, stop)`, in token offsets, and all points."""
+        """Returns rows `[start, stop)`, in token offsets, and all recurrent state."""
         found = []
         for name, array in self._packs:
             rows = _bits(self._carriers[name]).transpose(2, 0, 1, 3)
             found.append(
                 Tensor(name, _TYPE_NAMES[array.dtype], rows[start - self.start : stop - self.start], BLOCK_TOKENS)
             )
-        for name, array in self._points:
+        for name, array in self._arrays:
             whole = _bits(self._carriers[name]).reshape(1, -1)
             found.append(Tensor(name, _TYPE_NAMES[array.dtype], whole, 1))
         return found
@@ -94,13 +94,13 @@ def read_rows(file: TensorFile, first: int, start: int, stop: int) -> Segment:
         return Segment.of(start, stop, packs)
 
 
-def read_points(file: TensorFile) -> PointState:
-    """Returns a file's point state in evaluated arrays. Raises DiskFault."""
+def read_recurrent(file: TensorFile) -> RecurrentState:
+    """Returns a file's recurrent state in evaluated arrays. Raises DiskFault."""
     tree = json.loads(file.metadata["state"])["points"]
     if tree is None:
-        raise DiskFault("the file holds no point state")
+        raise DiskFault("the file holds no recurrent state")
     with _reading():
-        return PointState([_value_of(cache, file) for cache in tree])
+        return RecurrentState([_value_of(cache, file) for cache in tree])
 
 
 def _reading() -> AbstractContextManager[Any]:

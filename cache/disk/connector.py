@@ -105,7 +105,7 @@ class DiskConnector:
         layout = self._layout
         for file in self.tier.tree.snapshots(place):
             has_rows = not layout.window or file.start <= max(0, file.stop - layout.window)
-            is_whole = has_rows and (file.has_points or not layout.has_points)
+            is_whole = has_rows and (file.has_recurrent or not layout.has_recurrent)
             if file.is_written and file.stop <= stop and is_whole:
                 return file
         return None
@@ -185,7 +185,7 @@ class DiskConnector:
     def _has_whole_snapshot(self, node: Node) -> bool:
         """Whether a node's snapshot is complete, not only window rows for other snapshots."""
         snapshot = node.snapshot
-        return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
+        return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
     def _save_span(self, disk_path: "_DiskPath", node: Node, segment: Segment, used_at: int | None = None) -> None:
         if any(self.tier.tree.covered(disk_path.place, node.start, node.stop).missing()):
@@ -204,7 +204,7 @@ class DiskConnector:
             window = reduce(Segment.join, [*rows, window]).tail(first)
         tokens = disk_path.tokens[: node.stop]
         self.tier.write_snapshot(
-            disk_path.namespace, tokens, window, snapshot.points, near=disk_path.place, used_at=used_at
+            disk_path.namespace, tokens, window, snapshot.recurrent, near=disk_path.place, used_at=used_at
         )
 
     def check(self, namespace: str, node: Node) -> None:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cache.budget import DiskFault, DiskInUse, FolderUnsafe
-from cache.disk.codec import StateImage, read_points, read_rows
+from cache.disk.codec import StateImage, read_recurrent, read_rows
 from cache.disk.files import FileSystem, Receipt, TensorFile, opened, read_exactly, write_all, write_tensors
 from cache.disk.index import DiskIndex, FileRow, WriteDay
 from cache.disk.spans import StoredFile
 from cache.disk.tree import PrefixHasher
-from cache.layers.state import PointState, Segment
+from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class DiskStore:
 
     def name_of(self, file: StoredFile, key: bytes) -> str:
         """Returns the name of a file with state of the prefix with this `key`."""
-        what = key + file.start.to_bytes(8, "little") + bytes([file.is_snapshot, file.has_points])
+        what = key + file.start.to_bytes(8, "little") + bytes([file.is_snapshot, file.has_recurrent])
         return hashlib.blake2b(what, key=self._secret, digest_size=KEY_BYTES).hexdigest() + _SUFFIX
 
     # ----------------------------------------------------------------------------------------------- opening
@@ -253,10 +253,10 @@ class DiskStore:
         with self._opened(file) as found:
             return read_rows(found, file.start, start, stop)
 
-    def read_points(self, file: StoredFile) -> PointState:
-        """Returns a file's point state in evaluated arrays. Any thread. Raises DiskFault."""
+    def read_recurrent(self, file: StoredFile) -> RecurrentState:
+        """Returns a file's recurrent state in evaluated arrays. Any thread. Raises DiskFault."""
         with self._opened(file) as found:
-            return read_points(found)
+            return read_recurrent(found)
 
     @contextlib.contextmanager
     def _opened(self, file: StoredFile) -> Iterator[TensorFile]:

@@ -197,7 +197,8 @@ class DiskIndex:
         """Adds a row for a complete file, and saves the day's bytes written."""
         file = row.file
         values = (
-            *(file.name, file.is_snapshot, file.has_points, file.namespace.encode(*_ENCODING), file.start, file.stop),
+            *(file.name, file.is_snapshot, file.has_recurrent),
+            *(file.namespace.encode(*_ENCODING), file.start, file.stop),
             *(row.parent_key, row.key, row.tokens.tobytes(), *astuple(receipt), file.last_used),
         )
         with self._database as database:

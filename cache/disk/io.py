@@ -18,12 +18,12 @@ from cache.budget import DiskFault
 from cache.disk.files import ProblemLog, Receipt
 from cache.disk.folder import DiskStore, WriteOrder
 from cache.disk.spans import FilePart, FileSpan, StoredFile
-from cache.layers.state import PointState, Segment
+from cache.layers.state import RecurrentState, Segment
 
 
 @dataclass(eq=False)
 class _Read:
-    """Rows of a file, or its point state: being read, or read."""
+    """Rows of a file, or its recurrent state: being read, or read."""
 
     file: StoredFile
     rows: FilePart | None
@@ -33,7 +33,7 @@ class _Read:
     """Number of prefetches that share the read."""
 
     def holds(self, file: StoredFile, rows: FilePart | None) -> bool:
-        """Whether these rows are read, or the file's point state if `rows` is None."""
+        """Whether these rows are read, or the file's recurrent state if `rows` is None."""
         if self.file is not file or self.rows is None or rows is None:
             return self.file is file and self.rows is rows
         return self.rows.start <= rows.start and rows.stop <= self.rows.stop
@@ -105,9 +105,9 @@ class FileReader:
             segment = segment.split(stop)[0]
         return segment.tail(start) if start > segment.start else segment
 
-    def load_points(self, file: StoredFile) -> PointState:
-        """Returns a file's point state in evaluated arrays. Raises DiskFault."""
-        state: PointState = self._load(file, None)
+    def load_recurrent(self, file: StoredFile) -> RecurrentState:
+        """Returns a file's recurrent state in evaluated arrays. Raises DiskFault."""
+        state: RecurrentState = self._load(file, None)
         return state
 
     def _load(self, file: StoredFile, rows: FilePart | None) -> Any:
@@ -153,18 +153,18 @@ class FileReader:
         self._store = None
 
 
-def _fetch(store: DiskStore, file: StoredFile, rows: FilePart | None) -> Segment | PointState:
-    return store.read_points(file) if rows is None else store.read_rows(file, rows.start, rows.stop)
+def _fetch(store: DiskStore, file: StoredFile, rows: FilePart | None) -> Segment | RecurrentState:
+    return store.read_recurrent(file) if rows is None else store.read_rows(file, rows.start, rows.stop)
 
 
 def _parts_of(item: FileSpan | StoredFile) -> Iterator[tuple[StoredFile, FilePart | None, int]]:
-    """Yields what is read at once: rows of a file, or its point state; with their bytes."""
+    """Yields what is read at once: rows of a file, or its recurrent state; with their bytes."""
     if isinstance(item, FileSpan):
         yield from ((part.file, part, part.num_bytes) for part in item.parts)
         return
     if item.start < item.stop:
         yield item, FilePart(item, item.start, item.stop), item.num_bytes
-    if item.has_points:
+    if item.has_recurrent:
         yield item, None, item.num_bytes
 
 

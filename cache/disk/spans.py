@@ -15,7 +15,7 @@ from cache.budget import DiskFault
 if TYPE_CHECKING:
     from cache.disk.files import Receipt
     from cache.disk.io import FileReader
-    from cache.layers.state import PointState, Segment
+    from cache.layers.state import RecurrentState, Segment
 
 
 class FileState(Enum):
@@ -33,7 +33,7 @@ class FileState(Enum):
 class StoredFile:
     """One file of the tier: rows of the tokens `[start, stop)`.
 
-    A snapshot has the window rows before `stop`, point state at `stop`, or both.
+    A snapshot has the window rows before `stop`, recurrent state at `stop`, or both.
     """
 
     namespace: str
@@ -42,7 +42,7 @@ class StoredFile:
     num_bytes: int
     """Size on disk; an estimate until the file is written."""
     is_snapshot: bool = False
-    has_points: bool = False
+    has_recurrent: bool = False
     name: str = ""
     """Empty until the file is being written."""
     receipt: "Receipt | None" = None
@@ -59,12 +59,12 @@ class StoredFile:
     def is_written(self) -> bool:
         return self.state is FileState.WRITTEN
 
-    def load(self) -> "tuple[Segment | None, PointState | None]":
+    def load(self) -> "tuple[Segment | None, RecurrentState | None]":
         """Reads a snapshot. Raises DiskFault; the file is then GONE."""
         if not self.is_written or self.reader is None:
             raise DiskFault(f"the state at token {self.stop} is not on disk")
         window = self.reader.load_rows(self, self.start, self.stop) if self.start < self.stop else None
-        return window, self.reader.load_points(self) if self.has_points else None
+        return window, self.reader.load_recurrent(self) if self.has_recurrent else None
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from cache.disk.io import FileReader, WriteQueue
 from cache.disk.spans import FileSpan, FileState, StoredFile
 from cache.disk.tree import START, DiskNode, DiskPlace, DiskTree
 from cache.journal import CacheEvent, Happening, Journal
-from cache.layers.state import PointState, Segment
+from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class DiskTier:
         max_in_flight_bytes: int,
         now: Callable[[], float],
         elapsed: Callable[[], float] = elapsed_seconds,
-        make_image: Callable[[Segment | None, PointState | None], StateImage] = StateImage,
+        make_image: Callable[[Segment | None, RecurrentState | None], StateImage] = StateImage,
     ) -> None:
         """See `open`. Without a store the tier stays empty; `make_image` is for a simulation."""
         log = ProblemLog()
@@ -343,29 +343,29 @@ class DiskTier:
         namespace: str,
         tokens: TokenArray,
         window: Segment | None,
-        points: PointState | None,
+        recurrent: RecurrentState | None,
         *,
         near: DiskPlace = START,
         used_at: int | None = None,
     ) -> StoredFile | None:
         """Writes a snapshot that is valid right after `tokens`, where the window's rows end.
 
-        Returns like `write_span`; None also for point state that cannot be stored. Replaces one that holds less.
+        Returns like `write_span`; None also for recurrent state that cannot be stored. Replaces one that holds less.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
         used_at = self.space.touch(place, len(tokens), used_at)
         start, stop = window.start if window is not None else len(tokens), len(tokens)
         held = self.tree.snapshot(place, stop)
-        if held is not None and held.start <= start and (points is None or held.has_points):
+        if held is not None and held.start <= start and (recurrent is None or held.has_recurrent):
             return held
         try:
-            image = self._make_image(window, points)
+            image = self._make_image(window, recurrent)
         except Unstorable as error:
             logger.debug("not kept on disk: %s", error)
             return None
         new = self._new_file(namespace, start, stop, image, used_at)
-        new.is_snapshot, new.has_points = True, points is not None
+        new.is_snapshot, new.has_recurrent = True, recurrent is not None
         if not self._write(tokens, image, [new], place):
             return None
         self.space.drop([held] if held is not None else [])

@@ -335,7 +335,7 @@ class Valuation:
         if not self._needs_snapshots:
             return True
         snapshot = node.snapshot
-        return isinstance(snapshot, Snapshot) and (snapshot.points is not None or not self._layout.has_points)
+        return isinstance(snapshot, Snapshot) and (snapshot.recurrent is not None or not self._layout.has_recurrent)
 
     def _base(self, node: Node) -> int:
         """Returns the offset of the nearest restore point above, where evaluation would begin."""

@@ -1,9 +1,9 @@
 """Takes the layer caches of one model apart into state that can be stored, puts them together, and sizes sequences.
 
 mlx-lm gives every layer of a sequence a mutable cache object. A `Layout` sorts the layers into three kinds: *span*
-state (attention) is rows of any token range; *window* state (sliding or chunked attention) the last W rows; *point*
-state (recurrent, convolution) is whole and valid at one offset. A class without an adapter here is taken whole, as
-point state: slower, never wrong. Nothing here knows tokens, nodes or a budget.
+state (attention) is rows of any token range; *window* state (sliding or chunked attention) the last W rows;
+*recurrent* state, and that of convolutions, is whole and valid at one offset. A class without an adapter here is
+taken whole, as if it were recurrent: slower, never wrong. Nothing here knows tokens, nodes or a budget.
 """
 
 import math
@@ -18,7 +18,7 @@ from cache.layers import state as segments
 from cache.layers.state import (
     LiveRows,
     Pack,
-    PointState,
+    RecurrentState,
     RowSource,
     Segment,
     arrays_in,
@@ -204,7 +204,7 @@ class Layout:
         self._spans = _places((index, leaf) for index, leaf in rows if not leaf.window)
         self._windows = _places((index, leaf) for index, leaf in rows if leaf.window and self.window)
         known = {place.index for place in (*self._spans, *self._windows)}
-        self._points = [index for index in range(len(leaves)) if index not in known]
+        self._recurrent = [index for index in range(len(leaves)) if index not in known]
 
     def leave_out_unused(self, caches: Sequence[LayerCache]) -> None:
         """Leaves out the layers whose `caches` are still empty after the model has evaluated tokens.
@@ -218,14 +218,14 @@ class Layout:
         self._spans, self._windows = used
 
     @property
-    def has_points(self) -> bool:
+    def has_recurrent(self) -> bool:
         """Whether some state is valid at single offsets only."""
-        return bool(self._points)
+        return bool(self._recurrent)
 
     @property
     def needs_snapshots(self) -> bool:
         """Whether restoring needs more than spans, so that offsets must be chosen ahead."""
-        return bool(self._points or self._windows)
+        return bool(self._recurrent or self._windows)
 
     # -- sizes
 
@@ -247,9 +247,9 @@ class Layout:
         """Returns the most rows in a window layer's buffers; see `RowLeaf`."""
         return max((place.leaf.max_rows(num_tokens, chunk_tokens) for place in self._windows), default=0)
 
-    def point_bytes(self, caches: Sequence[LayerCache]) -> int:
-        """Returns the bytes of the point layers of one sequence that has evaluated something."""
-        return sum(array.nbytes for live in self._point_leaves(caches) for array in arrays_in(live))
+    def recurrent_bytes(self, caches: Sequence[LayerCache]) -> int:
+        """Returns the bytes of the recurrent layers of one sequence that has evaluated something."""
+        return sum(array.nbytes for live in self._recurrent_leaves(caches) for array in arrays_in(live))
 
     # -- capacity of live buffers
 
@@ -339,7 +339,7 @@ class Layout:
         for place, live in _pairs(self._spans, caches):
             place.leaf.truncate(live, offset)
 
-    # -- windows and points
+    # -- windows and recurrent state
 
     def window_start(self, caches: Sequence[LayerCache], offset: int) -> int:
         """Returns the first token whose rows all live window layers still hold at `offset`."""
@@ -365,17 +365,17 @@ class Layout:
                 arrays.append(owned(joined[..., end - num_rows : end, :]))
             place.leaf.load(live, arrays, num_rows, offset)
 
-    def take_points(self, caches: Sequence[LayerCache]) -> PointState:
-        """Returns the current state of the point layers."""
-        return PointState(self._point_leaves(caches))
+    def take_recurrent(self, caches: Sequence[LayerCache]) -> RecurrentState:
+        """Returns the current state of the recurrent layers."""
+        return RecurrentState(self._recurrent_leaves(caches))
 
-    def put_points(self, caches: Sequence[LayerCache], state: PointState) -> None:
-        """Restores live point layers from a state taken earlier."""
-        state.put(self._point_leaves(caches))
+    def put_recurrent(self, caches: Sequence[LayerCache], state: RecurrentState) -> None:
+        """Restores live recurrent layers from a state taken earlier."""
+        state.put(self._recurrent_leaves(caches))
 
-    def _point_leaves(self, caches: Sequence[LayerCache]) -> list[LayerCache]:
+    def _recurrent_leaves(self, caches: Sequence[LayerCache]) -> list[LayerCache]:
         leaves = leaves_of(caches)
-        return [leaves[index] for index in self._points]
+        return [leaves[index] for index in self._recurrent]
 
 
 _Pair: TypeAlias = tuple[_Place, LayerCache]
@@ -435,23 +435,23 @@ class SequenceSizes:
         self._layout = layout
         self._chunk_tokens = chunk_tokens
         self._window_bytes_per_token = 0.0
-        self._point_bytes = 0
+        self._recurrent_bytes = 0
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
         """Measures `caches`, which hold a few evaluated tokens. Until then all estimates are 0."""
         self.bytes_per_token = self._layout.span_bytes_per_token(caches)
         self._window_bytes_per_token = self._layout.window_bytes_per_token(caches)
-        self._point_bytes = self._layout.point_bytes(caches)
+        self._recurrent_bytes = self._layout.recurrent_bytes(caches)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Returns about the most bytes that a live sequence takes until it has `num_tokens`.
 
-        A window layer counts with its rows right after a prefill chunk. Point state counts twice: while rows decode
-        together, the runner holds a merged copy of it.
+        A window layer counts with its rows right after a prefill chunk. Recurrent state counts twice: while rows
+        decode together, the runner holds a merged copy of it.
         """
         in_windows = self._layout.max_window_rows(num_tokens, self._chunk_tokens)
         rows = num_tokens * self.bytes_per_token + in_windows * self._window_bytes_per_token
-        return int(rows) + 2 * self._point_bytes
+        return int(rows) + 2 * self._recurrent_bytes
 
     def tokens_without(self, excess_bytes: int, num_tokens: int) -> int:
         """Returns how many of `num_tokens` remain when their rows must take `excess_bytes` less; maybe negative.

@@ -218,8 +218,8 @@ def rows_up_to(offset: int, num_rows: int, rows: Sequence[Segment]) -> int:
     return offset - starts[0]
 
 
-class PointState:
-    """Whole state of the point layers at one offset. Immutable, and owns its bytes.
+class RecurrentState:
+    """Whole state of the recurrent layers at one offset. Immutable, and owns its bytes.
 
     It may share buffers with a live cache, never array objects: a model that writes in place gets a new buffer.
     """
@@ -231,7 +231,7 @@ class PointState:
 
     @property
     def held(self) -> Sequence[LayerCache]:
-        """The layer caches with the state, not to be changed; `PointState(held)` is the same state."""
+        """The layer caches with the state, not to be changed; `RecurrentState(held)` is the same state."""
         return self._held
 
     def put(self, caches: Sequence[LayerCache]) -> None:

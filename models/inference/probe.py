@@ -10,7 +10,7 @@ attention; an unrelated number only costs one more length.
 Long rows are synthetic. A decode step depends on a row's length and on the contents of its layer caches, not on how
 they were computed, so keys and values are drawn from those of a few real tokens. Values at the borders, where a
 window ends or a chunk begins, are enlarged: a mask that is wrong by one token then changes a layer's output by a
-large part, not by one part in a thousand. Point state has one size at all lengths, so it is only varied.
+large part, not by one part in a thousand. Recurrent state has one size at all lengths, so it is only varied.
 
 The same arithmetic in another order rounds differently. So each row is also evaluated alone as one chunk: the
 *spread* between that and token by token shows how much difference is rounding. Rounding may also change a discrete
@@ -387,7 +387,7 @@ def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
-    """The logits after each of a row's steps, what each step wrote into the caches, and point state at the end."""
+    """The logits after each of a row's steps, what each step wrote into the caches, and the last recurrent state."""
     found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves(caches)):
         if isinstance(cache, ArraysCache):

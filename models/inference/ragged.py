@@ -6,8 +6,8 @@ A model sees a batch of rows with one token each, so its linear layers run once.
   `RaggedLayer` stands in for all of them, passes each row's keys and values to the row's cache, and returns the
   content of the caches as `Rows`. Within `ragged_attention()`, MLX's attention loops over `Rows`. Nothing is padded,
   nothing is copied when a row joins or leaves.
-- *Point state* (recurrent, convolution) has one size for all rows. It is merged into one batch and stays merged as
-  long as the same rows decode; `RaggedBatch.extract` gives a row its part back.
+- *Recurrent state*, or that of convolutions, has one size for all rows. It is merged into one batch and stays merged
+  as long as the same rows decode; `RaggedBatch.extract` gives a row its part back.
 
 This module knows nothing of tokens, sampling or requests. A model that applies an operation to keys that `Rows` does
 not implement fails in its first call, because the shape of `Rows` fits no operation. Worker thread only. The replaced
@@ -136,8 +136,8 @@ class OffsetArrays:
 class RaggedBatch:
     """The layer caches of several rows, joined into one list that a model accepts as the cache of a batch.
 
-    Borrows the rows' caches. From the first model call until `extract`, the batch holds the rows' point state and the
-    rows' own copies are outdated; span and window state is always the rows' own.
+    Borrows the rows' caches. From the first model call until `extract`, the batch holds the rows' recurrent state and
+    the rows' own copies are outdated; span and window state is always the rows' own.
     """
 
     layers: list[LayerCache]
@@ -149,8 +149,8 @@ class RaggedBatch:
         self.layers = [_join(column, offsets) for column in zip(*rows, strict=True)]
 
     def extract(self, index: int, caches: Sequence[LayerCache]) -> None:
-        """Gives row `index` its point state: lazy slices, written into `caches`, the row's own."""
-        for merged, own in _point_layers(self.layers, caches):
+        """Gives row `index` its recurrent state: lazy slices, written into `caches`, the row's own."""
+        for merged, own in _recurrent_layers(self.layers, caches):
             own.cache = [None if state is None else state[index : index + 1] for state in merged.cache]
 
 
@@ -163,9 +163,9 @@ def leaves(caches: Iterable[LayerCache]) -> Iterator[LayerCache]:
             yield cache
 
 
-def own_point_state(caches: Sequence[LayerCache]) -> None:
-    """Evaluates the point state in `caches` and copies slices, each of which would keep a whole batch in memory."""
-    layers = [own for own, _ in _point_layers(caches, caches)]
+def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
+    """Evaluates the recurrent state in `caches` and copies slices, each of which would keep a whole batch alive."""
+    layers = [own for own, _ in _recurrent_layers(caches, caches)]
     mx.eval([layer.cache for layer in layers])
     for layer in layers:
         layer.cache = [state if state is None else owned(state) for state in layer.cache]
@@ -182,13 +182,13 @@ def _join(column: Sequence[LayerCache], offsets: OffsetArrays) -> LayerCache:
     raise NotRagged(f"{type(first).__name__} has no ragged form")
 
 
-def _point_layers(
+def _recurrent_layers(
     joined: Sequence[LayerCache], own: Sequence[LayerCache]
 ) -> Iterator[tuple[ArraysCache, ArraysCache]]:
-    """Pairs the point layers of two lists of the same layout, including those inside `CacheList`."""
+    """Pairs the recurrent layers of two lists of the same layout, including those inside `CacheList`."""
     for one, other in zip(joined, own, strict=True):
         if isinstance(one, CacheList):
-            yield from _point_layers(one.caches, other.caches)
+            yield from _recurrent_layers(one.caches, other.caches)
         elif isinstance(one, ArraysCache):
             yield one, other
 

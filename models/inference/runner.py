@@ -14,9 +14,9 @@ Invariants:
 
 - `prepare` adds the tokens that it feeds to the rows' caches. The token that the latest step samples is not in them
   yet.
-- Rows join and leave at any step. Span and window state is always in the row's own caches. The point state of rows
-  that decode together is merged in the runner until the set of rows changes; meanwhile the row's own copy is out of
-  date. `detach` writes it back.
+- Rows join and leave at any step. Span and window state is always in the row's own caches. The recurrent state of
+  rows that decode together is merged in the runner until the set of rows changes; meanwhile the row's own copy is
+  out of date. `detach` writes it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
 Rows with different adapters are evaluated together where that was shown to be right, else in groups, in turn.
@@ -41,7 +41,7 @@ from cache.types import LayerCache
 from models import lora
 from models.adapter import NO_ADAPTER
 from models.inference import probe
-from models.inference.ragged import RaggedBatch, own_point_state, ragged_attention
+from models.inference.ragged import RaggedBatch, own_recurrent_state, ragged_attention
 from models.inference.sampling import BatchSampler
 from models.inference.sampling_params import SamplingParams
 from models.inference.sampling_state import RowSampling, TokenIds
@@ -301,7 +301,7 @@ class Runner:
             if not any(self._joined_rows):
                 self._forget_joined()  # frees the merged state now, not at the next step
         mx.eval([cache.state for cache in row.caches])
-        own_point_state(row.caches)
+        own_recurrent_state(row.caches)
 
     def close(self) -> None:
         """Ends this thread's streams. A thread that ends with live streams can abort the process at exit."""
@@ -348,7 +348,7 @@ class Runner:
         return self._joined.layers
 
     def _dissolve(self) -> None:
-        """Gives every joined row its point state back, as lazy slices, since most rows are joined again at once."""
+        """Gives every joined row its recurrent state back, as lazy slices: most rows are joined again at once."""
         for index in range(len(self._joined_rows)):
             self._extract(index)
         self._forget_joined()

@@ -11,20 +11,20 @@ from cache.disk.files import Receipt
 from cache.disk.folder import WriteOrder
 from cache.disk.spans import StoredFile
 from cache.disk.tier import DiskTier
-from scripts.replay.layout import SizedPoints, SizedSegment
+from scripts.replay.layout import SizedRecurrent, SizedSegment
 
 
 class SizedImage:
     """What a file would hold of rows and whole state."""
 
-    def __init__(self, rows: SizedSegment | None, points: SizedPoints | None) -> None:
+    def __init__(self, rows: SizedSegment | None, points: SizedRecurrent | None) -> None:
         self._bytes_per_token = rows.bytes_per_token if rows is not None else 0
-        self._points_bytes = points.num_bytes if points is not None else 0
-        self.num_bytes = (rows.num_bytes if rows is not None else 0) + self._points_bytes
+        self._recurrent_bytes = points.num_bytes if points is not None else 0
+        self.num_bytes = (rows.num_bytes if rows is not None else 0) + self._recurrent_bytes
 
     def bytes_of(self, num_tokens: int) -> int:
         """Returns the bytes of a file of `num_tokens` of the rows, and the whole state."""
-        return num_tokens * self._bytes_per_token + self._points_bytes
+        return num_tokens * self._bytes_per_token + self._recurrent_bytes
 
 
 class SizedStore:
@@ -50,10 +50,10 @@ class SizedStore:
         self.read_bytes_total += (stop - start) * self._bytes_per_token
         return SizedSegment(start, stop, self._bytes_per_token)
 
-    def read_points(self, file: StoredFile) -> SizedPoints:
+    def read_recurrent(self, file: StoredFile) -> SizedRecurrent:
         """Returns the whole state of a file."""
         self.read_bytes_total += self._snapshot_bytes
-        return SizedPoints(file.stop, self._snapshot_bytes)
+        return SizedRecurrent(file.stop, self._snapshot_bytes)
 
     def delete(self, files: Iterable[StoredFile]) -> None:
         """Nothing is there to delete."""

@@ -47,8 +47,8 @@ class SizedSegment:
 
 
 @dataclass(frozen=True)
-class SizedPoints:
-    """Point state at one offset."""
+class SizedRecurrent:
+    """Recurrent state at one offset."""
 
     offset: int
     num_bytes: int
@@ -68,7 +68,7 @@ class SizedLayout(Layout):
         return [SizedCache()]
 
     @property
-    def has_points(self) -> bool:
+    def has_recurrent(self) -> bool:
         """True for a model with recurrent layers."""
         return self._snapshot_bytes > 0
 
@@ -94,7 +94,7 @@ class SizedLayout(Layout):
         """Returns 0: there is no window."""
         return 0
 
-    def point_bytes(self, caches: Sequence[Any]) -> int:
+    def recurrent_bytes(self, caches: Sequence[Any]) -> int:
         """Returns the bytes of one whole state."""
         return self._snapshot_bytes
 
@@ -135,11 +135,11 @@ class SizedLayout(Layout):
         """Forgets rows from `offset` on."""
         caches[0].num_tokens = min(offset, caches[0].num_tokens)
 
-    def take_points(self, caches: Sequence[Any]) -> Any:
-        """Returns the point state of a live sequence."""
+    def take_recurrent(self, caches: Sequence[Any]) -> Any:
+        """Returns the recurrent state of a live sequence."""
         self.num_taken += 1
-        return SizedPoints(caches[0].num_tokens, self._snapshot_bytes)
+        return SizedRecurrent(caches[0].num_tokens, self._snapshot_bytes)
 
-    def put_points(self, caches: Sequence[Any], state: Any) -> None:
-        """Restores point state; it must belong where the rows end."""
+    def put_recurrent(self, caches: Sequence[Any], state: Any) -> None:
+        """Restores recurrent state; it must belong where the rows end."""
         assert state.offset == caches[0].num_tokens, f"state of {state.offset} put at {caches[0].num_tokens}"

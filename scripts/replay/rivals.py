@@ -17,7 +17,7 @@ import numpy as np
 from cache.trie import Node, PrefixTrie
 from cache.types import TokenArray, common_prefix_length
 from scripts.replay.drive import Outcome, Request, Sample
-from scripts.replay.layout import SizedPoints, SizedSegment
+from scripts.replay.layout import SizedRecurrent, SizedSegment
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class _Snapshot(SizedPoints):
+class _Snapshot(SizedRecurrent):
     def split(self, offset: int) -> "tuple[None, _Snapshot]":
         """Returns nothing for `offset`, and all for the old stop."""
         return None, self

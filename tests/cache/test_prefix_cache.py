@@ -356,7 +356,7 @@ def test_window_rows_that_another_snapshot_leans_on_outlive_the_state_beside_the
     prefix_cache.memory._evict_snapshot(trie, first, EvictionReason.MEMORY)
     prefix_cache.check()
     assert isinstance(first.snapshot, Snapshot)
-    assert first.snapshot.points is None
+    assert first.snapshot.recurrent is None
     fake_model.assert_bytes_known(prefix_cache)
     assert prefix_cache.peek(np.array([*prompt[:10], 99], np.int32)) == 0
     changed = [*prompt[:20], 99]

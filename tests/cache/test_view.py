@@ -30,9 +30,9 @@ def test_the_bytes_by_kind_are_the_ledgers_in_all(layout: str) -> None:
         cache_driver.run(prefix_cache, [*SYSTEM, end, end + 1], explicit=[len(SYSTEM)])
     view = prefix_cache.reports.view("", 100)
     ledger = prefix_cache.ledger
-    assert view.state.span + view.state.window + view.state.point == ledger.stored_bytes
+    assert view.state.span + view.state.window + view.state.recurrent == ledger.stored_bytes
     assert view.state.live == ledger.live_bytes > 0
-    assert (view.state.window > 0) == ("W" in layout) and (view.state.point > 0) == ("R" in layout)
+    assert (view.state.window > 0) == ("W" in layout) and (view.state.recurrent > 0) == ("R" in layout)
     assert sum(node.num_bytes for node in view.nodes) == ledger.stored_bytes
     assert view.num_nodes == len(view.nodes) and view.num_tokens == sum(n.stop - n.start for n in view.nodes)
 

@@ -87,16 +87,16 @@ def press_inside_edge(make_world: MakeWorld, edge_tokens: int, inside: int) -> t
         return world
 
     hits = press(make, [*story[: HEAD_TOKENS + inside], *tokens_of(2, 9)])
-    return hits, make().prefix_cache.layout.has_points
+    return hits, make().prefix_cache.layout.has_recurrent
 
 
 @pytest.mark.parametrize("make_world", FAKES)
 @pytest.mark.parametrize("edge_tokens", [W - 1, W, W + 1])
 @pytest.mark.parametrize("inside", [1, W // 2, W - 2])
 def test_a_prompt_that_parts_inside_an_edge(make_world: MakeWorld, edge_tokens: int, inside: int) -> None:
-    hits, has_points = press_inside_edge(make_world, edge_tokens, inside)
+    hits, has_recurrent = press_inside_edge(make_world, edge_tokens, inside)
     # A longer edge lacks its first rows.
-    assert max(hits) == HEAD_TOKENS + (0 if has_points or edge_tokens > W else inside)
+    assert max(hits) == HEAD_TOKENS + (0 if has_recurrent or edge_tokens > W else inside)
 
 
 @pytest.mark.parametrize("make_world", FAKES)
@@ -111,9 +111,9 @@ def test_rows_that_are_about_to_be_restored_live_through_both_evictions(make_wor
         return world
 
     hits = press(make, [*story[: HEAD_TOKENS + W // 2], *tokens_of(2, 9)])
-    has_points = make().prefix_cache.layout.has_points
+    has_recurrent = make().prefix_cache.layout.has_recurrent
     # The smallest budget holds no rows beside the live ones. In all others it is the other conversation that goes.
-    assert hits[1:] == [HEAD_TOKENS + (0 if has_points else W // 2)] * NUM_BUDGETS
+    assert hits[1:] == [HEAD_TOKENS + (0 if has_recurrent else W // 2)] * NUM_BUDGETS
 
 
 @pytest.mark.parametrize("make_world", REAL)
@@ -162,7 +162,7 @@ def test_a_prompt_that_parts_where_rows_from_disk_overlap_those_above(
     make_world: MakeWorld, inside: int, press_beside_disk: Press
 ) -> None:
     hits = press_beside_disk(make_world, inside)
-    assert max(hits) == HEAD_TOKENS + (0 if make_world().prefix_cache.layout.has_points else inside)
+    assert max(hits) == HEAD_TOKENS + (0 if make_world().prefix_cache.layout.has_recurrent else inside)
 
 
 @pytest.mark.parametrize("make_world", REAL)

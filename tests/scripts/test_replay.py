@@ -144,10 +144,10 @@ class TestSchedule:
 class TestLayout:
     def test_state_put_back_at_another_offset_is_refused(self) -> None:
         layout = SizedLayout(10, 100)
-        state = layout.take_points([SizedCache(5)])
-        layout.put_points([SizedCache(5)], state)
+        state = layout.take_recurrent([SizedCache(5)])
+        layout.put_recurrent([SizedCache(5)], state)
         with pytest.raises(AssertionError):
-            layout.put_points([SizedCache(6)], state)
+            layout.put_recurrent([SizedCache(6)], state)
 
     def test_rows_with_a_gap_are_refused(self) -> None:
         layout, live = SizedLayout(10, 100), [SizedCache()]

@@ -20,7 +20,7 @@ from cache.disk.files import FileSystem
 from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START
-from cache.layers.state import PointState, Segment
+from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 
 # isort: split
@@ -65,12 +65,12 @@ def window_of(tokens: TokenArray) -> Segment:
     return segment_of(tokens, max(0, len(tokens) - WINDOW), 2)
 
 
-def points_of(tokens: TokenArray) -> PointState:
-    """Returns point state of a sequence."""
+def recurrent_of(tokens: TokenArray) -> RecurrentState:
+    """Returns recurrent state of a sequence."""
     cache = ArraysCache(2)
     cache[0] = mx.array(_sums(tokens)[-1:])
     cache[1] = mx.array(_sums(tokens)[-3:][None])
-    return PointState([cache])
+    return RecurrentState([cache])
 
 
 def assert_rows(segment: Segment, tokens: TokenArray, num_components: int = NUM_COMPONENTS) -> None:
@@ -80,9 +80,9 @@ def assert_rows(segment: Segment, tokens: TokenArray, num_components: int = NUM_
         assert np.array_equal(np.array(segment.component(index))[0], expected[index]), "rows of other tokens"
 
 
-def assert_points(state: PointState, tokens: TokenArray) -> None:
-    """Asserts that point state is of exactly these tokens."""
-    (held,), (expected,) = state.held, points_of(tokens).held
+def assert_recurrent(state: RecurrentState, tokens: TokenArray) -> None:
+    """Asserts that recurrent state is of exactly these tokens."""
+    (held,), (expected,) = state.held, recurrent_of(tokens).held
     assert [np.array(array).tolist() for array in held.cache] == [
         np.array(array).tolist() for array in expected.cache
     ]
@@ -96,7 +96,7 @@ def assert_snapshot(snapshot: StoredFile, tokens: TokenArray) -> None:
         assert window.stop == len(tokens)
         assert_rows(window, tokens, 2)
     if points is not None:
-        assert_points(points, tokens)
+        assert_recurrent(points, tokens)
 
 
 def write(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:
@@ -106,7 +106,7 @@ def write(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "
 
 def snap(tier: DiskTier, tokens: TokenArray, namespace: str = "") -> StoredFile | None:
     """Writes the snapshot after some tokens."""
-    return tier.write_snapshot(namespace, tokens, window_of(tokens), points_of(tokens))
+    return tier.write_snapshot(namespace, tokens, window_of(tokens), recurrent_of(tokens))
 
 
 def find_span(tier: DiskTier, tokens: TokenArray, start: int = 0, namespace: str = "") -> FileSpan | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from cache.layers.state import PointState, Segment, arrays_in
+from cache.layers.state import RecurrentState, Segment, arrays_in
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import Snapshot
 from cache.trie import Node
@@ -151,14 +151,14 @@ def _assert_snapshot(node: Node, snapshot: Snapshot, path: list[int]) -> None:
     if snapshot.window is not None:
         assert snapshot.window.stop == node.stop, "window rows end elsewhere than their node"
         _assert_rows(snapshot.window, path)
-    if snapshot.points is not None:
-        assert snapshot.offset == node.stop, "point state of another offset"
-        for held in snapshot.points._held:
+    if snapshot.recurrent is not None:
+        assert snapshot.offset == node.stop, "recurrent state of another offset"
+        for held in snapshot.recurrent._held:
             is_recurrent = isinstance(held, ArraysCache)
             seen = held[0][0].tolist() if is_recurrent else held.seen
-            assert seen == path, "point state of other tokens"
+            assert seen == path, "recurrent state of other tokens"
             last = held[1][0].tolist() if is_recurrent else held.last
-            assert last == path[-len(last) :], "point state was written to"
+            assert last == path[-len(last) :], "recurrent state was written to"
 
 
 def _assert_rows(segment: Segment, path: list[int]) -> None:
@@ -180,5 +180,7 @@ def stored_bytes(prefix_cache: PrefixCache) -> int:
         snapshot = node.snapshot if isinstance(node.snapshot, Snapshot) else None
         for segment in (node.span, snapshot.window if snapshot else None):
             arrays += [pack.rows for pack in segment._packs] if isinstance(segment, Segment) else []
-        arrays += arrays_in(snapshot.points._held) if snapshot and isinstance(snapshot.points, PointState) else []
+        arrays += (
+            arrays_in(snapshot.recurrent._held) if snapshot and isinstance(snapshot.recurrent, RecurrentState) else []
+        )
     return int(mx.get_array_buffer_size(*arrays)) if arrays else 0

@@ -352,7 +352,7 @@ def _bytes_body(state: StateBytes) -> CacheBytesBody:
     return {
         "span": state.span,
         "window": state.window,
-        "point": state.point,
+        "point": state.recurrent,
         "live": state.live,
         "disk": state.disk,
     }

@@ -1,4 +1,4 @@
-"""Segments and point state through files: every bit comes back, whatever the type, the shape and the cuts."""
+"""Segments and recurrent state through files: every bit comes back, whatever the type, the shape and the cuts."""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cache.disk import codec
 from cache.disk.tier import DiskTier
 from cache.layers.layout import Layout
-from cache.layers.state import PointState, Segment
+from cache.layers.state import RecurrentState, Segment
 from cache.types import TokenArray
 from tests.support import disk_driver, fake_model
 from tests.support.disk_driver import assert_rows, find_span, open_tier, segment_of, stored_names, tokens_of, write
@@ -182,12 +182,12 @@ def test_files_are_safetensors_that_other_tools_read(tmp_path: Path) -> None:
         assert mx.load(str(tmp_path / name), format="safetensors")
 
 
-# ------------------------------------------------------------------------------------------------- point state
+# ------------------------------------------------------------------------------------------------- recurrent state
 
 
-def points_through_disk(folder: Path, caches: list[Any]) -> PointState:
+def points_through_disk(folder: Path, caches: list[Any]) -> RecurrentState:
     tier = open_tier(folder)
-    snapshot = tier.write_snapshot("", tokens_of([1, 2]), None, PointState(caches))
+    snapshot = tier.write_snapshot("", tokens_of([1, 2]), None, RecurrentState(caches))
     assert snapshot is not None
     assert tier.flush(10)
     window, points = snapshot.load()
@@ -224,7 +224,7 @@ def test_a_rotating_cache_taken_whole_goes_on_as_before(tmp_path: Path) -> None:
 )
 def test_state_of_unknown_classes_is_declined(cache: Any, tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
-    assert tier.write_snapshot("", tokens_of([1]), None, PointState([cache])) is None
+    assert tier.write_snapshot("", tokens_of([1]), None, RecurrentState([cache])) is None
     assert tier.flush(10) and stored_names(tmp_path) == set()
     tier.close()
 
@@ -238,7 +238,7 @@ def test_live_caches_restored_from_disk_stand_for_the_same_tokens(layout: str, t
     (segment,) = parts.cut_spans(caches, [(0, 100)])
     tier = open_tier(tmp_path)
     window = parts.cut_window(caches, 100 - fake_model.WINDOW, 100) if parts.window else None
-    points = parts.take_points(caches) if parts.has_points else None
+    points = parts.take_recurrent(caches) if parts.has_recurrent else None
     tier.write_span("", tokens, segment)
     if parts.needs_snapshots:
         tier.write_snapshot("", tokens, window, points)
@@ -253,7 +253,7 @@ def test_live_caches_restored_from_disk_stand_for_the_same_tokens(layout: str, t
         if window is not None:
             parts.load_windows(fresh, [window], 100)
         if points is not None:
-            parts.put_points(fresh, points)
+            parts.put_recurrent(fresh, points)
     fake_model.assert_holds(fresh, tokens.tolist())
     fake_model.evaluate(fresh, tokens_of([7, 8]))
     fake_model.assert_holds(fresh, [*tokens.tolist(), 7, 8])

@@ -15,7 +15,7 @@ from cache.disk.files import FileSystem
 from cache.disk.io import RETRY_SECONDS
 from tests.support.disk_driver import (
     CountingFiles,
-    assert_points,
+    assert_recurrent,
     assert_rows,
     find_snapshot,
     find_span,
@@ -146,15 +146,15 @@ def test_what_another_thread_has_read_can_be_used_when_the_thread_is_gone(tmp_pa
     snap(tier, SECRET)
     assert tier.flush(10)
     span, snapshot = find_span(tier, SECRET), find_snapshot(tier, SECRET)
-    assert span is not None and snapshot is not None and snapshot.has_points
+    assert span is not None and snapshot is not None and snapshot.has_recurrent
     store = tier._store
     assert store is not None
     with ThreadPoolExecutor(1) as reader:
         rows = reader.submit(store.read_rows, span.files[0], 0, len(SECRET)).result()
-        state = reader.submit(store.read_points, snapshot).result()
+        state = reader.submit(store.read_recurrent, snapshot).result()
         reader.submit(mx.clear_streams).result()
     assert_rows(rows, SECRET)
-    assert_points(state, SECRET)
+    assert_recurrent(state, SECRET)
     assert np.array(mx.concatenate([rows.component(0), rows.component(0)], axis=2)).shape[2] == 2 * len(SECRET)
     tier.close()
 

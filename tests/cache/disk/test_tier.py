@@ -15,7 +15,7 @@ from cache.disk.io import RETRY_SECONDS
 from cache.disk.spans import FileSpan, StoredFile
 from cache.disk.tier import DiskTier
 from cache.disk.tree import START
-from cache.layers.state import PointState
+from cache.layers.state import RecurrentState
 from cache.types import TokenArray, common_prefix_length
 from tests.support import disk_driver
 from tests.support.disk_driver import (
@@ -28,7 +28,7 @@ from tests.support.disk_driver import (
     find_snapshot,
     find_span,
     open_tier,
-    points_of,
+    recurrent_of,
     segment_of,
     snap,
     stored_names,
@@ -547,7 +547,7 @@ def test_what_several_wait_for_is_read_once_and_stays_until_the_last_one_gives_u
     late = tier.reader.prefetch([span])
     segment = span.load()
     assert_rows(segment, FIRST)
-    assert files.counts["open"] == num_read <= 3, "rows, window and point state, each once"
+    assert files.counts["open"] == num_read <= 3, "rows, window and recurrent state, each once"
     assert late.is_done
     assert_snapshot(snapshot, FIRST)
     assert files.counts["open"] > num_read, "the last one who waited for the snapshot gave it up"
@@ -632,8 +632,8 @@ def test_an_unusable_folder_is_told_and_not_opened(tmp_path: Path) -> None:
 
 
 def test_nothing_to_keep_is_no_snapshot(tier: DiskTier) -> None:
-    assert isinstance(points_of(FIRST), PointState)
-    snapshot = tier.write_snapshot("", FIRST, None, points_of(FIRST))
+    assert isinstance(recurrent_of(FIRST), RecurrentState)
+    snapshot = tier.write_snapshot("", FIRST, None, recurrent_of(FIRST))
     assert isinstance(snapshot, StoredFile) and snapshot.start == snapshot.stop
     assert isinstance(write(tier, FIRST), FileSpan)
 

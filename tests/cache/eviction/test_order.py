@@ -6,7 +6,7 @@ import pytest
 from cache import snapshots
 from cache.eviction import order, value
 from cache.eviction.value import Candidate, Chance, Valuation
-from cache.layers.state import PointState
+from cache.layers.state import RecurrentState
 from cache.lease import Lease
 from cache.prefix_cache import PrefixCache
 from cache.snapshots import RestorePointKind, Snapshot
@@ -262,7 +262,7 @@ def test_a_leaf_whose_bytes_lie_above_it_is_looked_at_when_they_no_longer_go_wit
     head, leaf = trie.match(np.arange(100, dtype=np.int32)).path
     snapshot = head.snapshot
     assert isinstance(snapshot, Snapshot)
-    trie.snap(leaf, Snapshot(100, None, PointState([])))  # of layers whose state is no array
+    trie.snap(leaf, Snapshot(100, None, RecurrentState([])))  # of layers whose state is no array
     assert not leaf.num_bytes
     trie.snap(head, Snapshot(snapshot.offset, snapshot.window, None))
     held = prefix_cache.memory.order
@@ -305,7 +305,7 @@ def test_window_rows_alone_are_looked_at_when_a_restore_point_appears_before_the
     held = prefix_cache.memory.order
     held._refresh()
     assert held._latest[rows].num_tokens == 99
-    trie.snap(head, Snapshot(50, None, PointState([])))
+    trie.snap(head, Snapshot(50, None, RecurrentState([])))
     held._refresh()
     assert held._latest[rows].num_tokens == 99 - 50
     prefix_cache.check()

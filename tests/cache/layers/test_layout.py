@@ -113,7 +113,7 @@ def take(layout: Layout, caches: Sequence[LayerCache], offset: int) -> tuple[Seg
         start = max(0, offset - layout.window)
         assert layout.window_start(caches, offset) <= start, "window rows are missing"
         window = layout.cut_window(caches, start, offset)
-    points = layout.take_points(caches) if layout.has_points else None
+    points = layout.take_recurrent(caches) if layout.has_recurrent else None
     return layout.cut_spans(caches, [(0, offset)])[0], window, points
 
 
@@ -125,7 +125,7 @@ def restore(
     if window is not None:
         layout.load_windows(fresh, [window], offset)
     if points is not None:
-        layout.put_points(fresh, points)
+        layout.put_recurrent(fresh, points)
 
 
 def all_visible(caches: Sequence[LayerCache]) -> list[Any]:
@@ -212,7 +212,7 @@ def test_rows_come_from_another_live_slot() -> None:
 def test_layers_with_several_windows_are_taken_whole() -> None:
     layout = Layout(CLASSES["two windows"]())
     assert layout.window == 0
-    assert layout.has_points
+    assert layout.has_recurrent
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -260,13 +260,13 @@ def test_views_of_larger_buffers_are_not_kept() -> None:
     layout, caches = Layout([ArraysCache(1), fake_model.Opaque()]), [ArraysCache(1), fake_model.Opaque()]
     caches[0][0] = mx.zeros((1, 1000, 4))[:, 3:7]
     caches[1].rows = mx.zeros((1, 1, 1000, 1))[:, :, 5:9]
-    assert layout.take_points(caches).num_bytes == 4 * 4 * 4 + 4 * 4
+    assert layout.take_recurrent(caches).num_bytes == 4 * 4 * 4 + 4 * 4
 
 
 def test_arrays_that_a_class_does_not_call_its_state_are_counted() -> None:
     cache = fake_model.Opaque()
     cache.aside = {"scales": [mx.zeros((50,))]}  # type: ignore[attr-defined]
-    state = Layout([cache]).take_points([cache])
+    state = Layout([cache]).take_recurrent([cache])
     assert state.num_bytes >= 50 * 4
 
 
@@ -279,12 +279,12 @@ def test_a_model_that_writes_into_its_state_does_not_reach_the_stored_one(make: 
     if isinstance(cache, ArraysCache):
         cache[0] = mx.zeros((1, 1, 4, 1))
     layout = Layout([make()])
-    state = layout.take_points([cache])
+    state = layout.take_recurrent([cache])
     array_of(cache)[:, :, 0] = 7.0
-    layout.put_points([other], state)
+    layout.put_recurrent([other], state)
     assert array_of(other).sum().item() == 0
     array_of(other)[:, :, 1] = 8.0
-    layout.put_points([cache], state)
+    layout.put_recurrent([cache], state)
     assert array_of(cache).sum().item() == 0
 
 

@@ -158,16 +158,16 @@ def test_a_detached_row_goes_on_where_it_was(name: str) -> None:
     assert_like_alone(name, *rows)
 
 
-def point_states(caches: list[Any]) -> Iterator[mx.array]:
+def recurrent_states(caches: list[Any]) -> Iterator[mx.array]:
     for cache in caches:
         if isinstance(cache, CacheList):
-            yield from point_states(cache.caches)
+            yield from recurrent_states(cache.caches)
         elif hasattr(cache, "cache"):
             yield from cache.cache
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba2", "lfm2"])
-def test_detached_point_state_is_right_and_owns_its_bytes(name: str) -> None:
+def test_detached_recurrent_state_is_right_and_owns_its_bytes(name: str) -> None:
     decoding = Decoding(runner_of(name))
     row, _ = decoding.join(20), decoding.join(50)
     decoding.step(5)
@@ -175,9 +175,9 @@ def test_detached_point_state_is_right_and_owns_its_bytes(name: str) -> None:
     reference = make_prompt_cache(tiny_models.build(name))
     model: Any = tiny_models.build(name)
     model(mx.array([prompt(20) + row.output[:-1]]), cache=reference)
-    detached = list(point_states(row.row.caches))
+    detached = list(recurrent_states(row.row.caches))
     assert detached
-    for state, expected in zip(detached, point_states(reference), strict=True):
+    for state, expected in zip(detached, recurrent_states(reference), strict=True):
         assert mx.allclose(state, expected, rtol=1e-3, atol=1e-3)
         assert mx.get_array_buffer_size(state) < 2 * state.nbytes, "a slice, which holds both rows' bytes"
 
