@@ -121,7 +121,7 @@ class DiskMoves:
             return
         leaves = [(trie, node) for trie, node in self._memory.nodes() if not node.children]
         leaves.sort(key=lambda pair: pair[1].last_used, reverse=True)
-        for (trie, leaf), used_at in zip(leaves, self.disk.tier.space.times_of_use(len(leaves)), strict=True):
+        for (trie, leaf), used_at in zip(leaves, self.disk.tier.space.ticks(len(leaves)), strict=True):
             if leaf.parent is not None:
                 yield from self._save_path(self.disk, trie, leaf, used_at)
 

@@ -146,7 +146,7 @@ class DiskConnector:
     ) -> Iterator[None]:
         """Writes what disk lacks of a path, a span or a snapshot with each step.
 
-        `live_rows` copies the rows of a node that live in a slot; `used_at` is one of the tier's `times_of_use`.
+        `live_rows` copies the rows of a node that live in a slot; `used_at` is one of the tier's `ticks`.
         """
         self.tier.notice_written()
         disk_path = _DiskPath(namespace, path, self._place(namespace, path))

@@ -51,7 +51,7 @@ class DiskSpace:
         self._journal = journal
         self._namespace_bytes: defaultdict[str, int] = defaultdict(int)
         self._now = 0
-        """The last reading of the clock of use, which counts uses."""
+        """The last tick of the clock, which counts uses."""
         self._touched: set[StoredFile] = set()
         """Files whose last use is not yet in the index."""
 
@@ -117,14 +117,14 @@ class DiskSpace:
 
     # ---------------------------------------------------------------------------------------------------- recency
 
-    def times_of_use(self, count: int) -> list[int]:
-        """Returns `count` new readings of the clock of use, the latest first."""
+    def ticks(self, count: int) -> list[int]:
+        """Returns `count` new ticks, the latest first."""
         self._now += count
         return list(range(self._now, self._now - count, -1))
 
     def touch(self, place: DiskPlace, stop: int, used_at: int | None = None) -> int:
-        """Records a use, at `used_at` or now, of the files needed to restore at `stop`; returns the time of use."""
-        used_at = used_at if used_at is not None else self.times_of_use(1)[0]
+        """Records a use, at `used_at` or now, of the files needed to restore at `stop`; returns the tick."""
+        used_at = used_at if used_at is not None else self.ticks(1)[0]
         for file in self._tree.on_path(place, stop):
             if file.last_used < used_at:
                 file.last_used = used_at
@@ -325,7 +325,7 @@ class DiskTier:
         Returns at once a span that can be loaded once it `is_written`; None if the segment is refused: too much
         waits, the day's or the whole budget is used up, or the disk fails. What is on disk is not written again.
         Borrows the segment's arrays. `near` is a place on the way to the tokens' end, which saves comparing; nothing
-        used after `used_at`, one of `times_of_use`, is evicted for the segment.
+        used after `used_at`, one of `ticks`, is evicted for the segment.
         """
         self.notice_written()
         place = self.tree.locate(namespace, tokens, near)
