@@ -36,7 +36,10 @@ for _variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_DATA_HOME"):
 # A server without MODEL takes the model that its user used last.
 os.environ["HF_HOME"] = _HOME_OF_TESTS.name
 
-settings.register_profile("mlx-serve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Where nobody looks for new faults, the examples are the same each time.
+settings.register_profile(
+    "mlx-serve", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
 settings.load_profile("mlx-serve")
 
 

@@ -239,14 +239,15 @@ def test_a_server_with_a_key_is_told(agent: dict[str, str], tmp_path: Path) -> N
 def test_sigterm_ends_the_agent_and_the_server_that_was_started_for_it(
     agent: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime, begun = tmp_path / "run", tmp_path / "begun"
+    runtime, begun, main = tmp_path / "run", tmp_path / "begun", threading.get_ident()
     program = Path(agent["PATH"].partition(":")[0]) / "claude"
     tell = f"echo $$ $ANTHROPIC_BASE_URL > {begun}.new; mv {begun}.new {begun}"
     program.write_text(f"#!/bin/sh\n{tell}; exec sleep 600\n")
     monkeypatch.setattr(commands, "own_program", lambda _: [sys.executable, "-c", STUB, str(runtime)])
 
     def end_it() -> None:
-        while not begun.exists():
+        # The agent may run before the call that started it has returned; a signal then would leave it alone.
+        while not begun.exists() or sys._current_frames()[main].f_code.co_name != "_try_wait":
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
