@@ -74,14 +74,6 @@ def test_rates_of_nothing_are_null(client: TestClient, engine: FakeEngine) -> No
     assert timings["prompt_per_token_ms"] is None
 
 
-@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_why_an_answer_ended_is_told(client: TestClient, engine: FakeEngine, path: str, reason: FinishReason) -> None:
-    engine.script = Script(reason=reason)
-    assert ask(client, path)["choices"][0]["finish_reason"] == reason.value
-    assert ask(client, path, stream=True)[-1]["choices"][0]["finish_reason"] == reason.value
-
-
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_stream_names_itself_alike_from_start_to_end(client: TestClient, path: str) -> None:
     chunks = ask(client, path, stream=True)

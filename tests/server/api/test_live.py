@@ -224,11 +224,11 @@ def test_a_plain_completion_goes_on_where_its_own_output_ended(live: Live) -> No
 
 def raw_request(live: Live, **fields: Any) -> socket.socket:
     fields = {"messages": [user("Tell me a long story")], "ignore_eos": True, **fields}
-    return raw_post(live, "/v1/chat/completions", fields)
+    return raw_post(live.address, "/v1/chat/completions", fields)
 
 
-def raw_post(live: Live, path: str, fields: dict[str, Any]) -> socket.socket:
-    host, port = live.address.removeprefix("http://").split(":")
+def raw_post(address: str, path: str, fields: dict[str, Any]) -> socket.socket:
+    host, port = address.removeprefix("http://").split(":")
     body = json.dumps(fields).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(body)}\r\n\r\n"

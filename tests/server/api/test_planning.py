@@ -225,7 +225,7 @@ def test_a_long_word_whose_client_has_left_holds_up_nobody(
         return call(event, work)
 
     monkeypatch.setattr(planning_module, "_call", noted)
-    connection = raw_post(live, path, fields)
+    connection = raw_post(live.address, path, fields)
     until_so(lambda: bool(held.lengths))
     assert live.post("/tokenize", content="a small one").status_code == 200
     connection.close()

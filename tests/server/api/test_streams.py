@@ -119,14 +119,6 @@ def test_half_a_character_in_a_call_does_not_fail_the_answer(stream: bool) -> No
     assert json.loads(call["function"]["arguments"]) == {"city\ufffd": "\ufffd"}
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("stream", [False, True])
-def test_half_a_character_in_the_text_does_not_fail_the_answer(path: str, stream: bool) -> None:
-    answer = client_of(Script(("a\ud83d", "b"))).post(path, json={**BODIES[path], "stream": stream})
-    assert answer.status_code == 200
-    assert "a\ufffd" in answer.text
-
-
 def test_an_error_that_quotes_half_a_character_is_an_error_all_the_same() -> None:
     model = fake_model(renderer=QuotingRenderer())
     answer = TestClient(create_app(FakeEngine(), model, ServerConfig())).post(CHAT, json=BODIES[CHAT])

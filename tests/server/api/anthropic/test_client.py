@@ -240,15 +240,6 @@ def test_an_error_in_mid_stream_is_raised_by_the_client(
         answer_of(client, stream=True, **ASK) if helper else list(client.messages.create(**ASK, stream=True))
 
 
-def test_closing_a_stream_cancels_its_request(client: anthropic.Anthropic, engine: FakeEngine) -> None:
-    engine.script = Script(texts=("word ",) * 2000, step_seconds=0.01)
-    stream = client.messages.create(**ASK, stream=True)
-    for _ in range(5):
-        next(stream)
-    stream.close()
-    assert engine.cancel_seen.wait(WAIT_SECONDS)
-
-
 def test_a_stream_that_waits_is_kept_open_by_comments_then_by_pings(address: str, engine: FakeEngine) -> None:
     engine.script = Script(queue_seconds=0.3, prefill_seconds=0.3)
     headers = {"x-api-key": "secret"}

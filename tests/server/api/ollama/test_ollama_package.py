@@ -282,14 +282,6 @@ def test_a_key_is_sent_as_the_package_sends_it(engine: FakeEngine) -> None:
             assert client.chat("tiny", HI).message.content == "Hello there."
 
 
-def test_closing_a_stream_cancels_its_request(client: ollama.Client, engine: FakeEngine) -> None:
-    engine.script = Script(texts=("a",) * 1000, step_seconds=0.01)
-    stream = client.chat("tiny", HI, stream=True)
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert engine.cancel_seen.wait(5)
-
-
 # ----------------------------------------------------------------------------------------------------- without a type
 
 
