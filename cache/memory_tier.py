@@ -107,19 +107,20 @@ class MemoryTier:
         return found.trie
 
     def _make_namespace(self, name: str) -> _Namespace:
-        holdings = Holdings()
+        holdings, store, add = Holdings(), self.ledger.store, self._shares.add
+        update, order_changed, order_snapped = holdings.update, self.order.changed, self.order.snapped
 
         def count_bytes(num_bytes: int) -> None:
-            self.ledger.store(num_bytes)
-            self._shares.add(name, num_bytes)
+            store(num_bytes)
+            add(name, num_bytes)
 
         def changed(node: Node) -> None:
-            holdings.update(node)
-            self.order.changed(name, node)
+            update(node)
+            order_changed(name, node)
 
         def snapped(node: Node) -> None:
-            holdings.update(node)
-            self.order.snapped(name, node)
+            update(node)
+            order_snapped(name, node)
 
         return _Namespace(PrefixTrie(count_bytes, name, changed, snapped), holdings)
 
@@ -286,11 +287,11 @@ class MemoryTier:
     def _note_eviction(
         self, trie: PrefixTrie, node: Node, num_bytes: int, reason: EvictionReason, *, is_snapshot: bool
     ) -> None:
-        name, num_tokens = trie.namespace, node.stop - node.start
+        name, num_tokens, what = trie.namespace, node.stop - node.start, Happening.EVICTED
         self.num_evictions += 1
         self.evictions[name] += 1
-        what = Happening.EVICTED
-        self.journal.record(CacheEvent(what, name, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
+        if self.journal.tell is not None:  # there may be thousands
+            self.journal.record(CacheEvent(what, name, num_tokens, num_bytes, is_snapshot=is_snapshot, reason=reason))
 
     def check(self) -> None:
         """Asserts the invariants."""
