@@ -1,11 +1,11 @@
 """Vectors of texts: the output of a model's last layer, before the logits, pooled over the text's positions.
 
-The judgement of a text is a vector of one number: how much likelier one token is than another to follow the text.
-Short texts are evaluated together, padded at the end: no position sees later ones, so padding changes nothing. A long
-text is evaluated alone, chunk by chunk, with its own layer caches. Worker thread only.
+A judgement is a vector of one number: the probability of one token against another after the text. Short texts are
+evaluated together, padded at the end, which changes nothing; a long one alone, chunk by chunk. Worker thread only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
@@ -22,8 +22,6 @@ from models.mlx_lm_import import make_prompt_cache
 Vector: TypeAlias = NDArray[np.float32]
 """`[dimensions]`, of length 1; for a judgement, the probability alone."""
 _Evaluate: TypeAlias = Callable[..., mx.array]
-_UNKNOWN = object()
-"""Marks a head that has not been searched for yet."""
 _TRUNKS = ("model", "backbone", "transformer", "language_model")
 
 
@@ -31,14 +29,12 @@ class Embedder:
     """Makes vectors with one model."""
 
     def __init__(self, model: Any, adapters: AdapterSet | None = None) -> None:
-        """Evaluates nothing; `adapters` are attached to the model."""
+        """`adapters` are attached to the model."""
         self._model = model
         self._adapters = adapters
-        self._trunk: _Evaluate | None = None
-        self._head: _Evaluate | object | None = _UNKNOWN
 
     def embed(self, texts: Sequence[NDArray[np.int32]], reading: Reading, adapter: int = NO_ADAPTER) -> list[Vector]:
-        """Returns the vectors of texts of one token or more, evaluated together; raises EmbeddingUnsupported."""
+        """Returns the vectors of texts of one token or more; raises EmbeddingUnsupported."""
         evaluate = self._evaluation(reading)
         padded = np.zeros((len(texts), max(len(text) for text in texts)), np.int32)
         for row, text in enumerate(texts):
@@ -63,44 +59,32 @@ class Embedder:
         return LongText(evaluate, finish, list(make_prompt_cache(self._model)), reading)
 
     def _evaluation(self, reading: Reading) -> _Evaluate:
-        """Returns the function that evaluates tokens: the trunk, or the model if it judges and its head is
-        unknown.
-        """
-        if isinstance(reading, Pooling) or self._find_head() is not None:
-            return self._find_trunk()
+        """Returns the trunk, or the model if it judges and its head is unknown."""
+        if isinstance(reading, Pooling) or self._head is not None:
+            return self._trunk
         return cast(_Evaluate, self._model)
 
     def _finished(self, read: mx.array, reading: Reading) -> Vector:
         if isinstance(reading, Pooling):
             return _of_length_one(read)
-        head = self._find_head()
-        logits = read if head is None else head(read[None, None])[0, 0]
+        logits = read if self._head is None else self._head(read[None, None])[0, 0]
         pair = logits[mx.array([reading.no_id, reading.yes_id])].astype(mx.float32)
         return np.array(mx.softmax(pair)[1:], np.float32)
 
-    def _find_head(self) -> _Evaluate | None:
-        """Returns the function from the trunk's states to logits; None if it cannot be found from the outside."""
-        if self._head is _UNKNOWN:
-            self._head = self._searched_head()
-        return cast(_Evaluate | None, self._head)
-
-    def _searched_head(self) -> _Evaluate | None:
+    @cached_property
+    def _head(self) -> _Evaluate | None:
+        """The function from the trunk's states to logits; None if it cannot be found from the outside."""
         try:
-            trunk = self._find_trunk()
+            trunk = self._trunk
         except EmbeddingUnsupported:
             return None
         tokens = mx.array([[1, 2, 3]])
         wanted, states = self._model(tokens), trunk(tokens)
         return next((head for head in _heads(self._model) if _makes(head, states, wanted)), None)
 
-    def _find_trunk(self) -> Callable[..., mx.array]:
-        """Returns the part of the model that ends before the logits; raises EmbeddingUnsupported if there is none."""
-        if self._trunk is None:
-            self._trunk = self._searched()
-        return self._trunk
-
-    def _searched(self) -> Callable[..., mx.array]:
-        """Returns the innermost of the nested parts that can be called alone."""
+    @cached_property
+    def _trunk(self) -> _Evaluate:
+        """The innermost of the nested parts that gives states; raises EmbeddingUnsupported if none does."""
         found: Any = None
         part = _next_part(self._model)
         while part is not None:
@@ -110,7 +94,7 @@ class Embedder:
             raise EmbeddingUnsupported(
                 "the layers of this model cannot be evaluated by themselves, so it makes no vectors"
             )
-        return cast(Callable[..., mx.array], found)
+        return cast(_Evaluate, found)
 
 
 class LongText:
@@ -176,9 +160,7 @@ def _makes(head: _Evaluate, states: mx.array, wanted: mx.array) -> bool:
 
 
 def _read(states: mx.array, reading: Reading) -> mx.array:
-    """Returns `[dimensions]` from the states `[num_tokens, dimensions]` of one text; float32 except for a
-    judgement.
-    """
+    """Returns `[dimensions]` from the states `[num_tokens, dimensions]` of one text."""
     if isinstance(reading, Judgement):
         return states[-1]
     states = states.astype(mx.float32)

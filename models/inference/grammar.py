@@ -1,8 +1,7 @@
 """Grammars compiled against one model's tokens, by llguidance; the only module that knows llguidance.
 
-Compiling takes up to about 100 ms and belongs on a thread of its own. Compiled grammars are kept, the latest first,
-and each output follows a copy. JSON is constrained to one line with at most one space after commas and colons: a
-small model would continue unlimited white space for ever.
+Compiling takes up to about 100 ms, on a thread of its own. JSON is constrained to one line with at most one space
+after commas and colons: a small model would continue unlimited white space for ever.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from models.errors import GrammarFailed, InvalidGrammar, brief
 from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 
 MAX_KEPT = 16
-"""The most compiled grammars kept; with `_LIMITS` each takes at most about 20 MB."""
+"""The most compiled grammars kept, of at most about 20 MB each."""
 MAX_CHARACTERS: Final = 1 << 18
 """The most characters of a grammar's text."""
 MAX_MESSAGE: Final = 400
@@ -29,7 +28,7 @@ _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
 )
-"""Limits of a lexer, which all outputs of a grammar share: 7 MB of expressions at the beginning, 10 MB of states."""
+"""Limits of a lexer, which all outputs of a grammar share: 7 MB of expressions at first, 10 MB of states."""
 _RENEWAL_TOKENS = 256
 """Tokens that an output must have accepted before its lexer is renewed again."""
 
@@ -38,7 +37,7 @@ class GrammarCompiler:
     """Compiles grammars for one model. For any thread."""
 
     def __init__(self, describe_tokenizer: Callable[[], str], eos_token_ids: Iterable[int]) -> None:
-        """`describe_tokenizer` returns the text of a `tokenizer.json`; it is called for the first grammar."""
+        """`describe_tokenizer` returns the text of a `tokenizer.json`; called for the first grammar."""
         self._describe_tokenizer = describe_tokenizer
         self._eos = sorted(eos_token_ids)
         self._lock = threading.Lock()
@@ -64,7 +63,7 @@ class GrammarCompiler:
         return compiled
 
     def spell(self, marker: str) -> str:
-        """Returns how a Lark grammar writes a marker, which may be a token of its own; raises InvalidGrammar."""
+        """Returns how a Lark grammar writes a marker, which may be a token; raises InvalidGrammar."""
         with self._lock:
             tokenizer = self._ready_tokenizer()
         tokens = tokenizer.tokenize_str(marker, parse_special=True)
@@ -98,14 +97,12 @@ class LlguidanceGrammar:
         return LlguidanceMatcher(self)
 
     def copy(self) -> tuple[Any, Any]:
-        """Returns the library's matcher at the beginning, and a copy of it that shares its lexer."""
+        """Returns the library's matcher at the beginning, and a copy that shares its lexer."""
         with self._lock:
             return self._beginning, self._beginning.deep_copy()
 
     def renew(self, spent: Any) -> None:
-        """Renews the lexer, which holds the states of all outputs so far, unless it already differs from
-        `spent`'s.
-        """
+        """Renews the lexer, which holds the states of all outputs, unless it already differs from `spent`'s."""
         with self._lock:
             if self._beginning is spent:
                 self._beginning = self._compile()
@@ -135,9 +132,7 @@ class LlguidanceMatcher:
     """Follows one output."""
 
     def __init__(self, grammar: LlguidanceGrammar, num_at_renewal: int = -_RENEWAL_TOKENS) -> None:
-        """`num_at_renewal` is the number of tokens accepted at the last renewal of the lexer; the first is always
-        allowed.
-        """
+        """`num_at_renewal`: tokens accepted at the last renewal; the first is always allowed."""
         self._grammar = grammar
         self._beginning, self._matcher = grammar.copy()
         self._words = np.zeros((1, len(grammar.free)), np.int32)
@@ -146,11 +141,10 @@ class LlguidanceMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is valid and nothing may follow."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
     def accept(self, token: int) -> None:
-        """Accepts the next token. A forbidden token is an error, which `mask` raises."""
+        """Accepts the next token; `mask` raises for a forbidden one."""
         self._tokens.append(token)
         self._matcher.consume_token(token)
 
@@ -160,7 +154,7 @@ class LlguidanceMatcher:
             self.accept(token)
 
     def mask(self) -> MaskWords:
-        """Returns which tokens may come next; raises GrammarFailed if that cannot be determined."""
+        """Returns which tokens may come next; raises GrammarFailed."""
         fill_next_token_bitmask(self._matcher, self._words)
         if self._matcher.is_error() and len(self._tokens) - self._num_at_renewal >= _RENEWAL_TOKENS:
             self._renew()
@@ -182,8 +176,7 @@ class LlguidanceMatcher:
     def _spell_out(self, words: MaskWords) -> None:
         """Replaces the only token of a mask if it is a special token that stands for text.
 
-        Text that must follow is cut into tokens before it is matched, and text that looks like a special token
-        becomes one, which the matcher then rejects.
+        Text that must follow is cut into tokens before it is matched; a special token there would be rejected.
         """
         (token,) = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[:1].tolist()
         if self._matcher.validate_tokens([token]) == 1:
@@ -204,28 +197,20 @@ def _definition(grammar: Grammar) -> str:
     matcher = llguidance.LLMatcher
     try:
         match grammar.kind:
-            case GrammarKind.JSON_SCHEMA:
-                return matcher.grammar_from_json_schema(grammar.text, overrides=_json_options(lenient=False))
-            case GrammarKind.LENIENT_JSON_SCHEMA:
-                return matcher.grammar_from_json_schema(grammar.text, overrides=_json_options(lenient=True))
+            case GrammarKind.JSON_SCHEMA | GrammarKind.LENIENT_JSON_SCHEMA:
+                style: Any = {**JSON_STYLE, "lenient": grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA}
+                return matcher.grammar_from_json_schema(grammar.text, overrides=style)
             case GrammarKind.REGEX:
                 return matcher.grammar_from_regex(grammar.text)
             case GrammarKind.CHOICE:
-                return matcher.grammar_from_lark(_choice(json.loads(grammar.text)))
+                texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(grammar.text)]
+                return matcher.grammar_from_lark("start: " + " | ".join(texts))
             case GrammarKind.GBNF_OR_LARK:
                 return matcher.grammar_from_lark(any_to_lark(grammar.text))
             case GrammarKind.LARK:
                 return matcher.grammar_from_lark(grammar.text)
     except Exception as error:  # the converters raise anything for what they cannot read
         raise InvalidGrammar(_brief(error)) from error
-
-
-def _json_options(*, lenient: bool) -> Any:
-    return {**JSON_STYLE, "lenient": lenient}
-
-
-def _choice(texts: list[str]) -> str:
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _free_mask(vocab_size: int, eos_token_ids: Iterable[int]) -> MaskWords:

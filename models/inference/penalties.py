@@ -1,13 +1,11 @@
-"""Penalties on tokens that occurred before, and tokens that a request rules out, for all rows of a decode step at
-once.
+"""Penalties on tokens that occurred before, and tokens that a request rules out, for all rows of a decode step.
 
 A penalty takes over the state of its rows when the rows change, counts every sampled token without reading it, and
-gives the state back. Where a grammar allows only tokens that are ruled out, the grammar wins. If no row uses a kind,
-its `of` returns None and nothing is computed.
+gives the state back. A grammar wins over tokens that are ruled out. If no row uses a kind, its `of` returns None.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,14 +13,22 @@ import mlx.core as mx
 import numpy as np
 
 from models.inference.sampling_params import MAX_REPEATED, SamplingParams
-from models.inference.sampling_state import NO_TOKEN, PenaltyWindow, RepeatedEnds, RowSampling, padded, shifted
+from models.inference.sampling_state import (
+    NO_TOKEN,
+    PenaltyWindow,
+    RepeatedEnds,
+    RowSampling,
+    column,
+    padded,
+    shifted,
+)
 
 MAX_PENALTY = 1e9
-"""Above this limit nothing becomes less likely, and an infinite penalty could leave a row without a token."""
+"""Above this limit nothing becomes less likely; infinity could leave a row without a token."""
 
 
 class Penalty(Protocol):
-    """One kind of penalty on all rows of a step; its arrays have one row per row of the step."""
+    """One kind of penalty; its arrays have one row per row of the step."""
 
     def apply_to(self, logits: mx.array) -> mx.array:
         """Returns the penalised logits, float32 `[num_rows, vocab_size]`."""
@@ -30,11 +36,9 @@ class Penalty(Protocol):
 
     def count(self, tokens: mx.array) -> None:
         """Counts the sampled token of each row, `[num_rows]`."""
-        ...
 
     def give_back(self, rows: Sequence[RowSampling]) -> None:
         """Writes the state of each row back to its `RowSampling`."""
-        ...
 
 
 def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
@@ -49,8 +53,8 @@ def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
 
 
 @dataclass
-class _Repetition:
-    """Penalises tokens of the prompt or the output. Dividing every logit costs less than selecting those tokens."""
+class _Repetition(Penalty):
+    """Penalises tokens of prompt and output. Dividing every logit costs less than selecting those tokens."""
 
     divisors: mx.array
     penalties: mx.array
@@ -78,7 +82,7 @@ class _Repetition:
 
 
 @dataclass
-class _Occurrences:
+class _Occurrences(Penalty):
     """Penalises tokens of the output: once for their presence, and again for each occurrence."""
 
     counts: mx.array
@@ -92,8 +96,8 @@ class _Occurrences:
             return None
         return cls(
             counts=counts,
-            presence=_column(0.0 if row.counts is None else row.params.presence_penalty for row in rows),
-            frequency=_column(0.0 if row.counts is None else row.params.frequency_penalty for row in rows),
+            presence=column(0.0 if row.counts is None else row.params.presence_penalty for row in rows),
+            frequency=column(0.0 if row.counts is None else row.params.frequency_penalty for row in rows),
         )
 
     def apply_to(self, logits: mx.array) -> mx.array:
@@ -109,14 +113,14 @@ class _Occurrences:
 
 
 @dataclass
-class _Windowed:
-    """Applies all three penalties to the last tokens of prompt and output, with a window length per row."""
+class _Windowed(Penalty):
+    """Applies all three penalties to the last tokens of prompt and output, a window per row."""
 
     counts: mx.array
     recent: mx.array
     """`[num_rows, longest window]`, each row's window at the end."""
     oldest: mx.array
-    """Where the window of each row begins in `recent`, `[num_rows, 1]`."""
+    """Where each row's window begins in `recent`, `[num_rows, 1]`."""
     forgets: mx.array
     """1 for rows with a bounded window, else 0."""
     repetition: mx.array
@@ -137,9 +141,9 @@ class _Windowed:
             recent=mx.stack([padded(None if one is None else one.recent, longest) for one in windows]),
             oldest=mx.array([min(longest - length, longest - 1) for length in lengths])[:, None],
             forgets=mx.array([float(length > 0) for length in lengths]),
-            repetition=_column(one.repetition_penalty for one in params),
-            presence=_column(one.presence_penalty for one in params),
-            frequency=_column(one.frequency_penalty for one in params),
+            repetition=column(one.repetition_penalty for one in params),
+            presence=column(one.presence_penalty for one in params),
+            frequency=column(one.frequency_penalty for one in params),
         )
 
     def apply_to(self, logits: mx.array) -> mx.array:
@@ -164,12 +168,12 @@ class _Windowed:
 
 
 @dataclass
-class _Dry:
-    """Don't repeat yourself: penalises tokens that would continue a repetition, more for longer repetitions.
+class _Dry(Penalty):
+    """Don't repeat yourself: penalises tokens that would continue a repetition, more for longer ones, as in
+    llama.cpp.
 
-    The method is that of llama.cpp and koboldcpp. The length of the repetition before each token follows from the
-    previous step: one more if the token's predecessor is the token just sampled, else 0. Windows move by one token in
-    each step, so these lengths keep their places.
+    A token's length grows by one if its predecessor is the token just sampled, else it is 0. Windows move by one
+    token in each step, so the lengths keep their places.
     """
 
     recent: mx.array
@@ -179,7 +183,7 @@ class _Dry:
     is_breaker: mx.array
     """`[num_rows, vocab_size]`."""
     num_before: mx.array
-    """Shaped like `recent`: how many tokens of the row's own window precede each token."""
+    """Shaped like `recent`: how many tokens of the row's window precede each token."""
     multiplier: mx.array
     base: mx.array
     allowed_length: mx.array
@@ -200,8 +204,8 @@ class _Dry:
             lengths=mx.stack([padded(None if one is None else one.lengths, longest, 0) for one in states]),
             is_breaker=is_breaker,
             num_before=mx.maximum(mx.arange(longest) - starts, 0),
-            multiplier=_column(one.dry_multiplier for one in params),
-            base=_column(one.dry_base for one in params),
+            multiplier=column(one.dry_multiplier for one in params),
+            base=column(one.dry_base for one in params),
             allowed_length=mx.array([one.dry_allowed_length for one in params])[:, None],
         )
 
@@ -234,10 +238,6 @@ def _stacked(rows: Sequence[mx.array | None], missing: mx.array) -> mx.array | N
     return mx.stack([missing if row is None else row for row in rows])
 
 
-def _column(values: Iterable[float]) -> mx.array:
-    return mx.array(list(values), dtype=mx.float32)[:, None]
-
-
 def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
     """Returns the rules that exclude tokens for at least one row."""
     found: list[Penalty | None] = [_AllowedTokens.of(rows, vocab_size), _BadWords.of(rows), _EarlyEnds.of(rows)]
@@ -245,7 +245,7 @@ def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
 
 
 @dataclass
-class _AllowedTokens:
+class _AllowedTokens(Penalty):
     """Allows only the listed tokens."""
 
     is_allowed: mx.array
@@ -266,25 +266,16 @@ class _AllowedTokens:
     def apply_to(self, logits: mx.array) -> mx.array:
         return _unless_empty(mx.where(self.is_allowed, logits, -math.inf), logits)
 
-    def count(self, tokens: mx.array) -> None:
-        """Does nothing: the allowed tokens never change."""
-
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        """Does nothing."""
-
 
 @dataclass
-class _BadWords:
-    """Token sequences that the output must not contain: excludes the last token after the others."""
+class _BadWords(Penalty):
+    """Excludes the last token of a sequence that the output must not contain, after the others."""
 
     row_ids: mx.array
     """The row of each sequence, `[num_sequences]`."""
     before: mx.array
-    """All tokens of each sequence but the last, right-aligned in `[num_sequences, width]`; `NO_TOKEN` is any
-    token.
-    """
+    """All tokens of each sequence but the last, right-aligned; `NO_TOKEN` is any token."""
     last: mx.array
-    """The last token of each sequence, `[num_sequences]`."""
     recent: mx.array
     """The end of each row's output, `[num_rows, width]`."""
 
@@ -316,7 +307,7 @@ class _BadWords:
                 row.output_end = self.recent[index, self.recent.shape[1] - row.output_end.size :]
 
 
-class _EarlyEnds:
+class _EarlyEnds(Penalty):
     """Excludes end tokens before a row's `min_tokens`. The affected rows change with each draw."""
 
     def __init__(self, rows: Sequence[RowSampling]) -> None:
@@ -335,12 +326,6 @@ class _EarlyEnds:
         if self._entries is None:
             return logits
         return _unless_empty(logits.at[self._entries].add(-math.inf), logits)
-
-    def count(self, tokens: mx.array) -> None:
-        """Does nothing: the rows count their draws themselves."""
-
-    def give_back(self, rows: Sequence[RowSampling]) -> None:
-        """Does nothing."""
 
     def _entries_of(self, early: Sequence[int], vocab_size: int) -> tuple[mx.array, mx.array] | None:
         ends = [(row, token) for row in early for token in self._rows[row].params.end_token_ids]

@@ -1,22 +1,17 @@
 """Tests whether a model decodes ragged batches correctly. Worker thread only.
 
-A model may do anything with its layer caches, so a list of model classes cannot answer this. Rows of different
-lengths are decoded together, and each is compared with the same row decoded alone: the logits, and what every layer
-writes into its caches, where a wrong position shows at once. There are rows before, at and beyond every length at
-which the model may change its behaviour. Such lengths come from layer caches that keep a bounded number of rows,
-windows that the model asks its caches' masks for, and numbers of its configuration whose names suggest a bound of
-attention; an unrelated number only costs one more length.
+A model may do anything with its layer caches. So rows of different lengths are decoded together, and each is compared
+with the same row decoded alone: the logits, and what every layer writes into its caches. There are rows before, at
+and beyond every length at which the model may change its behaviour: bounds of layer caches, windows that the model
+asks masks for, and numbers of its configuration named like a bound of attention.
 
-Long rows are synthetic. A decode step depends on a row's length and on the contents of its layer caches, not on how
-they were computed, so keys and values are drawn from those of a few real tokens. Values at the borders, where a
-window ends or a chunk begins, are enlarged: a mask that is wrong by one token then changes a layer's output by a
-large part, not by one part in a thousand. Recurrent state has one size at all lengths, so it is only varied.
+Long rows are synthetic: keys and values are drawn from those of a few real tokens. Values at the borders, where a
+window ends or a chunk begins, are enlarged: a mask that is wrong by one token then shows. Recurrent state is varied.
 
 The same arithmetic in another order rounds differently. So each row is also evaluated alone as one chunk: the
-*spread* between that and token by token shows how much difference is rounding. Rounding may also change a discrete
-choice, such as of an expert, and then much differs. New random tokens change other choices, but a fault comes back at
-the same row, step and layer; only faults that come back count. The time is bounded: a model that is not proven
-correct within it decodes its rows one after another.
+*spread* between that and token by token shows how much is rounding. Rounding may also change a discrete choice, such
+as of an expert; new random tokens change other choices, but a fault comes back at the same row, step and layer. Only
+faults that come back count. A model not proven correct in bounded time decodes its rows one after another.
 """
 
 import logging
@@ -49,7 +44,7 @@ def fill(
 ) -> None:
     """Fills fresh `caches` with a row of `num_tokens` tokens, like the few in `short`; deterministic for a seed.
 
-    `borders` are distances from the row's end. Raises `NotRagged` for an unknown class.
+    `borders` are distances from the row's end. Raises NotRagged for an unknown class.
     """
     gains = _gains(num_tokens, borders)
     for index, (cache, source) in enumerate(zip(leaves(caches), leaves(short), strict=True)):
@@ -63,7 +58,7 @@ def fill(
 
 
 def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None:
-    """Copies the state of `source` into fresh `caches`; later changes to `caches` leave `source` unchanged."""
+    """Copies the state of `source` into fresh `caches`."""
     for cache, original in zip(leaves(caches), leaves(source), strict=True):
         vars(cache).update({name: _same(value) for name, value in vars(original).items()})
 
@@ -76,7 +71,7 @@ def _same(value: Any) -> Any:
 
 
 def bytes_per_token(caches: Sequence[LayerCache]) -> int:
-    """Returns the bytes of keys and values per token; an upper bound for rows longer than a window."""
+    """Returns the bytes of keys and values per token; an upper bound for rows beyond a window."""
     rows = [cache for cache in leaves(caches) if isinstance(cache, KVCache | RotatingKVCache)]
     return sum(a.nbytes // a.shape[2] for cache in rows if cache.keys is not None for a in (cache.keys, cache.values))
 
@@ -137,16 +132,15 @@ def _drawn(rows: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
 
 
 MAX_NAMED_TOKENS = 8192
-"""Larger numbers of a configuration are ignored: often they repeat the context. Those of caches and masks count."""
+"""Larger numbers of a configuration are ignored: often they repeat the context."""
 
 _SIZE = re.compile(r"(window|window_size|chunk_size|index_topk)$")
 _BLOCKS = re.compile(r"^(.*)topk_blocks$")
 
 
 def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[int]) -> list[int]:
-    """Returns the lengths in tokens, ascending, at which attention may change.
-
-    `asked_windows` were collected by `spy_on_masks` in a call of the model.
+    """Returns the lengths in tokens, ascending, at which attention may change; `asked_windows` is of
+    `spy_on_masks`.
     """
     kept = {int(size) for cache in leaves(caches) for size in _bounds(cache)}
     named = {size for size in _named_sizes(model, set()) if size <= MAX_NAMED_TOKENS}
@@ -178,7 +172,7 @@ def _bounds(cache: LayerCache) -> Iterator[int]:
 
 
 def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
-    """Sizes among the fields of `value` and its parts: modules, configurations, lists, dicts."""
+    """Sizes among the fields of `value` and its parts."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -205,13 +199,13 @@ def _size(name: str, number: int, fields: dict[Any, Any]) -> Iterator[int]:
 
 
 MAX_SECONDS = 30.0
-"""Time limit of the whole probe; one model call may exceed it. A slower machine gains little from ragged decode."""
+"""Time limit of the whole probe; one model call may exceed it."""
 MAX_STATE_BYTES = 2 << 30
-"""The most bytes of all synthetic rows of a trial together."""
+"""The most bytes of all synthetic rows of a trial."""
 
 _NUM_TRIALS = 4
 _SPREADS = 3.0
-"""A difference of more spreads is not rounding. Both are maxima over several values of the same kind."""
+"""A difference of more spreads is not rounding. Both are maxima over several values."""
 _LARGEST_ERROR = 0.25
 """The largest difference allowed for any spread."""
 _SMALLEST_SPREAD = 1e-5
@@ -221,7 +215,7 @@ _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
 """mlx-lm's caches grow by this many tokens at once: a border for every model."""
 _STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""Rows that decode together in each step. In the last step a row has left and the order has changed."""
+"""Rows that decode together in each step. In the last one a row has left and the order has changed."""
 
 
 class NotProven(Exception):
@@ -229,9 +223,7 @@ class NotProven(Exception):
 
 
 class _Observed(NamedTuple):
-    """Identifies one array of a row's evaluation by its place and the row's step; -1 for state after the last
-    step.
-    """
+    """One array of a row's evaluation, by its place and the row's step; -1 for state after the last."""
 
     place: tuple[int, int]
     """Layer cache and component; layer cache -1 for logits."""
@@ -250,7 +242,7 @@ def is_ragged(
     max_seconds: float = MAX_SECONDS,
     seed: int = 0,
 ) -> bool:
-    """True if rows of different lengths are proven to give the same together as alone, within `max_seconds`."""
+    """Whether rows of different lengths are proven to give the same together as alone, within `max_seconds`."""
     try:
         fault = _find_fault(_Evaluator(model, clock, max_seconds), vocab_size, seed)
     except NotProven as reason:
@@ -268,7 +260,7 @@ def is_ragged(
 
 
 class _Evaluator:
-    """Calls the model and measures time. Raises `NotProven` instead of making a call that would end too late."""
+    """Calls the model and measures time. Raises NotProven instead of making a call that would end too late."""
 
     def __init__(self, model: Any, clock: Callable[[], float], max_seconds: float) -> None:
         self._model = model
@@ -295,7 +287,7 @@ class _Evaluator:
         return find_borders(self._model, caches, windows)
 
     def require(self, num_tokens: int) -> None:
-        """Raises `NotProven` if `num_tokens` cannot be evaluated in time."""
+        """Raises NotProven if `num_tokens` cannot be evaluated in time."""
         needed = self._clock() - self._started + num_tokens * self._token_seconds
         if needed > self._max_seconds:
             pace = f"at {self._token_seconds:.2g} s per token"
@@ -387,7 +379,7 @@ def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
 
 
 def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array]) -> _Trace:
-    """The logits after each of a row's steps, what each step wrote into the caches, and the last recurrent state."""
+    """A row's logits after each step, what each step wrote into the caches, and recurrent state at the end."""
     found = {_Observed((-1, 0), row, step): array for step, array in enumerate(logits)}
     for layer, cache in enumerate(leaves(caches)):
         if isinstance(cache, ArraysCache):
@@ -416,7 +408,7 @@ def _find_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
 
 
 def _find_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> str | None:
-    """Like `_find_fault`, with rows around one border. A fault, unlike chance, comes back."""
+    """Like `_find_fault`, with rows around one border."""
     suspects: dict[_Observed, float] = {}
     for trial in range(_NUM_TRIALS):
         evaluate.require(_TOKENS_PER_TRIAL)
@@ -439,7 +431,7 @@ def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
 
 
 def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Root mean square of the differences, each relative to the size of its value plus the median size.
+    """Root mean square of the differences, each relative to its value plus the median size.
 
     Relative, since a few large values, as biased keys have, would hide all other differences.
     """

@@ -1,17 +1,15 @@
-"""Ragged decode: one model call for rows of any lengths, attention over each row's own cache.
+"""Ragged decode: one model call for rows of any lengths, attention over each row's own cache. Worker thread only.
 
-A model sees a batch of rows with one token each, so its linear layers run once. Only two things differ per row:
+A model sees a batch of rows with one token each, so its linear layers run once. Two things differ per row:
 
-- *Span and window layers* (keys and values). Each row keeps its own layer cache, unaffected by other rows: a
-  `RaggedLayer` stands in for all of them, passes each row's keys and values to the row's cache, and returns the
-  content of the caches as `Rows`. Within `ragged_attention()`, MLX's attention loops over `Rows`. Nothing is padded,
-  nothing is copied when a row joins or leaves.
-- *Recurrent state*, or that of convolutions, has one size for all rows. It is merged into one batch and stays merged
-  as long as the same rows decode; `RaggedBatch.extract` gives a row its part back.
+- *Span and window layers* (keys and values). A `RaggedLayer` stands in for the caches of all rows, passes each row's
+  keys and values to its own cache, and returns the caches' content as `Rows`, over which MLX's attention loops within
+  `ragged_attention()`. Nothing is padded, nothing is copied when a row joins or leaves.
+- *Recurrent state* (recurrent, convolution) has one size for all rows. It is merged as long as the same rows decode;
+  `RaggedBatch.extract` gives a row its part back.
 
-This module knows nothing of tokens, sampling or requests. A model that applies an operation to keys that `Rows` does
-not implement fails in its first call, because the shape of `Rows` fits no operation. Worker thread only. The replaced
-attention acts on `Rows` alone, so it does not affect other threads.
+Knows no tokens, sampling or requests. A model that applies another operation to keys fails in its first call, because
+the shape of `Rows` fits none. The replaced attention acts on `Rows` alone, so other threads are unaffected.
 """
 
 import threading
@@ -44,8 +42,8 @@ mx.eval(_MISFIT)
 class Rows(mx.array):
     """One item per row where a model expects one array: keys, values, masks or scores of different lengths.
 
-    To MLX it is an array of a shape that fits no operation, so an unexpected operation fails instead of giving a
-    wrong result. The few operations that models apply between cache and attention are overridden to act on each item.
+    Its shape fits no operation, so an unexpected one fails. The few that models apply between cache and attention act
+    on each item.
     """
 
     items: list[Any]
@@ -59,7 +57,7 @@ class Rows(mx.array):
         return Rows([item.swapaxes(axis1, axis2) for item in self.items])
 
     def astype(self, dtype: mx.Dtype, *_: Any) -> "Rows":
-        """Converts each item; some models attend in single precision."""
+        """Converts each item."""
         return Rows([item.astype(dtype) for item in self.items])
 
     def __rmatmul__(self, batch: mx.array) -> "Rows":
@@ -76,7 +74,7 @@ class QuantizedRow(NamedTuple):
 
 
 class RaggedLayer:
-    """Stands in for one span or window layer of all rows. Borrows the rows' caches; holds no arrays itself.
+    """Stands in for one span or window layer of all rows. Borrows the rows' caches.
 
     A fetched key is a slice of its cache's buffer, and a live slice would make the next in-place update copy the
     whole buffer. So nothing here may store what `update_and_fetch` returns.
@@ -92,9 +90,7 @@ class RaggedLayer:
         return self._offsets.of(self._caches)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Rows, Rows]:
-        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns the whole content of each row's
-        cache.
-        """
+        """Appends keys and values `[num_rows, num_heads, 1, head_dim]`; returns all of each row's cache."""
         num_rows = len(self._caches)
         updates = zip(self._caches, _split(keys, num_rows), _split(values, num_rows), strict=True)
         return self._rows(cache.update_and_fetch(key, value) for cache, key, value in updates)
@@ -136,8 +132,8 @@ class OffsetArrays:
 class RaggedBatch:
     """The layer caches of several rows, joined into one list that a model accepts as the cache of a batch.
 
-    Borrows the rows' caches. From the first model call until `extract`, the batch holds the rows' recurrent state and
-    the rows' own copies are outdated; span and window state is always the rows' own.
+    Borrows the rows' caches. From the first model call until `extract`, the rows' own recurrent state is outdated;
+    their span and window state never is.
     """
 
     layers: list[LayerCache]
@@ -164,7 +160,7 @@ def leaves(caches: Iterable[LayerCache]) -> Iterator[LayerCache]:
 
 
 def own_recurrent_state(caches: Sequence[LayerCache]) -> None:
-    """Evaluates the recurrent state in `caches` and copies slices, each of which would keep a whole batch alive."""
+    """Evaluates the recurrent state in `caches` and copies slices, which would keep a whole batch in memory."""
     layers = [own for own, _ in _recurrent_layers(caches, caches)]
     mx.eval([layer.cache for layer in layers])
     for layer in layers:
@@ -185,7 +181,7 @@ def _join(column: Sequence[LayerCache], offsets: OffsetArrays) -> LayerCache:
 def _recurrent_layers(
     joined: Sequence[LayerCache], own: Sequence[LayerCache]
 ) -> Iterator[tuple[ArraysCache, ArraysCache]]:
-    """Pairs the recurrent layers of two lists of the same layout, including those inside `CacheList`."""
+    """Pairs the recurrent layers of two lists of the same layout."""
     for one, other in zip(joined, own, strict=True):
         if isinstance(one, CacheList):
             yield from _recurrent_layers(one.caches, other.caches)
@@ -207,9 +203,9 @@ _mlx_attention: Callable[..., mx.array] = mx.fast.scaled_dot_product_attention
 
 @contextmanager
 def ragged_attention() -> Iterator[None]:
-    """Inside the block, `mx.fast.scaled_dot_product_attention` also accepts `Rows` of keys and values. Re-entrant.
+    """Inside the block, `mx.fast.scaled_dot_product_attention` also accepts `Rows`. Re-entrant.
 
-    Models look the function up in `mx.fast` at each call. Calls without `Rows`, of any thread, go to MLX unchanged.
+    Models look the function up in `mx.fast` at each call.
     """
     _count_patch(1)
     try:

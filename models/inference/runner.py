@@ -1,7 +1,6 @@
-"""Evaluates tokens: prefill of one sequence, decode of many rows together, sampling.
+"""Evaluates tokens: prefill of one sequence, decode of many rows together, sampling. Worker thread only.
 
-The engine's loop is double-buffered: it prepares the next step before it reads the tokens of the current one. The
-device then never waits for Python.
+The engine's loop is double-buffered, so that the device never waits for Python:
 
     following = runner.prepare(rows, current)   # feeds each row the token that `current` samples for it, unread
     runner.start(following)                     # before or after the next line: see `overlaps`
@@ -12,20 +11,13 @@ started; once the tokens are read, `sample` takes the masks, and a second `start
 
 Invariants:
 
-- `prepare` adds the tokens that it feeds to the rows' caches. The token that the latest step samples is not in them
-  yet.
-- Rows join and leave at any step. Span and window state is always in the row's own caches. The recurrent state of
-  rows that decode together is merged in the runner until the set of rows changes; meanwhile the row's own copy is
-  out of date. `detach` writes it back.
+- `prepare` adds the tokens that it feeds to the rows' caches, which lack the token that the latest step samples.
+- Rows join and leave at any step. Span and window state is always in the row's own caches. Recurrent state of rows
+  that decode together is merged here until the set of rows changes; `detach` writes it back.
 - Nothing here keeps a slice of a growing cache: MLX would copy the whole cache at its next update.
 
-Rows with different adapters are evaluated together where that was shown to be right, else in groups, in turn.
-
-When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost: span layers
-may or may not hold the new token, layer by layer. The caller discards those rows' caches and rebuilds them; other
-rows are unharmed. This module knows no requests, no text, and no stored state.
-
-Worker thread only.
+When `prepare`, `start` or `DecodeStep.tokens` raises, the live state of every row in that step is lost; other rows
+are unharmed. The caller rebuilds it. Knows no requests, no text, and no stored state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,10 +45,9 @@ from models.output.pieces import TokenLogprob
 
 @dataclass(eq=False)
 class StepLogprobs:
-    """The distributions of some rows of a step: the model's own, before anything that changes sampling.
+    """The distributions of the rows of a step that requested log-probabilities, before anything changes sampling.
 
-    Arrays have one row for each row of the step that requested log-probabilities, and are lazy until they are
-    evaluated with the step.
+    The arrays are lazy until they are evaluated with the step.
     """
 
     places: dict[int, int]
@@ -70,9 +61,7 @@ class StepLogprobs:
 
     @classmethod
     def of(cls, logits: mx.array, params: Sequence[SamplingParams]) -> "StepLogprobs | None":
-        """Returns the distributions of the requesting rows, from logits `[num_rows, vocab_size]`; None if there are
-        none.
-        """
+        """Returns the distributions of the requesting rows, if any, from logits `[num_rows, vocab_size]`."""
         telling = [row for row, one in enumerate(params) if one.top_logprobs is not None]
         if not telling:
             return None
@@ -88,7 +77,7 @@ class StepLogprobs:
         return [self.all, self.top_ids]
 
     def read(self, row: int, token: int) -> TokenLogprob | None:
-        """Returns the log-probability of `token` in a row of the step; `token` may differ from the sampled one."""
+        """Returns the log-probability of `token`, which may differ from the sampled one, in a row of the step."""
         place = self.places.get(row)
         if place is None:
             return None
@@ -108,7 +97,7 @@ def _likeliest(found: mx.array, count: int) -> mx.array:
 
 CLEAR_CACHE_PREFILL_TOKENS = 2048
 CLEAR_CACHE_STEPS = 256
-"""Steps between two emptyings of MLX's buffer pool: prefill leaves buffers of sizes that decode never uses."""
+"""Steps between two emptyings of MLX's buffer pool: prefill leaves sizes that decode never uses."""
 
 
 @dataclass(eq=False)
@@ -118,9 +107,8 @@ class DecodeRow:
     caches: list[LayerCache]
     sampling: RowSampling
     next_token: int | None = None
-    """The token that the next step feeds the row; None for the token that the previous step sampled."""
+    """The token that the next step feeds; None for the one that the previous step sampled."""
     adapter: int = NO_ADAPTER
-    """The index of the row's adapter."""
 
 
 @dataclass(eq=False)
@@ -132,17 +120,14 @@ class DecodeStep:
     """`[num_rows, vocab_size]` until the tokens are sampled from them."""
     sampled: mx.array | None = None
     logprobs: StepLogprobs | None = None
-    """Log-probabilities, for the rows that requested them."""
 
     def tokens(self) -> list[int]:
-        """Blocks until the step is done; returns the sampled token of each row, in the order of `rows`."""
+        """Blocks until the step is done; returns the sampled token of each row."""
         assert self.sampled is not None, "a step was read that has sampled nothing"
         return cast(list[int], self.sampled.tolist())
 
     def logprob(self, index: int, token: int) -> TokenLogprob | None:
-        """Returns the log-probability of `token` in a row, once the step is done; None if the row did not request
-        it.
-        """
+        """Returns the log-probability of `token` in a row, once the step is done; None if it was not requested."""
         return None if self.logprobs is None else self.logprobs.read(index, token)
 
 
@@ -150,12 +135,12 @@ class Runner:
     """Runs one model. Worker thread only, construction included."""
 
     is_ragged: bool
-    """False: this model's rows are evaluated one after another in each step, behind the same interface."""
+    """False: the rows are evaluated one after another in each step."""
     mixes: bool
     """Whether rows with different adapters are evaluated in one call."""
     overlaps: bool
-    """Whether `start` returns while most of the step is still to be computed. MLX's CPU backend computes all but the
-    last few operations first; tokens that are not read before `start` would be read a whole step late.
+    """Whether `start` returns while most of the step is still to be computed, as on a GPU. Else tokens that are not
+    read before `start` would be read a whole step late.
     """
 
     def __init__(
@@ -166,9 +151,7 @@ class Runner:
         adapters: AdapterSet | None = None,
         max_probe_seconds: float = probe.MAX_SECONDS,
     ) -> None:
-        """`vocab_size` is the width of the model's logits; `adapters` are attached. Probes the model with some short
-        calls.
-        """
+        """`vocab_size` is the width of the logits; `adapters` are attached. Probes the model with short calls."""
         self._model = model
         self._adapters = adapters
         self._vocab_size = vocab_size
@@ -182,13 +165,13 @@ class Runner:
         self.overlaps = mx.default_device() != mx.Device(mx.cpu)
 
     def make_caches(self) -> list[LayerCache]:
-        """Returns fresh, empty layer caches for one sequence, in the model's layout."""
+        """Returns empty layer caches for one sequence."""
         return list(make_prompt_cache(self._model))
 
     def prefill(self, caches: list[LayerCache], tokens: NDArray[np.int32], adapter: int = NO_ADAPTER) -> None:
         """Evaluates `[num_tokens]` tokens of one sequence; blocks until all state in `caches` is evaluated.
 
-        The logits are never computed, because nothing evaluates that lazy array.
+        Nothing evaluates the logits.
         """
         with selecting(self._adapters, adapter):
             self._model(mx.array(tokens)[None], cache=caches)
@@ -204,7 +187,7 @@ class Runner:
     ) -> list[TokenLogprob]:
         """Evaluates tokens like `prefill`; returns the log-probability of each of `following` after its token.
 
-        All logits are computed, `[num_tokens, vocab_size]` in float32; negative tokens stand for none.
+        Negative tokens stand for none. All logits are computed, `[num_tokens, vocab_size]` in float32.
         """
         with selecting(self._adapters, adapter):
             logits = self._model(mx.array(tokens)[None], cache=caches)[0]
@@ -234,16 +217,15 @@ class Runner:
     ) -> DecodeRow:
         """Returns a row over `caches` that decodes from `next_token` on.
 
-        A repetition penalty applies to the tokens of `prompt` and of the output. `generated` are the output tokens
-        sampled before, for a sequence that is replayed.
+        `prompt` and `generated`, the output before a replay, are the tokens that penalties look at.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
         return DecodeRow(caches, state, next_token, adapter)
 
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
-        """Makes the next step feed `row` with `token` in place of the sampled token.
+        """Makes the next step feed `row` with `token` in place of the sampled token, which penalties forget.
 
-        `generated` is the output so far, including `token`. Penalties forget the token that was sampled instead.
+        `generated` is the output so far, including `token`.
         """
         row.next_token = token
         if row.sampling.params.looks_back:
@@ -252,9 +234,8 @@ class Runner:
     def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:
         """Returns a step that evaluates one token for each row and samples the next; nothing is computed yet.
 
-        A row is fed its `next_token`, which is then cleared; without one, the token that `previous` samples for it.
-        Without `samples` the step waits for `sample`. The module's docstring describes the rows' state after an
-        error.
+        A row is fed its `next_token`, which is then cleared, else the token that `previous` samples for it. Without
+        `samples` the step waits for `sample`.
         """
         tokens = _inputs(rows, previous)
         with self._dropping_merged_state_on_error():
@@ -268,7 +249,7 @@ class Runner:
     def sample(self, step: DecodeStep, masks: Sequence[MaskWords | None]) -> None:
         """Samples the tokens of a step, which `start` then computes.
 
-        `masks` holds the tokens that each row may sample, None for all; empty if that holds for every row.
+        `masks` holds the tokens that each row may sample, None for all; it may be empty.
         """
         assert step.logits is not None, "a step samples once"
         with self._dropping_merged_state_on_error():
@@ -292,7 +273,7 @@ class Runner:
     def detach(self, row: DecodeRow) -> None:
         """Takes a row out of the merged batch: `row.caches` then hold all of its state, evaluated, in own arrays.
 
-        The row may decode again, even after its caches were changed: its next step merges it anew.
+        The row may decode again, even after its caches were changed.
         """
         if row in self._joined_rows:
             index = self._joined_rows.index(row)
@@ -304,7 +285,7 @@ class Runner:
         own_recurrent_state(row.caches)
 
     def close(self) -> None:
-        """Ends this thread's streams. A thread that ends with live streams can abort the process at exit."""
+        """Ends this thread's streams: a thread that ends with live ones can abort the process at exit."""
         mx.synchronize()
         mx.clear_streams()
 
@@ -318,7 +299,7 @@ class Runner:
         return mx.concatenate(parts)[mx.array(order)]
 
     def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
-        """Returns groups of row indices that may be evaluated together: all rows, or the rows of one adapter."""
+        """Returns groups of row indices that may be evaluated together: all rows, or those of one adapter."""
         if self.mixes:
             return [list(range(len(rows)))]
         places: dict[int, list[int]] = {}

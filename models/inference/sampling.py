@@ -1,20 +1,17 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
-The order is the usual one: the mask of a grammar, logit bias, tokens that the request rules out, penalties (both in
-`penalties.py`), temperature, filters, then one draw. The filters' order is top-n-sigma, top-k, top-p, min-p,
-typical-p, XTC. A filter takes log-probabilities up to a constant, as the filter before left them, and returns them
-with -inf for dropped tokens. It keeps at least one token of each row, and all that tie with the last one kept, so
-that no choice depends on the order of a sort. If no row uses a filter, its `of` returns None and nothing is computed;
-a row that does not use a filter loses nothing.
+The order: a grammar's mask, logit bias, bans and penalties (`penalties.py`), temperature, filters (top-n-sigma,
+top-k, top-p, min-p, typical-p, XTC), one draw. A filter takes log-probabilities up to a constant and returns them
+with -inf for dropped tokens. It keeps at least one token of each row, and all that tie with the last one kept. If no
+row uses a filter, its `of` returns None.
 
-A draw adds Gumbel noise and takes the maximum (Gumbel-max trick: Maddison, Tarlow, Minka, "A* Sampling", 2014,
-section 2). The noise comes from a key made of the request's seed and the number of tokens drawn before, so it does
-not depend on which rows share the step, and a small rounding difference in the logits seldom changes the token.
-Kernels do round differently with the number of rows and with the chunks in which a prompt was evaluated.
+A draw adds Gumbel noise and takes the maximum (Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). The noise
+comes from the request's seed and the number of tokens drawn before, so it does not depend on which rows share the
+step, and a small rounding difference seldom changes the token.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +20,7 @@ import numpy as np
 
 from models.inference.penalties import bans_of, penalties_of
 from models.inference.sampling_params import SamplingParams
-from models.inference.sampling_state import RowSampling
+from models.inference.sampling_state import RowSampling, column
 from models.output.grammar import MaskWords
 
 ALL_MASS = 2.0
@@ -52,10 +49,9 @@ def filters_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Filter]:
 
 @dataclass
 class _NearMaximum:
-    """Top-n-sigma: keeps logits within n standard deviations below the largest one.
+    """Top-n-sigma: keeps logits within n standard deviations of the largest, which must be 0, at any temperature.
 
-    (Tang, Liu, Xu et al., "Top-nσ: Not All Logits Are You Need", 2024, section 3.) Temperature has no effect on it.
-    The maximum of each row must be 0.
+    (Tang, Liu, Xu et al., "Top-nσ: Not All Logits Are You Need", 2024, section 3.)
     """
 
     num_deviations: mx.array
@@ -63,7 +59,7 @@ class _NearMaximum:
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "_NearMaximum | None":
         wanted = [0.0 if p.is_greedy else p.top_n_sigma for p in params]
-        return cls(_column(wanted)) if max(wanted) > 0 else None
+        return cls(column(wanted)) if max(wanted) > 0 else None
 
     def apply_to(self, scaled: mx.array) -> mx.array:
         is_there = scaled > -math.inf
@@ -76,10 +72,7 @@ class _NearMaximum:
 
 @dataclass
 class _Likeliest:
-    """Top-k, then top-p, then min-p. The likeliest `num_sorted` tokens suffice to find the cut of every row.
-
-    The maximum of each row must be 0.
-    """
+    """Top-k, then top-p, then min-p, from the likeliest `num_sorted` tokens. The maximum of each row must be 0."""
 
     top_k: mx.array
     top_p: mx.array | None
@@ -97,10 +90,10 @@ class _Likeliest:
             return None
         return cls(
             top_k=mx.array(top_k)[:, None],
-            top_p=_column(top_p) if min(top_p) < 1 else None,
+            top_p=column(top_p) if min(top_p) < 1 else None,
             is_uncut=mx.array([k == vocab_size and mass > 1 for k, mass in zip(top_k, top_p, strict=True)])[:, None],
             num_sorted=max(cuts, default=0),
-            log_min_p=_column(log_min_p) if max(log_min_p) > -math.inf else None,
+            log_min_p=column(log_min_p) if max(log_min_p) > -math.inf else None,
         )
 
     def apply_to(self, scaled: mx.array) -> mx.array:
@@ -124,9 +117,9 @@ class _Likeliest:
 
 @dataclass
 class _Typical:
-    """Keeps the tokens whose information is nearest to the row's expected information, up to a share of the mass.
+    """Keeps the tokens whose information is nearest to the expected information, up to a share of the mass.
 
-    Locally typical sampling: Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2023, section 4.
+    Meister, Pimentel, Wiher, Cotterell, "Locally Typical Sampling", 2023, section 4.
     """
 
     mass: mx.array
@@ -134,7 +127,7 @@ class _Typical:
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "_Typical | None":
         mass = [p.typical_p if p.typical_p < 1 and not p.is_greedy else ALL_MASS for p in params]
-        return cls(_column(mass)) if min(mass) < 1 else None
+        return cls(column(mass)) if min(mass) < 1 else None
 
     def apply_to(self, scaled: mx.array) -> mx.array:
         log_probs = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
@@ -149,10 +142,9 @@ class _Typical:
 
 @dataclass
 class _Xtc:
-    """Exclude top choices: in some draws, only the least likely of the sufficiently likely tokens is kept.
+    """Exclude top choices: in some draws, only the least likely of the likely tokens is kept, as in llama.cpp.
 
-    Which draws is itself random; it depends only on the request's seed and position. The method is that of llama.cpp,
-    where tokens like the end of the turn may be dropped too.
+    Which draws depends on the request's seed and position alone.
     """
 
     rows: list[RowSampling]
@@ -165,7 +157,7 @@ class _Xtc:
         thresholds = [_xtc_threshold(row) for row in self.rows]
         if min(thresholds) >= ALL_MASS:
             return scaled
-        is_likely = (mx.softmax(scaled, axis=-1) >= _column(thresholds)) & (scaled > -math.inf)
+        is_likely = (mx.softmax(scaled, axis=-1) >= column(thresholds)) & (scaled > -math.inf)
         ceiling = mx.where(is_likely, scaled, math.inf).min(axis=-1, keepdims=True)
         return mx.where(scaled <= ceiling, scaled, -math.inf)
 
@@ -175,7 +167,7 @@ def _asks_for_xtc(row: RowSampling) -> bool:
 
 
 def _xtc_threshold(row: RowSampling) -> float:
-    """The probability from which a token counts as likely in the next draw; out of reach if the draw is spared."""
+    """The probability from which a token counts as likely in the next draw."""
     is_struck = _asks_for_xtc(row) and row.chance("xtc") < row.params.xtc_probability
     return row.params.xtc_threshold if is_struck else ALL_MASS
 
@@ -193,14 +185,10 @@ def _largest(values: mx.array, count: int) -> mx.array:
     return -mx.sort(negated, axis=-1)
 
 
-def _column(values: Iterable[float]) -> mx.array:
-    return mx.array(list(values), dtype=mx.float32)[:, None]
-
-
 class BatchSampler:
-    """Samples one token for each row of a decode step, in a handful of operations for all rows together.
+    """Samples one token for each row of a decode step. Worker thread only.
 
-    Worker thread only. The rows' parameters become arrays once, when the rows change, not in each step.
+    The rows' parameters become arrays once, when the rows change.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -212,7 +200,7 @@ class BatchSampler:
     ) -> mx.array:
         """Returns the token of each row, uint32 `[num_rows]`, lazy, from logits `[num_rows, vocab_size]`.
 
-        `masks` holds the tokens that each row may sample, None for all; empty if that holds for every row.
+        `masks` holds the tokens that each row may sample, None for all; it may be empty.
         """
         if self._batch is None or not self._batch.is_for(rows):
             self.release()
@@ -222,14 +210,14 @@ class BatchSampler:
         return self._batch.sample(logits)
 
     def release(self) -> None:
-        """Gives the penalties' state back to the rows of the last step and forgets the rows."""
+        """Gives the penalties' state back to the rows, and forgets them."""
         if self._batch is not None:
             self._batch.release()
             self._batch = None
 
 
 class _Batch:
-    """The parameters of some rows as arrays. A parameter that no row uses is None and costs nothing."""
+    """The parameters of some rows as arrays. A parameter that no row uses is None."""
 
     def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
         self._rows = list(rows)
@@ -238,7 +226,7 @@ class _Batch:
         self._bias = _BiasEntries.of(params)
         self._penalties = [*bans_of(self._rows, vocab_size), *penalties_of(self._rows, vocab_size)]
         self._is_greedy = None if all(p.is_greedy for p in params) else mx.array([p.is_greedy for p in params])
-        self._temperature = _column(1.0 if p.is_greedy else p.temperature for p in params)
+        self._temperature = column(1.0 if p.is_greedy else p.temperature for p in params)
         self._filters = filters_of(self._rows, vocab_size)
 
     def is_for(self, rows: Sequence[RowSampling]) -> bool:

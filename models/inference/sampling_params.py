@@ -19,7 +19,7 @@ ALL_TOKENS = -1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token of one sequence is chosen. Validated by `check` before a request is queued."""
+    """How the next token of one sequence is chosen. `check` validates it before a request is queued."""
 
     temperature: float = 1.0
     """0 is greedy; range [0, 2]."""
@@ -30,38 +30,36 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the likeliest one's probability, range [0, 1]."""
     typical_p: float = 1.0
-    """Mass of the tokens whose information is nearest to the expected information, range (0, 1]."""
+    """Mass of the tokens whose information is nearest to the expected, range (0, 1]."""
     top_n_sigma: float = 0.0
     """Keep logits at most this many standard deviations below the largest; 0 keeps all, range [0, 100]."""
     xtc_probability: float = 0.0
-    """The share of draws in which only the least likely of the likely tokens is kept, range [0, 1]."""
+    """The share of draws to which XTC applies, range [0, 1]."""
     xtc_threshold: float = 0.1
-    """The probability from which a token counts as likely for XTC, range [0, 1]; above 0.5 there are never two."""
+    """From here on a token counts as likely for XTC, range [0, 1]."""
     seed: int | None = None
-    """Same seed: same noise in the same draw, however the request was batched. The tokens are the same as far as the
-    logits are, which may differ in their last bits with the rows of a step and the chunks of the prompt.
+    """The same seed gives the same noise in the same draw, however rows were batched. The tokens are the same as far
+    as the logits are, whose last bits may differ with a step's rows and a prompt's chunks.
     """
     repetition_penalty: float = 1.0
-    """Divides the positive and multiplies the negative logits of tokens in the prompt or the output, like Hugging
-    Face's `generate`, for which models recommend its value; range (0, 10].
+    """Divides the positive and multiplies the negative logits of tokens in prompt or output, like Hugging Face's
+    `generate`; range (0, 10].
     """
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    """Applies to output tokens only, like `presence_penalty`; range [-2, 2]."""
+    """Of output tokens only, like `presence_penalty`; range [-2, 2]."""
     repeat_last_n: int | None = None
-    """How many of the last tokens the three penalties look at, including the prompt's, as in llama.cpp; -1 is all
-    tokens, and 0 turns the penalties off. None leaves each penalty its own range of tokens.
+    """How many of the last tokens the three penalties look at, the prompt's too, as in llama.cpp; -1 is all, 0 turns
+    them off. None leaves each its own range.
     """
     dry_multiplier: float = 0.0
-    """The DRY penalty on a token that would continue a repetition of `dry_allowed_length` tokens; 0 is off, range [0,
-    100].
-    """
+    """The DRY penalty on a token that would continue a repetition of `dry_allowed_length`, range [0, 100]."""
     dry_base: float = 1.75
-    """Factor of the penalty for each further token of the repetition, range [1, 100]."""
+    """Factor for each further token of the repetition, range [1, 100]."""
     dry_allowed_length: int = 2
     """Range [1, `MAX_REPEATED`]."""
     dry_penalty_last_n: int = ALL_TOKENS
-    """The number of last tokens searched for repetitions, including the prompt's; -1 is all of them, 0 none."""
+    """The number of last tokens searched for repetitions; -1 is all of them, 0 none."""
     dry_breakers: tuple[int, ...] = ()
     """Tokens that no repetition reaches across."""
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -71,13 +69,12 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that the output must not contain."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens are reported with each output token and its log-probability; None reports
-    nothing. Range [0, `MAX_TOP_LOGPROBS`].
+    """How many of the likeliest tokens are reported with each; None reports no log-probabilities. Range [0,
+    `MAX_TOP_LOGPROBS`].
     """
     min_tokens: int = 0
     """None of `end_token_ids` is among the first `min_tokens` tokens of the output."""
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end the output; needed only with `min_tokens`."""
 
     @property
     def is_greedy(self) -> bool:
@@ -106,10 +103,7 @@ class SamplingParams:
         return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0
 
     def within(self, num_tokens: int) -> "SamplingParams":
-        """Returns the parameters for a sequence of at most `num_tokens`, with windows no longer than that.
-
-        An unbounded window gets a length where DRY needs one.
-        """
+        """Returns the parameters for a sequence of at most `num_tokens`, with windows no longer than that."""
         repeat, dry = self.repeat_last_n, self.dry_penalty_last_n
         return replace(
             self,
@@ -119,7 +113,7 @@ class SamplingParams:
 
 
 def check(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `InvalidParameter`, naming the parameter, for a value that is no number, not finite or out of range."""
+    """Raises InvalidParameter for a value that is no number, not finite or out of range."""
     _check_number("temperature", params.temperature, 0.0, 2.0)
     _check_number("top_p", params.top_p, 0.0, 1.0, exclusive_low=True)
     _check_integer("top_k", params.top_k, 0, 2**63 - 1)

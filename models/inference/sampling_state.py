@@ -1,7 +1,7 @@
 """How one sequence samples: its parameters, its seed, its draws so far, and the last tokens that penalties need.
 
 The prompt's and the output's tokens are one row. A window has a fixed length and its newest token last. `NO_TOKEN`
-stands for missing tokens and for ids beyond the model's logits: it equals no token that can be sampled.
+stands for missing tokens and for ids beyond the model's logits.
 """
 
 import hashlib
@@ -28,20 +28,19 @@ class PenaltyWindow:
     counts: mx.array
     """How often each token occurs in the window, float32 `[vocab_size]`."""
     recent: mx.array
-    """The tokens themselves, int32 `[length]`. Empty for an unbounded window, which no token ever leaves."""
+    """The tokens, int32 `[length]`; empty for an unbounded window, which no token leaves."""
 
     @classmethod
     def of(cls, length: int, held: Sequence[TokenIds], vocab_size: int) -> "PenaltyWindow":
-        """Returns the window at the end of the concatenated token lists `held`."""
+        """Returns the window at the end of the concatenated lists `held`."""
         found = last_tokens(held, length, vocab_size)
         counts = np.bincount(found[found != NO_TOKEN], minlength=vocab_size)
         return cls(mx.array(counts, mx.float32), mx.array([] if length == ALL_TOKENS else found, mx.int32))
 
 
 def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArray[np.int32]:
-    """Returns the last `length` tokens of the lists `held`, `[length]`, or all of them for `ALL_TOKENS`.
-
-    `NO_TOKEN` fills up the front and replaces an id beyond the model's logits.
+    """Returns the last `length` tokens of the lists `held`, `[length]`, filled up in front, or all for
+    `ALL_TOKENS`.
     """
     ids = np.concatenate([np.asarray(token_ids, np.int32) for token_ids in held])
     known = np.where(ids < vocab_size, ids, NO_TOKEN).astype(np.int32)
@@ -55,20 +54,18 @@ def last_tokens(held: Sequence[TokenIds], length: int, vocab_size: int) -> NDArr
 
 @dataclass(frozen=True)
 class RepeatedEnds:
-    """The last tokens of one sequence, and where the sequence's end occurred before among them."""
+    """The last tokens of one sequence, and where its end occurred before among them."""
 
     recent: mx.array
     """The tokens, int32 `[length]`."""
     lengths: mx.array
-    """How many tokens before each of these equal the last tokens of the sequence, at most `MAX_REPEATED`; int32
-    `[length]`.
-    """
+    """How many tokens before each equal the last ones, at most `MAX_REPEATED`; int32 `[length]`."""
     is_breaker: mx.array
     """Which tokens no repetition reaches across, bool `[vocab_size]`."""
 
     @classmethod
     def of(cls, params: SamplingParams, held: Sequence[TokenIds], vocab_size: int) -> "RepeatedEnds":
-        """Returns the state at the end of the concatenated token lists `held`."""
+        """Returns the state at the end of the concatenated lists `held`."""
         assert params.dry_penalty_last_n != ALL_TOKENS, "`within` says how many all of them can become"
         recent = last_tokens(held, params.dry_penalty_last_n, vocab_size)
         is_breaker = np.zeros(vocab_size, np.bool_)
@@ -96,15 +93,20 @@ def padded(window: mx.array | None, length: int, filler: int = NO_TOKEN) -> mx.a
     return mx.pad(held, (length - held.size, 0), constant_values=filler)
 
 
+def column(values: Iterable[float]) -> mx.array:
+    """Returns one number per row, float32 `[num_rows, 1]`."""
+    return mx.array(list(values), dtype=mx.float32)[:, None]
+
+
 def shifted(recent: mx.array, tokens: mx.array) -> mx.array:
     """Returns windows `[num_rows, length]` with the next token of each row at their end."""
     return mx.concatenate([recent[:, 1:], tokens[:, None].astype(mx.int32)], axis=1)
 
 
 class RowSampling:
-    """The sampling state of one sequence: its parameters, its seed, and what it has drawn so far.
+    """The sampling state of one sequence. Worker thread only.
 
-    Worker thread only. While the sequence decodes in a batch, `BatchSampler` holds the newest state of its penalties.
+    While the sequence decodes in a batch, `BatchSampler` holds the newest state of its penalties.
     """
 
     def __init__(
@@ -116,10 +118,8 @@ class RowSampling:
         prompt: TokenIds = (),
         emitted: TokenIds = (),
     ) -> None:
-        """`seed` is used if `params.seed` is None; with neither, the seed is random.
-
-        `emitted` are the output tokens drawn before, for a sequence that is replayed: with the same seed it continues
-        with the same tokens as without the break. `prompt` are the tokens before them.
+        """`seed` is used if `params.seed` is None; with neither, it is random. With the tokens of `prompt` and those
+        `emitted`, a replayed sequence continues as without the break.
         """
         chosen = params.seed if params.seed is not None else seed
         self.params = params
@@ -128,21 +128,15 @@ class RowSampling:
         self.position = len(emitted)
         """Draws made so far."""
         self.counts: mx.array | None = None
-        """How often each token is in the output, float32 `[vocab_size]`; None if neither presence nor frequency is
-        penalised.
-        """
+        """How often each token is in the output, float32 `[vocab_size]`, for presence and frequency penalties."""
         self.divisors: mx.array | None = None
-        """The repetition penalty for tokens of the prompt and the output, 1 for other tokens, float32 `[vocab_size]`;
-        None without a penalty.
-        """
+        """The repetition penalty for tokens of prompt and output, 1 for others, float32 `[vocab_size]`."""
         self.window: PenaltyWindow | None = None
-        """The tokens that all penalties look at, in place of the two before; None if each penalty has its own
-        range.
-        """
+        """The tokens that all penalties look at, in place of the two before."""
         self.repeated: RepeatedEnds | None = None
-        """Where the end of the sequence occurred before; None if DRY is off."""
+        """Where the end of the sequence occurred before, for DRY."""
         self.output_end: mx.array | None = None
-        """The last tokens of the output, int32; None if no bad word is longer than one token."""
+        """The last tokens of the output, int32, for bad words of more than one token."""
         if params.longest_bad_word > 1:
             self.output_end = mx.array(last_tokens((emitted,), params.longest_bad_word - 1, vocab_size))
         if params.is_dry:

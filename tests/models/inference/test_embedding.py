@@ -77,7 +77,7 @@ def test_a_judgement_is_the_model_s_own_together_in_pieces_and_alone(name: str) 
 
 def test_logits_are_not_made_of_positions_that_are_not_judged() -> None:
     model = tiny_models.build("qwen3")
-    assert Embedder(model)._find_head() is not None
+    assert Embedder(model)._head is not None
 
 
 def test_a_head_that_does_not_make_the_model_s_logits_is_not_used() -> None:
@@ -89,5 +89,5 @@ def test_a_head_that_does_not_make_the_model_s_logits_is_not_used() -> None:
     doubled.model, doubled.lm_head, doubled.layers = model.model, model.lm_head, model.layers  # type: ignore[attr-defined]
     judgement = Judgement(3, 5)
     found = Embedder(doubled).embed([text(1, 9)], judgement)[0]
-    assert Embedder(doubled)._find_head() is None
+    assert Embedder(doubled)._head is None
     assert float(found[0]) == pytest.approx(probability(doubled, text(1, 9), judgement), abs=1e-5)
