@@ -56,7 +56,6 @@ def read_embedding_format(folder: Path, empty_text: Sequence[int], special_ids: 
 
 
 def _named(path: Path) -> Pooling | None:
-    """Returns the pooling in a file; None if there is no file."""
     try:
         chosen = _chosen(json.loads(path.read_text(encoding="utf-8")))
         return Pooling(" and ".join(chosen))
@@ -67,7 +66,6 @@ def _named(path: Path) -> Pooling | None:
 
 
 def _chosen(modes: dict[str, Any]) -> list[str]:
-    """Returns the names of the active modes, in either form of such files."""
     if "pooling_mode" in modes:
         return [str(modes["pooling_mode"])]
     names = [key.removeprefix(_MODE) for key, value in modes.items() if key.startswith(_MODE) and value is True]

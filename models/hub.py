@@ -96,10 +96,8 @@ _MAX_FUTILE_ATTEMPTS = 5
 """Attempts in a row without a new byte, after which the download fails."""
 _PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-"""Longest wait for a busy hub."""
 _BUSY = (429, 500, 502, 503, 504)
 _TIMEOUT_SECONDS = 10.0
-"""Longest silence of the hub, as in `huggingface_hub`."""
 
 
 @dataclass(frozen=True)
@@ -110,21 +108,17 @@ class _Download:
 
     @property
     def blobs(self) -> Path:
-        """Where the cache keeps this repository's contents, by their hashes."""
         return cache_folder() / f"models--{self.repository.repository.replace('/', '--')}" / "blobs"
 
     def part(self, file: PlannedFile) -> Path:
-        """Returns where the unfinished bytes of a large file are kept."""
         return self.blobs / f"{file.digest}.part"
 
     def is_here(self, file: PlannedFile) -> bool:
-        """Whether `file` is in its place and has the right length."""
         places = [self.blobs / file.digest] if file.digest else []
         places.append(self.blobs.parent / "snapshots" / self.commit / file.name)
         return any(place.is_file() and place.stat().st_size == file.num_bytes for place in places)
 
     def bytes_here(self, file: PlannedFile) -> int:
-        """Returns how many bytes of `file` are here."""
         if self.is_here(file):
             return file.num_bytes
         part = self.part(file)
@@ -219,8 +213,6 @@ def _require_space(download: _Download, name: str) -> None:
 
 
 class _Progress:
-    """Reports the progress of a download."""
-
     def __init__(self, download: _Download, tell: TellPull) -> None:
         self.tell = tell
         self.total_bytes = sum(file.num_bytes for file in download.files)
@@ -230,7 +222,6 @@ class _Progress:
         self.add(0)
 
     def begin(self, file: PlannedFile, num_bytes: int) -> None:
-        """Starts a file of which `num_bytes` are here."""
         self._file, self._file_bytes = file, num_bytes
         self.add(0)
 
@@ -242,7 +233,6 @@ class _Progress:
 
 
 def _fetch(download: _Download, file: PlannedFile, progress: _Progress) -> None:
-    """Fetches the missing part of a file, and moves the file to its place if its contents are right."""
     part = download.part(file)
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as target, _alone(target, download.repository):
@@ -259,7 +249,6 @@ def _fetch(download: _Download, file: PlannedFile, progress: _Progress) -> None:
 
 
 def _receive_rest(download: _Download, file: PlannedFile, target: BinaryIO, add: Callable[[int], None]) -> None:
-    """Appends the missing part of a file; reconnects as long as each attempt brings bytes."""
     num_futile = 0
     while target.tell() < file.num_bytes:
         before_bytes = target.tell()
@@ -286,7 +275,6 @@ def _pause_after(error: httpx2.TransportError | HfHubHTTPError) -> float | None:
 
 
 def _receive(download: _Download, file: PlannedFile, target: BinaryIO, add: Callable[[int], None]) -> None:
-    """Appends to the existing bytes until the hub has sent everything or the connection is cut."""
     url = hf_hub_url(download.repository.repository, file.name, revision=download.commit)
     with get_session().stream("GET", url, headers=_headers(target.tell()), timeout=_TIMEOUT_SECONDS) as response:
         hf_raise_for_status(response)
@@ -315,8 +303,6 @@ def _alone(target: BinaryIO, repository: RepositoryName) -> Iterator[None]:
 
 
 class _SilentBar(tqdm):
-    """A progress bar for `huggingface_hub` that shows nothing."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
@@ -352,7 +338,6 @@ def _explained(repository: RepositoryName) -> Iterator[None]:
 
 
 def _answered(endpoint: str, error: HfHubHTTPError) -> PullFailed:
-    """Returns the error for a person that an HTTP error stands for."""
     status = error.response.status_code
     if status in (401, 403):
         return PullFailed(f"{endpoint} does not take the token; set HF_TOKEN to another, or unset it")

@@ -48,10 +48,7 @@ def _check_model_code(config: dict[str, Any], name: str) -> None:
 
 
 def _check_tokenizer_code(folder: Path, name: str) -> None:
-    """Raises ModelBroken for a tokenizer that is code, if no `tokenizer.json` takes its place.
-
-    The tokenizer that transformers would use instead may cut texts differently.
-    """
+    """Raises ModelBroken for code that no `tokenizer.json` replaces: transformers' own may cut otherwise."""
     if (folder / "tokenizer.json").is_file():
         return
     code = _tokenizer_code(folder)
@@ -60,7 +57,6 @@ def _check_tokenizer_code(folder: Path, name: str) -> None:
 
 
 def _tokenizer_code(folder: Path) -> str | None:
-    """Returns the class that a folder names for its tokenizer, if any."""
     for file in ("tokenizer_config.json", "config.json"):
         code = _code_in(weights.read_json(folder / file).get("auto_map"), ("AutoTokenizer",))
         if code is not None:
@@ -76,7 +72,7 @@ def _refusal_of_tokenizer(name: str, code: str) -> str:
 
 
 def _code_in(auto_map: Any, kinds: tuple[str, ...]) -> str | None:
-    """Returns the first class in `auto_map` for `kinds`; older folders give a tokenizer's as a list alone."""
+    """Returns the first class for `kinds`; older folders give a tokenizer's as a list alone."""
     if isinstance(auto_map, list) and "AutoTokenizer" in kinds:
         auto_map = {"AutoTokenizer": auto_map}
     if not isinstance(auto_map, dict):
@@ -257,7 +253,6 @@ def _tool_syntax(wrapper: TokenizerWrapper) -> ToolSyntax | None:
 
 
 def _reasoning_format(wrapper: TokenizerWrapper, tool_syntax: ToolSyntax | None) -> ReasoningFormat | None:
-    """Returns how a model marks its thoughts, found like `_tool_syntax`."""
     tokenizer = wrapper._tokenizer
     found = find_reasoning_format(tokenizer.get_vocab(), str(tokenizer.chat_template or ""))
     if wrapper.has_thinking:
@@ -279,7 +274,7 @@ def _check_folder(path: Path, name: str) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises ModelBroken for an unreadable folder or file; the libraries' own errors mislead."""
+    """Raises ModelBroken; the libraries' own errors mislead."""
     at = path
     try:
         for at in [path, *path.iterdir()]:
@@ -315,7 +310,7 @@ def _check_model_type(config: dict[str, Any], name: str) -> None:
 
 
 def _check_num_layers(config: dict[str, Any], files: list[Path], name: str) -> None:
-    """Raises ModelBroken for more layers than weights: all would be built before that is noticed."""
+    """All layers would be built before missing weights are noticed."""
     num_weights = sum(len(weights.read_header(file)) for file in files)
     for section in _sections(config):
         for key in _LAYER_KEYS:
@@ -338,7 +333,6 @@ def _load_weights(path: Path, name: str) -> tuple[Module, dict[str, Any]]:
 
 
 def _arrays(tree: Any) -> Iterator[mx.array]:
-    """Yields every array in a model, including private ones."""
     if isinstance(tree, mx.array):
         yield tree
     elif isinstance(tree, dict | list | tuple):
@@ -395,7 +389,7 @@ def _context_tokens(config: dict[str, Any]) -> int:
 
 
 def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterator[int]:
-    """Yields every token that any part of the model declares as the end of an answer."""
+    """Yields what any part of the model declares as the end of an answer."""
     declared = [section.get("eos_token_id") for section in _sections(config)]
     for ids in (*declared, wrapper.eos_token_ids, wrapper._tokenizer.eos_token_id):
         if isinstance(ids, int):
@@ -405,7 +399,6 @@ def _eos_token_ids(config: dict[str, Any], wrapper: TokenizerWrapper) -> Iterato
 
 
 def _sections(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the configuration and, for multimodal models, its part about text."""
     yield config
     for key in ("text_config", "language_config", "llm_config"):
         if isinstance(config.get(key), dict):

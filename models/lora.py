@@ -32,17 +32,13 @@ class CannotMix(Exception):
 
 
 class _Mixture:
-    """Rows of different adapters in one call."""
-
     def __init__(self, rows: tuple[int, ...]) -> None:
         self.rows = rows
         self._places: dict[tuple[tuple[int, float], ...], tuple[mx.array, mx.array]] = {}
 
     def places(self, held: tuple[tuple[int, float], ...]) -> tuple[mx.array, mx.array]:
-        """Returns each row's index among the adapters that a layer holds, and its scale, 0 for no adapter.
-
-        `held` are the adapters' indices with their scales. Shapes `[num_rows]`, uint32, and `[num_rows, 1, 1]`,
-        float32.
+        """Returns each row's index among the adapters `held` and its scale, 0 for none: `[num_rows]`, `[num_rows, 1,
+        1]`.
         """
         found = self._places.get(held)
         if found is None:
@@ -173,9 +169,9 @@ def own_arrays(layer: Module) -> dict[str, mx.array]:
 _PROMPT_TOKENS = 5
 _STEPS = 2
 _LARGEST_SHARE = 0.1
-"""The largest difference that counts as rounding, as a fraction of the adapters' effect."""
+"""The most that counts as rounding, as a fraction of the adapters' effect."""
 _ROUNDING = 16
-"""The same in units in the last place of the largest logit, where adapters have little effect."""
+"""The same in units in the last place of the largest logit."""
 
 
 def can_mix(model: Any, adapters: AdapterSet, vocab_size: int, *, seed: int = 0) -> bool:
@@ -202,7 +198,6 @@ def can_mix(model: Any, adapters: AdapterSet, vocab_size: int, *, seed: int = 0)
 
 
 def _alone(model: Any, adapters: AdapterSet, adapter: int, tokens: Any) -> Any:
-    """Returns the logits `[steps, vocab_size]` of one row."""
     caches = _prefilled(model, adapters, adapter, tokens)
     found = []
     for step in range(_STEPS):
@@ -212,7 +207,7 @@ def _alone(model: Any, adapters: AdapterSet, adapter: int, tokens: Any) -> Any:
 
 
 def _together(model: Any, adapters: AdapterSet, rows: Sequence[int], tokens: Any) -> tuple[Any, float]:
-    """Returns the logits `[num_rows, steps, vocab_size]`, and the precision of the model's numbers."""
+    """Returns logits `[num_rows, steps, vocab_size]`, and their precision."""
     batch = RaggedBatch([_prefilled(model, adapters, index, row) for index, row in zip(rows, tokens, strict=True)])
     found = []
     for step in range(_STEPS):

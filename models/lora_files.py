@@ -196,7 +196,7 @@ def _variants(layers: dict[int, Module]) -> Variants:
 
 
 def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
-    """Returns an adapter's layers by their path, made from the model's; leaves the model unchanged."""
+    """Returns an adapter's layers by their path; leaves the model unchanged."""
     own = dict(_named_modules(model))
     if folder.is_peft:
         return {path: _around(own, folder, path, part) for path, part in low_ranks(folder).items()}
@@ -213,7 +213,6 @@ def _layers_of(model: Module, folder: AdapterFolder) -> dict[str, Module]:
 
 
 def _around(own: dict[str, Module], folder: AdapterFolder, path: str, part: LowRank) -> Module:
-    """Returns mlx-lm's layer around one of the model's, for PEFT's form; raises ModelBroken."""
     layer = own.get(path)
     if not isinstance(layer, Linear | QuantizedLinear):
         what = "is none" if layer is None else f"is a {type(layer).__name__}"
@@ -230,7 +229,7 @@ def _around(own: dict[str, Module], folder: AdapterFolder, path: str, part: LowR
 
 
 def _settled(layer: Module, *, as_float32: bool) -> Module:
-    """Returns an adapter's layer ready for any thread: without dropout, its own weights in memory."""
+    """Returns a layer for any thread: without dropout, its own weights in memory."""
     layer.eval()
     own: dict[str, Any] = own_arrays(layer)
     if as_float32:

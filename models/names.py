@@ -46,7 +46,6 @@ _ADDRESS = re.compile(
     r"(?:/(?:tree|blob|resolve)/(?P<revision>refs/[^/?#]+/[^/?#]+|[^/?#]+)[^?#]*)?/?(?:[?#].*)?",
     re.IGNORECASE,
 )
-"""A page of a repository, or the short form of its address."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,6 @@ def files_of(name: str) -> tuple[WeightsPlace, Path]:
 
 
 def _snapshot(repository: RepositoryName) -> Path | None:
-    """Returns the folder of a revision in the cache, complete or not."""
     home = cache_folder() / f"models--{repository.repository.replace('/', '--')}"
     ref = home / "refs" / repository.revision
     folder = home / "snapshots" / (ref.read_text().strip() if ref.is_file() else repository.revision)
@@ -233,7 +231,7 @@ def _snapshot(repository: RepositoryName) -> Path | None:
 
 
 def _repository_identity(repository: str, snapshot: Path) -> str:
-    """Returns the name of a revision, the same for every branch, tag or commit that leads there."""
+    """Returns a name that is the same for every branch, tag or commit of a revision."""
     refs = snapshot.parent.parent / "refs"
     commit = snapshot.name
     names = frozenset(str(ref.relative_to(refs)) for ref in refs.rglob("*") if _holds(ref, commit))
@@ -360,7 +358,6 @@ def _can_chat(folder: Path) -> bool:
 
 
 def _described(stored: StoredModel) -> InstalledModel | None:
-    """Returns a stored model if its weights are there, else None."""
     try:
         found = describe(stored.short_name, folder_of(stored.weights))
         return replace(found, stored=stored, identity=identity_of(stored.weights))
@@ -376,7 +373,7 @@ def _is_usable(folder: Path) -> bool:
 
 
 def _shortest(refs: frozenset[str], commit: str) -> str:
-    """Returns the name to show for a revision: `main`, else a branch, else the commit."""
+    """Returns `main`, else a branch, else the commit."""
     return "main" if "main" in refs else min(refs, default=commit)
 
 
@@ -412,7 +409,7 @@ def suggest_smaller(name: str, limit_bytes: int) -> str | None:
 
 
 def _within(name: str, ignored: str) -> Sequence[ShortName]:
-    """Returns the models of the families that `name` mentions, the longest family name first."""
+    """Returns the models of the families that `name` mentions, of the longest names."""
     spelled = {family: re.sub(ignored, "", family) for family in FAMILIES}
     families = [family for family in FAMILIES if spelled[family] in re.sub(ignored, "", name.lower())]
     longest = max((len(spelled[family]) for family in families), default=0)

@@ -108,7 +108,6 @@ def seconds_per_token(model: Module, active_share: float, clock: Callable[[], fl
 
 
 _PACK = ("weight", "scales", "biases")
-"""The arrays of a packed matrix."""
 _KINDS: dict[type[Module], Callable[[bool], Module]] = {
     QuantizedLinear: lambda has_bias: Linear(1, 1, bias=has_bias),
     QuantizedEmbedding: lambda has_bias: Embedding(1, 1),

@@ -14,7 +14,6 @@ from typing import Any
 ORGANIZATION = "mlx-community"
 _PARAMETERS = "parameters"
 _OVERHEAD = 1.06
-"""Factor for the parts in higher precision."""
 
 
 @dataclass(frozen=True)

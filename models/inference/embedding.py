@@ -141,7 +141,6 @@ def _gives_states(part: Any) -> bool:
 
 
 def _heads(model: Any) -> Iterator[_Evaluate]:
-    """Yields the candidates for a head, in the model and its parts."""
     part = model
     while part is not None:
         if callable(head := getattr(part, "lm_head", None)):

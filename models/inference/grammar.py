@@ -28,9 +28,9 @@ _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(
     initial_lexer_fuel=50_000, step_lexer_fuel=50_000, max_lexer_states=25_000, verbose_errors=False
 )
-"""Limits of a lexer, which all outputs of a grammar share: 7 MB of expressions at first, 10 MB of states."""
+"""Of a lexer, which all outputs of a grammar share: 7 MB of expressions at first, 10 MB of states."""
 _RENEWAL_TOKENS = 256
-"""Tokens that an output must have accepted before its lexer is renewed again."""
+"""Tokens that an output accepts before its lexer may be renewed again."""
 
 
 class GrammarCompiler:
@@ -167,17 +167,14 @@ class LlguidanceMatcher:
         return words
 
     def _renew(self) -> None:
-        """Continues with a new lexer: other outputs may have filled the shared one."""
+        """Other outputs may have filled the shared lexer."""
         self._grammar.renew(self._beginning)
         self._beginning, self._matcher = self._grammar.copy()
         self._num_at_renewal = len(self._tokens)
         self._matcher.consume_tokens(self._tokens)
 
     def _spell_out(self, words: MaskWords) -> None:
-        """Replaces the only token of a mask if it is a special token that stands for text.
-
-        Text that must follow is cut into tokens before it is matched; a special token there would be rejected.
-        """
+        """Replaces a mask's only token if it is a special token that stands for text: it would be rejected."""
         (token,) = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))[:1].tolist()
         if self._matcher.validate_tokens([token]) == 1:
             return
@@ -193,7 +190,6 @@ class LlguidanceMatcher:
 
 
 def _definition(grammar: Grammar) -> str:
-    """Returns a grammar in llguidance's form; raises InvalidGrammar."""
     matcher = llguidance.LLMatcher
     try:
         match grammar.kind:

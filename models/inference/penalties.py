@@ -54,7 +54,7 @@ def penalties_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
 
 @dataclass
 class _Repetition(Penalty):
-    """Penalises tokens of prompt and output. Dividing every logit costs less than selecting those tokens."""
+    """Dividing every logit costs less than selecting the tokens of prompt and output."""
 
     divisors: mx.array
     penalties: mx.array
@@ -83,7 +83,7 @@ class _Repetition(Penalty):
 
 @dataclass
 class _Occurrences(Penalty):
-    """Penalises tokens of the output: once for their presence, and again for each occurrence."""
+    """Presence and frequency penalties, of output tokens."""
 
     counts: mx.array
     presence: mx.array
@@ -114,15 +114,13 @@ class _Occurrences(Penalty):
 
 @dataclass
 class _Windowed(Penalty):
-    """Applies all three penalties to the last tokens of prompt and output, a window per row."""
+    """All three penalties on the last tokens of prompt and output."""
 
     counts: mx.array
     recent: mx.array
-    """`[num_rows, longest window]`, each row's window at the end."""
     oldest: mx.array
-    """Where each row's window begins in `recent`, `[num_rows, 1]`."""
+    """Where each row's window begins, `[num_rows, 1]`."""
     forgets: mx.array
-    """1 for rows with a bounded window, else 0."""
     repetition: mx.array
     presence: mx.array
     frequency: mx.array
@@ -172,18 +170,15 @@ class _Dry(Penalty):
     """Don't repeat yourself: penalises tokens that would continue a repetition, more for longer ones, as in
     llama.cpp.
 
-    A token's length grows by one if its predecessor is the token just sampled, else it is 0. Windows move by one
-    token in each step, so the lengths keep their places.
+    Windows move by one token in each step, so lengths keep their places.
     """
 
     recent: mx.array
-    """`[num_rows, longest window]`, each row's window at the end."""
     lengths: mx.array
-    """Shaped like `recent`: see `RepeatedEnds`."""
+    """See `RepeatedEnds`."""
     is_breaker: mx.array
-    """`[num_rows, vocab_size]`."""
     num_before: mx.array
-    """Shaped like `recent`: how many tokens of the row's window precede each token."""
+    """How many tokens of the row's window precede each token."""
     multiplier: mx.array
     base: mx.array
     allowed_length: mx.array
@@ -246,10 +241,7 @@ def bans_of(rows: Sequence[RowSampling], vocab_size: int) -> list[Penalty]:
 
 @dataclass
 class _AllowedTokens(Penalty):
-    """Allows only the listed tokens."""
-
     is_allowed: mx.array
-    """`[num_rows, vocab_size]`."""
 
     @classmethod
     def of(cls, rows: Sequence[RowSampling], vocab_size: int) -> "_AllowedTokens | None":
@@ -269,10 +261,9 @@ class _AllowedTokens(Penalty):
 
 @dataclass
 class _BadWords(Penalty):
-    """Excludes the last token of a sequence that the output must not contain, after the others."""
+    """Excludes the last token of a forbidden sequence after the others."""
 
     row_ids: mx.array
-    """The row of each sequence, `[num_sequences]`."""
     before: mx.array
     """All tokens of each sequence but the last, right-aligned; `NO_TOKEN` is any token."""
     last: mx.array

@@ -34,9 +34,9 @@ from models.mlx_lm_import import ArraysCache, KVCache, RotatingKVCache, make_pro
 logger = logging.getLogger(__name__)
 
 _BORDER_TOKENS = 6
-"""How many tokens around a border have large values: a row passes the border in fewer steps."""
+"""Tokens around a border with large values: a row passes the border in fewer steps."""
 _MAX_GAIN = 16.0
-"""Half precision must not overflow in a layer that attends to one large value alone."""
+"""Half precision must not overflow."""
 
 
 def fill(
@@ -64,7 +64,6 @@ def copy_row(caches: Sequence[LayerCache], source: Sequence[LayerCache]) -> None
 
 
 def _same(value: Any) -> Any:
-    """Copies a value's structure with new array objects: writing into an array changes only its object."""
     if isinstance(value, list):
         return [_same(part) for part in value]
     return value[...] if isinstance(value, mx.array) else value
@@ -86,7 +85,6 @@ def last_rows(cache: LayerCache, count: int) -> list[mx.array]:
 
 
 def _gains(num_tokens: int, borders: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Returns the factor for the values of each token, `[num_tokens]`."""
     from_end = np.arange(num_tokens, 0, -1)
     at_border = np.zeros(num_tokens, bool)
     at_border[:1] = at_border[-1:] = True
@@ -116,13 +114,13 @@ def _fill_rows(
 
 
 def _drawn_keys(keys: mx.array, num_rows: int, rng: np.random.Generator) -> mx.array:
-    """Keys around those of real tokens: their common part stays, and attention keeps its sharpness."""
+    """Keys around those of real tokens, so that attention keeps its sharpness."""
     one, other, third = (_drawn(keys, num_rows, rng) for _ in range(3))
     return one + (other - third) * mx.array(0.3, keys.dtype)
 
 
 def _drawn_values(values: mx.array, gains: np.ndarray[Any, Any], rng: np.random.Generator) -> mx.array:
-    """Values of either sign, so that many together nearly cancel and one large value shows."""
+    """Values of either sign: many together nearly cancel, and one large value shows."""
     signs = gains * rng.choice([-1.0, 1.0], len(gains))
     return _drawn(values, len(gains), rng) * mx.array(signs[:, None]).astype(values.dtype)
 
@@ -172,7 +170,6 @@ def _bounds(cache: LayerCache) -> Iterator[int]:
 
 
 def _named_sizes(value: Any, seen: set[int]) -> Iterator[int]:
-    """Sizes among the fields of `value` and its parts."""
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -205,17 +202,15 @@ MAX_STATE_BYTES = 2 << 30
 
 _NUM_TRIALS = 4
 _SPREADS = 3.0
-"""A difference of more spreads is not rounding. Both are maxima over several values."""
+"""A difference of more spreads is not rounding."""
 _LARGEST_ERROR = 0.25
-"""The largest difference allowed for any spread."""
 _SMALLEST_SPREAD = 1e-5
-"""Lower bound of the spread: the unit in the last place is arbitrary."""
 
 _SHORT_TOKENS = 7
 _GROWTH_TOKENS = 256
-"""mlx-lm's caches grow by this many tokens at once: a border for every model."""
+"""mlx-lm's caches grow by this many tokens at once."""
 _STEPS = ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 1))
-"""Rows that decode together in each step. In the last one a row has left and the order has changed."""
+"""Rows that decode together in each step; at last a row has left and the order has changed."""
 
 
 class NotProven(Exception):
@@ -223,7 +218,7 @@ class NotProven(Exception):
 
 
 class _Observed(NamedTuple):
-    """One array of a row's evaluation, by its place and the row's step; -1 for state after the last."""
+    """One array of a row's evaluation; the step is -1 for state after the last."""
 
     place: tuple[int, int]
     """Layer cache and component; layer cache -1 for logits."""
@@ -260,7 +255,7 @@ def is_ragged(
 
 
 class _Evaluator:
-    """Calls the model and measures time. Raises NotProven instead of making a call that would end too late."""
+    """Calls the model, or raises NotProven if the call would end too late."""
 
     def __init__(self, model: Any, clock: Callable[[], float], max_seconds: float) -> None:
         self._model = model
@@ -274,10 +269,7 @@ class _Evaluator:
         return list(make_prompt_cache(self._model))
 
     def measure(self) -> list[int]:
-        """Times the second evaluation of one token, since the first may compile kernels.
-
-        Returns the lengths at which the model may change its behaviour.
-        """
+        """Times the second evaluation of one token; returns the lengths at which the model may change."""
         self([[0]], self.make_caches())
         begun, caches = self._clock(), self.make_caches()
         windows = spy_on_masks(caches)
@@ -287,7 +279,6 @@ class _Evaluator:
         return find_borders(self._model, caches, windows)
 
     def require(self, num_tokens: int) -> None:
-        """Raises NotProven if `num_tokens` cannot be evaluated in time."""
         needed = self._clock() - self._started + num_tokens * self._token_seconds
         if needed > self._max_seconds:
             pace = f"at {self._token_seconds:.2g} s per token"
@@ -323,7 +314,6 @@ class _Rows:
             raise NotProven(f"rows of {self._border} tokens, where attention changes, are {needed >> 20} MiB")
 
     def make(self, row: int) -> list[LayerCache]:
-        """Makes the row's caches before its first step."""
         caches = self._evaluate.make_caches()
         if row == 0:
             copy_row(caches, self._short)
@@ -332,7 +322,6 @@ class _Rows:
         return caches
 
     def alone(self) -> _Trace:
-        """Each row by itself, token by token."""
         trace: _Trace = {}
         for row in range(3):
             caches = self.make(row)
@@ -341,7 +330,6 @@ class _Rows:
         return trace
 
     def in_chunks(self) -> _Trace:
-        """Each row by itself, all of its tokens in one call."""
         trace: _Trace = {}
         for row in range(3):
             caches = self.make(row)
@@ -349,7 +337,6 @@ class _Rows:
         return trace
 
     def together(self) -> _Trace:
-        """All rows, in the groups of `_STEPS`."""
         caches = [self.make(row) for row in range(3)]
         logits: list[list[mx.array]] = [[], [], []]
         for members, steps in groupby(_STEPS):
@@ -372,7 +359,6 @@ _TOKENS_PER_TRIAL = 2 * _SHORT_TOKENS + 3 * sum(len(members) for members in _STE
 
 
 def _arrays(caches: Sequence[LayerCache]) -> Iterator[mx.array]:
-    """The float arrays in the layer caches, including unused capacity."""
     for cache in leaves(caches):
         held = cache.cache if isinstance(cache, ArraysCache) else (cache.keys, cache.values)
         yield from (array for array in held if array is not None and mx.issubdtype(array.dtype, mx.floating))
@@ -397,7 +383,6 @@ def _observe(row: int, caches: Sequence[LayerCache], logits: Sequence[mx.array])
 
 
 def _find_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
-    """Describes where rows together differ from each alone; None if they do not."""
     RaggedBatch([evaluate.make_caches()] * 2)  # raises for a class without ragged form, before anything is evaluated
     borders = sorted({*evaluate.measure(), _GROWTH_TOKENS})
     evaluate.require(len(borders) * _TOKENS_PER_TRIAL)
@@ -408,7 +393,6 @@ def _find_fault(evaluate: _Evaluator, vocab_size: int, seed: int) -> str | None:
 
 
 def _find_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int) -> str | None:
-    """Like `_find_fault`, with rows around one border."""
     suspects: dict[_Observed, float] = {}
     for trial in range(_NUM_TRIALS):
         evaluate.require(_TOKENS_PER_TRIAL)
@@ -421,7 +405,7 @@ def _find_fault_at(evaluate: _Evaluator, border: int, vocab_size: int, seed: int
 
 
 def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
-    """Where, and by how much, rows together differ from each alone by more than rounding explains."""
+    """Where, and by how much, rows together differ from each alone by more than rounding."""
     alone, in_chunks, together = rows.alone(), rows.in_chunks(), rows.together()
     spreads: dict[tuple[int, int], float] = defaultdict(lambda: max(eps, _SMALLEST_SPREAD))
     for key, array in alone.items():
@@ -431,10 +415,7 @@ def _suspects(rows: _Rows, eps: float) -> dict[_Observed, float]:
 
 
 def _difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
-    """Root mean square of the differences, each relative to its value plus the median size.
-
-    Relative, since a few large values, as biased keys have, would hide all other differences.
-    """
+    """Root mean square of the differences, each relative to its value plus the median size."""
     size = np.abs(expected)
     with np.errstate(invalid="ignore", divide="ignore"):
         parts = (found - expected) / (size + np.median(size))

@@ -181,7 +181,6 @@ def _join(column: Sequence[LayerCache], offsets: OffsetArrays) -> LayerCache:
 def _recurrent_layers(
     joined: Sequence[LayerCache], own: Sequence[LayerCache]
 ) -> Iterator[tuple[ArraysCache, ArraysCache]]:
-    """Pairs the recurrent layers of two lists of the same layout."""
     for one, other in zip(joined, own, strict=True):
         if isinstance(one, CacheList):
             yield from _recurrent_layers(one.caches, other.caches)

@@ -87,7 +87,6 @@ class StepLogprobs:
 
 
 def _likeliest(found: mx.array, count: int) -> mx.array:
-    """Returns the ids of the `count` largest of each row, the largest first."""
     if count == 0:
         return mx.zeros((found.shape[0], 0), mx.uint32)
     ids = mx.argpartition(-found, kth=count - 1, axis=-1)[:, :count]
@@ -299,7 +298,7 @@ class Runner:
         return mx.concatenate(parts)[mx.array(order)]
 
     def _groups(self, rows: Sequence[DecodeRow]) -> list[list[int]]:
-        """Returns groups of row indices that may be evaluated together: all rows, or those of one adapter."""
+        """Returns row indices that may be evaluated together: all rows, or those of one adapter."""
         if self.mixes:
             return [list(range(len(rows)))]
         places: dict[int, list[int]] = {}
@@ -329,7 +328,7 @@ class Runner:
         return self._joined.layers
 
     def _dissolve(self) -> None:
-        """Gives every joined row its recurrent state back, as lazy slices: most rows are joined again at once."""
+        """Gives every joined row its recurrent state back, as lazy slices."""
         for index in range(len(self._joined_rows)):
             self._extract(index)
         self._forget_joined()
@@ -341,7 +340,7 @@ class Runner:
 
     @contextmanager
     def _dropping_merged_state_on_error(self) -> Iterator[None]:
-        """Drops the merged state if the block raises, since it may be damaged."""
+        """The merged state may be damaged then."""
         try:
             yield
         except BaseException:

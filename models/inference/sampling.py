@@ -142,9 +142,8 @@ class _Typical:
 
 @dataclass
 class _Xtc:
-    """Exclude top choices: in some draws, only the least likely of the likely tokens is kept, as in llama.cpp.
-
-    Which draws depends on the request's seed and position alone.
+    """Exclude top choices, as in llama.cpp: in draws that seed and position choose, only the least likely of the
+    likely tokens is kept.
     """
 
     rows: list[RowSampling]
@@ -167,7 +166,6 @@ def _asks_for_xtc(row: RowSampling) -> bool:
 
 
 def _xtc_threshold(row: RowSampling) -> float:
-    """The probability from which a token counts as likely in the next draw."""
     is_struck = _asks_for_xtc(row) and row.chance("xtc") < row.params.xtc_probability
     return row.params.xtc_threshold if is_struck else ALL_MASS
 
@@ -178,7 +176,6 @@ def _num_within(probs: mx.array, mass: mx.array) -> mx.array:
 
 
 def _largest(values: mx.array, count: int) -> mx.array:
-    """The `count` largest values of each row, descending."""
     negated = -values
     if count < values.shape[-1]:
         negated = mx.partition(negated, count - 1, axis=-1)[:, :count]
@@ -217,7 +214,7 @@ class BatchSampler:
 
 
 class _Batch:
-    """The parameters of some rows as arrays. A parameter that no row uses is None."""
+    """The parameters of some rows as arrays; None for what no row uses."""
 
     def __init__(self, rows: Sequence[RowSampling], vocab_size: int) -> None:
         self._rows = list(rows)
@@ -279,7 +276,7 @@ class _BiasEntries:
 
 
 def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
-    """Returns which tokens each row may sample, bool `[num_rows, vocab_size]`; none beyond the end of a mask."""
+    """Returns which tokens each row may sample, bool `[num_rows, vocab_size]`."""
     allowed = np.zeros((len(masks), vocab_size), np.bool_)
     for row, words in zip(allowed, masks, strict=True):
         if words is None:
@@ -291,5 +288,5 @@ def _allowed(masks: Sequence[MaskWords | None], vocab_size: int) -> mx.array:
 
 
 def _gumbel_noise(keys: mx.array, vocab_size: int) -> mx.array:
-    """Noise `[num_rows, vocab_size]`, each row from its own key: `keys` is uint32 `[num_rows, 2]`."""
+    """Noise `[num_rows, vocab_size]` from keys, uint32 `[num_rows, 2]`."""
     return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)

@@ -30,7 +30,7 @@ HARMONY_END: Final = "<|end|>"
 """Ends a thought of gpt-oss, which then names the channel of its answer."""
 
 _IN_LINES: Final = "</"
-"""End markers that begin like this have a line of their own, and an empty line after them."""
+"""Such end markers have a line of their own, and an empty line after them."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,11 @@ def find_reasoning_format(vocabulary: Container[str], template: str) -> Reasonin
 
 
 def _has_token(start: str, vocabulary: Container[str]) -> bool:
-    """Whether the marker is a token, or begins with one as Gemma's."""
     return start in vocabulary or (start.startswith("<|channel>") and "<|channel>" in vocabulary)
 
 
 class _Phase(Enum):
     BEFORE = auto()
-    """Nothing but white space was written."""
     THOUGHT = auto()
     GAP = auto()
     """After the thought, before the first letter of the answer."""
@@ -103,7 +101,7 @@ class ReasoningParser:
         self._phase = _Phase.THOUGHT if is_open else _Phase.BEFORE
         self._search = MarkerSearch([reasoning_format.end if is_open else reasoning_format.start])
         self._space = ""
-        """White space held back: it belongs to the format if a marker follows."""
+        """White space held back: dropped if a marker follows."""
         self._has_thought = False
 
     @property
@@ -127,7 +125,6 @@ class ReasoningParser:
         return pieces + self._answer.finish(is_complete=is_complete)
 
     def _read(self, text: str, pieces: list[Piece]) -> str:
-        """Reads up to the next phase; returns the following text."""
         match self._phase:
             case _Phase.BEFORE:
                 return self._read_before(text, pieces)
@@ -183,7 +180,7 @@ class ThoughtWatch:
         markers = thinking.reasoning_format
         self._search = MarkerSearch([markers.end if thinking.is_open else markers.start])
         self._num_held = 0
-        """Tokens of the thought that may be part of the end marker."""
+        """Tokens that may be part of the end marker."""
         self._num_forced = 0
         self.answer_begun = ""
         """Text of the answer that came with the token that ended the thought."""

@@ -88,7 +88,6 @@ def checked_calls(parse: Callable[[], Any]) -> list[ToolCall]:
 
 
 def _json_calls(text: str) -> list[Any] | None:
-    """Returns the calls of a JSON text with one call or a list of calls; None for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -98,7 +97,6 @@ def _json_calls(text: str) -> list[Any] | None:
 
 
 def _tool_call(fields: Any) -> ToolCall:
-    """Returns a call; raises if a parser returned something else."""
     name, given = fields["name"], fields.get("id")
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
@@ -107,7 +105,7 @@ def _tool_call(fields: Any) -> ToolCall:
 
 
 def _arguments_text(fields: Any) -> str:
-    """Returns a call's arguments, `{}` if there are none, as the JSON text of an object; raises otherwise."""
+    """Returns the JSON text of an object, `{}` without arguments; raises otherwise."""
     arguments = fields.get("arguments")
     if arguments is None:
         arguments = fields.get("parameters")
@@ -162,14 +160,12 @@ class JsonPrefix:
         self.is_broken = False
         """Whether no continuation can be an object, or the text holds half a character."""
         self._text = ""
-        """Pushed text that is not certain yet."""
         self._at = 0
-        """Number of its characters already read."""
         self._open: list[str] = []
         """The brackets that close what is open."""
         self._expects = _Expects.VALUE
         self._may_end = False
-        """Whether the last of `_open` may come in place of what is expected."""
+        """Whether the last of `_open` may come next."""
         self._is_in_string = False
 
     @property
@@ -262,7 +258,6 @@ class OpenCall:
         return [*([ToolArguments(rest)] if rest else []), ToolCallEnded()]
 
     def _rest(self, call: ToolCall) -> str | None:
-        """Returns the arguments not passed on yet; None if those passed on are not the call's."""
         if call.name != self.name:
             return None
         passed_on = "".join(self._passed_on)
@@ -298,11 +293,9 @@ class ToolCallParser:
         self._space = ""
         """White space and frames held back: they end the text so far, or precede the open call."""
         self._call: list[str] | None = None
-        """The text of the open call so far; None outside of calls."""
         self._streamed: OpenCall | None = None
-        """The open call, once its arguments are passed on."""
         self._head = ""
-        """The text of the open call so far, until its arguments are passed on."""
+        """The open call, until its arguments are passed on."""
 
     def feed(self, text: str) -> list[Piece]:
         """Returns the pieces that `text` completes; holds back a possible marker."""
@@ -324,7 +317,6 @@ class ToolCallParser:
         return pieces
 
     def _read_text(self, text: str, pieces: list[Piece]) -> str:
-        """Reads up to the start of a call; returns the following text."""
         before, marker, after = self._starts.push(text)
         before = self._space + before
         visible = self._without_frame(before)
@@ -338,7 +330,6 @@ class ToolCallParser:
         return after
 
     def _without_frame(self, text: str) -> str:
-        """Returns a text without the white space and the frames at its end."""
         while True:
             shorter = text.rstrip()
             for frame in self._format.frames:
@@ -348,7 +339,6 @@ class ToolCallParser:
             text = shorter
 
     def _read_call(self, text: str, pieces: list[Piece]) -> str:
-        """Reads up to the end of the open call; returns the following text."""
         assert self._call is not None
         inner, marker, after = self._ends.push(text)
         self._call.append(inner)
@@ -359,7 +349,7 @@ class ToolCallParser:
         return after
 
     def _end_call(self, inner: str, marker: str, *, is_complete: bool) -> list[Piece]:
-        """Closes the open call; returns its calls, or its text if it is none."""
+        """Returns the open call's calls, or its text if it is none."""
         calls = self._format.read_calls(inner, self._tools) if is_complete else []
         space, self._space, self._call = self._space, "", None
         streamed, self._streamed, self._head = self._streamed, None, ""
@@ -374,7 +364,6 @@ class ToolCallParser:
         return [piece for call in calls for piece in pieces_of(call)]
 
     def _pass_on(self, text: str) -> list[Piece]:
-        """Returns the arguments of the open call that have become certain."""
         if self._streamed is not None:
             return self._streamed.push(text)
         if len(self._head) > MAX_HEAD_CHARACTERS:

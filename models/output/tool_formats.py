@@ -139,7 +139,6 @@ class _HarmonyCall:
         return [self._open.started, *self._open.push(self._body.lstrip())]
 
     def end(self, marker: str, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest of the call, or its whole text if it is malformed."""
         written = self._header + self._body + ("" if marker == _HARMONY_START else marker)
         calls = checked_calls(self._read) if self._name and is_complete else []
         if self._is_open:

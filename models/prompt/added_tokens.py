@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 _SPACES = re.compile("[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*")
-"""Unicode's White_Space, which the library strips; Python's own class has four more characters."""
+"""Unicode's White_Space, which the library strips; Python's has four more."""
 _SURELY_NO_WORD = re.compile(r"[\t\n\r !-/:-@\[-^`{-~]")
-"""ASCII characters that end a word."""
 _NEVER = "(?!)"
 
 _Trie: TypeAlias = "dict[str, _Trie]"
@@ -145,7 +144,7 @@ def _spaces_before(text: str, position: int) -> int:
 
 
 def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """Returns the borders, and all texts that overlap one of these, which can keep it from being found."""
+    """Returns the borders, and all texts whose overlaps can keep one of these from being found."""
     found, left = list(borders), set(texts) - set(borders)
     fresh = found
     while fresh:
@@ -156,8 +155,6 @@ def _entangled(borders: Iterable[str], texts: Iterable[str]) -> list[str]:
 
 
 class _Overlaps:
-    """Whether a text can overlap one of several others."""
-
     def __init__(self, texts: Sequence[str]) -> None:
         self._heads = {text[:size] for text in texts for size in range(1, len(text) + 1)}
         self._tails = {text[-size:] for text in texts for size in range(1, len(text) + 1)}
@@ -172,7 +169,7 @@ class _Overlaps:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """Returns a pattern for the longest of `texts` at a place; its cost does not grow with their number."""
+    """Returns a pattern for the longest of `texts` at a place, of a cost that does not grow with their number."""
     trie: _Trie = {}
     for text in texts:
         node = trie
@@ -196,7 +193,6 @@ def _pattern(node: _Trie) -> str:
 
 
 def _chain(letter: str, node: _Trie) -> tuple[str, _Trie]:
-    """Returns the letters up to the first choice, and the node there."""
     while len(node) == 1 and "" not in node:
         follower, node = next(iter(node.items()))
         letter += follower

@@ -64,17 +64,17 @@ MAX_EDGE_DISTANCE = 16
 """The most tokens given up to move a restore point to an edge that holds whatever follows."""
 
 _MAX_ADDED_TOKENS = 70_000
-"""Speech models have 65 536 more tokens; above this limit, no text is cut at added tokens."""
+"""Speech models have 65 536 more tokens; above this, no text is cut at added tokens."""
 _MAX_ADDED_SQUARES = 1 << 26
-"""Limit of the tokens' squared lengths: the characters of their heads and tails."""
+"""Limit of the tokens' squared lengths."""
 _MAX_FAR_SEARCHES = 64
-"""Contents not found in the text before the next ones are searched for nearby only."""
+"""Contents not found before the next ones are searched for nearby only."""
 _NEAR_CHARACTERS = 1 << 16
 _READS_THINKING = re.compile(r"(?<![\w.'\"])thinking(?![\w'\"])")
 _PART_SEPARATOR = "\n"
 _ASKS: Message = {"role": "user", "content": "a"}
 _MARKS = ("qendx", "q7endx", "qend0fx")
-"""Texts that no template changes; none can overlap itself."""
+"""No template changes them; none overlaps itself."""
 
 
 class ChatTemplateError(ModelError):
@@ -162,7 +162,7 @@ class ChatRenderer:
         return _try_apply(self._tokenizer, adaptation.messages([_ASKS]), shown, MAX_STEPS)
 
     def _adaptation(self, *, with_tools: bool) -> Adaptation:
-        """Returns the changes that the template needs; found by rendering samples once."""
+        """Returns the changes that the template needs, found once."""
         found = self._adaptations.get(with_tools)
         if found is None:
             apply = partial(_try_apply, self._tokenizer)
@@ -212,7 +212,7 @@ class ChatRenderer:
 
     @cached_property
     def _plain_pieces(self) -> Pieces | None:
-        """Tokenization by a copy of the tokenizer that reads special tokens as text; None without a copy."""
+        """Tokenization that reads special tokens as text."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
@@ -222,7 +222,7 @@ class ChatRenderer:
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
-        """The ids that the tokenizer puts before and after a text; None if it does something else."""
+        """The ids that the tokenizer puts around a text; None if it does something else."""
         plain, framed = (self._encode_plain("a", add_special_tokens=special) for special in (False, True))
         for start in range(len(framed) - len(plain) + 1):
             if framed[start : start + len(plain)] == plain:
@@ -230,7 +230,7 @@ class ChatRenderer:
         return None
 
     def _encode_plain(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
-        """Returns the tokens of a text by the tokenizer itself, each part with the special tokens."""
+        """Returns the tokens of a text by the tokenizer itself, each part with special tokens."""
         options = {} if parse_special else {"split_special_tokens": True}
         ids = list[int]()
         for part in TextCutter().cut(text):
@@ -254,7 +254,7 @@ class ChatRenderer:
 
 
 class _Conversation:
-    """One conversation and its template: its text, and the character offsets where others may branch off."""
+    """One conversation's text, and the character offsets where others may branch off."""
 
     def __init__(
         self,
@@ -277,7 +277,6 @@ class _Conversation:
         self._continues = continues
 
     def prompt(self) -> str:
-        """Returns the text that the model continues; raises ChatTemplateError."""
         if not self._continues:
             return self.text(generation_prompt=True)
         # The text after the mark ends the message. A mark that the conversation also holds is useless.
@@ -288,7 +287,7 @@ class _Conversation:
         raise ChatTemplateError("the last message is not shown as it is, so it cannot be continued")
 
     def begun(self, text: str) -> str:
-        """Returns the part of the prompt `text` with the assistant's unfinished message."""
+        """Returns the assistant's unfinished message as it ends `text`."""
         last = self._messages[-1]
         if not self._continues or not (str(last["content"]).strip() or last.get("reasoning_content")):
             return ""
@@ -299,14 +298,13 @@ class _Conversation:
         return text[shared_length(text, before) :]
 
     def text(self, messages: Sequence[Message] | None = None, *, generation_prompt: bool) -> str:
-        """Returns the rendering of `messages`, by default the whole conversation."""
         shown = self._adaptation.messages(self._messages if messages is None else messages)
         return _apply(
             self._tokenizer, shown, self._shown_tools, generation_prompt=generation_prompt, **self._template_kwargs
         )
 
     def boundaries(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Yields character offsets in `text`, the full rendering, with the reason for each."""
+        """Yields character offsets in the full rendering, with the reason for each."""
         for kind, messages in self._variants():
             stop_if_abandoned()
             try:
@@ -318,7 +316,7 @@ class _Conversation:
         yield from self._answer_start(text)
 
     def _answer_start(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Yields the end of the next message's header, if `text` opens a thought there, which later prompts drop."""
+        """Yields where `text` opens a thought, which later prompts drop."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
             asked = self.text([question], generation_prompt=True)
@@ -330,7 +328,7 @@ class _Conversation:
             yield len(text) - len(opening), RestorePointKind.PROMPT_END
 
     def outline(self, text: str, tokens_before: Callable[[int], int]) -> Outline:
-        """Returns where each message begins in `text`, in tokens: where the previous one ended."""
+        """Returns where each message begins, in tokens."""
         starts, position, num_missing = list[int](), 0, 0
         for message in self._messages:
             starts.append(tokens_before(position) if position else 0)
@@ -377,7 +375,7 @@ def _apply(
 
 
 def _by_its_names(arguments: Mapping[str, Any], template: str) -> dict[str, Any]:
-    """Returns the arguments under the names that a template reads: some rename `enable_thinking`."""
+    """Some templates rename `enable_thinking`."""
     named = dict(arguments)
     if "enable_thinking" in named and "enable_thinking" not in template and _READS_THINKING.search(template):
         named.setdefault("thinking", named.pop("enable_thinking"))
@@ -394,8 +392,6 @@ def _try_apply(
 
 
 class _Edges:
-    """The edges between the tokens of one text."""
-
     def __init__(self, is_added: NDArray[np.bool_], before: Callable[[int], int]) -> None:
         """`before` returns how many tokens end at or before a character offset."""
         self.before = before
@@ -418,12 +414,11 @@ class _Edges:
         return next(filter(self._is_edge, edges), offset)
 
     def _is_edge(self, offset: int) -> bool:
-        """Whether an added token is on either side."""
         return bool(self._is_added[max(offset - 1, 0) : offset + 1].any())
 
 
 def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:
-    """Returns piecewise tokenization, at borders if the tokenizer proves to cut there; None for a slow one."""
+    """Returns pieces, cut at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]
@@ -437,7 +432,6 @@ def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces 
 
 
 def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:
-    """Returns messages with plain text, and the explicit points as (message index, characters of its text)."""
     flat: list[Message] = []
     explicit_ends: list[tuple[int, int]] = []
     for index, message in enumerate(messages):
@@ -466,7 +460,6 @@ def _flatten_content(content: Any) -> tuple[str, list[int]]:
 
 
 def _marked(message: Message, mark: str) -> Message:
-    """Returns a message with a mark after its text, or after its thoughts if it has no text."""
     name = "reasoning_content" if message.get("reasoning_content") and not message["content"] else "content"
     return {**message, name: f"{message[name]}{mark}"}
 
@@ -476,9 +469,9 @@ def _without_cache_control(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _user_starts(messages: Sequence[Message]) -> list[int]:
-    """Returns the index of the last user message, and of the first in its unbroken run if that is another.
+    """Returns the index of the last user message, and of the first in its run.
 
-    Clients put notes that change with every turn before the newest message; the next turn branches off there.
+    Clients put notes that change with every turn there; the next turn branches off where the run begins.
     """
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
@@ -490,13 +483,11 @@ def _user_starts(messages: Sequence[Message]) -> list[int]:
 
 
 def _cut(messages: Sequence[Message], index: int) -> list[Message]:
-    """Returns the messages before `index`, then a user message with a different beginning."""
     follower = str(messages[index]["content"]) if index < len(messages) else ""
     return [*messages[:index], {"role": "user", "content": _unlike(follower)}]
 
 
 def _cut_inside(messages: Sequence[Message], index: int, length: int) -> list[Message]:
-    """Returns the messages up to `index`, the last one different after `length` characters."""
     content = str(messages[index]["content"])
     changed = content[:length] + _unlike(content[length:])
     return [*messages[:index], {**messages[index], "content": changed}]

@@ -53,7 +53,6 @@ _GIVES_BYTES: Final = frozenset({"encode", "to_bytes"})
 _DICT_METHODS: Final = frozenset(dir(dict))
 _LOOP_FACTS: Final = frozenset({"first", "index", "index0", "last", "length"})
 _JINJAS_OWN: Final = frozenset({"_block_vars", "_loop_vars"})
-"""Arguments that Jinja adds to calls."""
 _LIGHT_FILTERS: Final = frozenset({"count", "d", "default", "first", "last", "length"})
 _NEEDLESS_FILTERS: Final = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
 """Filters for web pages, some of them slow on long texts."""
@@ -71,14 +70,12 @@ _CHANGES: Final[Mapping[type, frozenset[str]]] = {
 
 
 class _Steps:
-    """The steps left to a rendering."""
-
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
         self._next_look = num_left - _STEPS_PER_LOOK
 
     def spend(self, count: int) -> None:
-        """Raises SecurityError if fewer than `count` steps are left, and Abandoned if nobody waits any more."""
+        """Raises SecurityError without `count` steps left, and Abandoned."""
         self._num_left -= count
         if self._num_left < 0:
             raise SecurityError("the model's chat template does not come to an end")
@@ -131,7 +128,7 @@ def _spend_for(weight: template_sizes.Weight) -> None:
 
 
 def _are_light(values: Iterable[Any]) -> bool:
-    """Whether values hold so little that any operation on them is cheap."""
+    """Whether any operation on the values is cheap."""
     for value in values:
         kind = type(value)
         if kind is str:
@@ -143,14 +140,13 @@ def _are_light(values: Iterable[Any]) -> bool:
 
 
 def _weighed(value: Any) -> Any:
-    """Weighs a value that is about to be traversed, and returns it."""
     if not _are_light((value,)):
         _spend_for(template_sizes.weigh(value))
     return value
 
 
 def _drawn(values: Iterable[Any]) -> list[Any]:
-    """Returns values with iterators exhausted into lists, so that they can be weighed."""
+    """Returns values with iterators exhausted, so that they can be weighed."""
     return [list(_drawing(value)) if isinstance(value, Iterator) else value for value in values]
 
 
@@ -170,7 +166,7 @@ class _BoundedCode(CodeGenerator):
     """Makes the environment check each comparison, slice, key and output."""
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
-        """Writes a comparison; one with a text or number of the template itself is cheap."""
+        """A comparison with a text or number of the template itself is cheap."""
         (first, *more), left = node.ops, node.expr
         if more:
             pairs = nodes.Compare(left, [first]), nodes.Compare(first.expr, more)
@@ -186,25 +182,21 @@ class _BoundedCode(CodeGenerator):
                 self._ask(f"compare({first.op!r}, ", left, frame, first.expr)
 
     def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
-        """Writes a call; a step is taken unconditionally."""
         if isinstance(node.node, nodes.EnvironmentAttribute):
             self.write(f"environment.{node.node.name}()")
         else:
             super().visit_Call(node, frame, forward_caller=forward_caller)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        """Writes the joining of values."""
         self._ask("concat_texts(", node.nodes[0], frame, *node.nodes[1:])
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """Writes a slice; look-ups by key use `getitem`."""
         sliced = isinstance(node.arg, nodes.Slice)
         self.write("environment.sliced(" if sliced else "")
         super().visit_Getitem(node, frame)
         self.write(")" if sliced else "")
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        """Writes a dict."""
         self.write("{")
         for item in node.items:
             self._ask("weighed(", item.key, frame)
@@ -348,7 +340,6 @@ class _Counted(NodeTransformer):
     """Makes each turn of a loop take a step, whether its condition holds or not."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
-        """Returns the loop with a step at the head of its body, and in its condition."""
         self.generic_visit(node)
         if node.test is not None:
             node.test = nodes.And(_call("take_step", []), node.test).set_lineno(node.lineno)
@@ -361,7 +352,7 @@ def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
 
 
 def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template_sizes.Weight]) -> Callable[..., Any]:
-    """Returns a filter or a test whose name and arguments are checked and whose result is counted."""
+    """Returns a filter or test whose arguments are checked and whose result is counted."""
     num_own = 1 if hasattr(apply, "jinja_pass_arg") else 0
     formats = name in ("format", "divisibleby", "even", "odd")  # a short text makes a long one
     is_shallow = name in template_sizes.SHALLOW_FILTERS
@@ -379,7 +370,6 @@ def _bounded(name: str, apply: Callable[..., Any], check: Callable[..., template
 
 @lru_cache
 def _compile(template: str) -> jinja2.Template:
-    """Compiles a chat template like transformers' function for this purpose."""
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise SecurityError(f"the model's chat template has {len(template)} characters of {MAX_TEMPLATE_CHARACTERS}")
     environment = chat_template_utils._cached_compile_jinja_template("").environment

@@ -41,7 +41,7 @@ _CONTAINERS: Final[tuple[type[Collection[Any]], ...]] = (
     *(type(dict[str, str]().keys()), type(dict[str, str]().values()), type(dict[str, str]().items())),
 )
 _SLOW_KEY_ITEMS: Final = 100
-"""Weight of a tuple or a large number as a key: a template can find many with the same hash."""
+"""A template can find many tuples or large numbers with the same hash."""
 _KEY_BITS: Final = 60
 _TAKES_LONG_TEXTS = frozenset(
     [
@@ -72,7 +72,7 @@ _LOOKS_AT = {
     **dict.fromkeys(("clear", "copy", "items", "keys", "popitem", "reverse", "values", "append", "insert"), 0),
     **dict.fromkeys(("get", "pop", "setdefault"), 1),
 }
-"""Methods of lists and dicts that look at no member, with the number of arguments they look at."""
+"""Methods that look at no member, with the number of arguments they look at."""
 SHALLOW_FILTERS = frozenset(
     {
         *("attr", "batch", "items", "list", "map", "random"),
@@ -84,7 +84,6 @@ _ITEMS_COPIED_AT_ONCE: Final = 8
 _MAX_STRFTIME_GROWTH: Final = 1 << 12
 _WIDTHS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
 _FILTER_NUMBERS = frozenset({"batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap"})
-"""Filters whose numbers determine the length of their result."""
 
 
 class Weight(NamedTuple):

@@ -36,7 +36,7 @@ SEGMENT_CHARACTERS = 16_384
 MAX_CHARACTERS = 32_768
 """The most characters of a part: more may take minutes, and searching them holds Python's lock."""
 _AHEAD_CHARACTERS = 256
-"""Words are not searched for in this many characters at the end of a text: later text may change them."""
+"""Words at the end of a text are not searched for: later text may change them."""
 _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
 
 
@@ -107,7 +107,7 @@ class TextCutter:
         yield TextPart(start, len(text), context, num_context)
 
     def _next_cut(self, text: str, start: int) -> tuple[int, str, int] | None:
-        """Returns where a part ends, and the context of the next part with its tokens; None for the last part."""
+        """Returns where a part ends, and the next one's context with its tokens; None for the last part."""
         least, most = start + SEGMENT_CHARACTERS, start + MAX_CHARACTERS
         matches = ((place, count, place.pattern.search(text, least, most)) for place, count in self._places.items())
         found = [(match.start() + place.num_before, place.context, n) for place, n, match in matches if match]
@@ -143,7 +143,7 @@ def tried_cutter(
 
 
 def _holds(place: CutPlace, encode: Callable[[str], Sequence[int]]) -> bool:
-    """Whether cutting at a kind of place changes nothing, tried on samples with each letter at either side."""
+    """Whether cutting changes nothing, tried with each letter at either side."""
     samples = [sample for letter in string.ascii_letters for sample in _samples(letter)]
     return all(_is_cut_alike(sample, place, encode) for sample in samples)
 
@@ -178,7 +178,6 @@ def _words_hold(
     encode_inner: Callable[[str], Sequence[int]],
     word_starts: Callable[[str], Sequence[int]],
 ) -> bool:
-    """Whether cutting before words changes nothing, tried on samples."""
     return all(
         [*encode(text[:start]), *encode_inner(text[start:])] == list(encode(text))
         for text in _WORD_SAMPLES
@@ -217,7 +216,7 @@ PIECE_BYTES = 560
 
 _KEY_BYTES = 16
 _MANY_TOKENS = 50_000
-"""More result tokens are not returned at once: that holds Python's lock."""
+"""Returning more at once holds Python's lock."""
 _SAMPLES = (
     "",
     " ",
@@ -338,7 +337,7 @@ class Pieces:
                 self._keep(_place_key(digest, tail.start + cut.start), Piece(np.array(run, np.int32), ends))
 
     def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> Piece:
-        """Returns the tokens of one range; adds its text to `digest`, which covers all text before it."""
+        """Returns the tokens of one range; adds its text to `digest`."""
         raw = _bytes(text)
         digest.update(raw)
         if cut.token_id is not None:
@@ -407,7 +406,7 @@ class Pieces:
         return self._ids(self._opener + text)[self._num_opener :]
 
     def _word_starts(self, text: str) -> list[int]:
-        """Returns where the tokenizer's words begin, except those beside white space."""
+        """Returns where the tokenizer's words begin, not beside white space."""
         encoding = encode(self._backend, self._opener + text)
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         starts = [
@@ -419,14 +418,11 @@ class Pieces:
 
 
 class _Count:
-    """The tokens of a text so far."""
-
     def __init__(self, max_tokens: int | None) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
 
     def add(self, num_tokens: int) -> None:
-        """Raises PromptTooLong if there are now too many."""
         self._num_tokens += num_tokens
         if self._max_tokens is not None and self._num_tokens > self._max_tokens:
             raise PromptTooLong(self._num_tokens, self._max_tokens)
@@ -469,7 +465,7 @@ def _has_space(text: str) -> bool:
 
 
 def _between(marks: Sequence[str]) -> Iterator[str]:
-    """Yields texts in which each of `marks` stands between samples, some hundred at once."""
+    """Yields texts with each of `marks` between samples, some hundred at once."""
     for start in range(0, len(marks), 200):
         some = marks[start : start + 200]
         yield "".join(sample + mark for sample, mark in zip(islice(cycle(_SAMPLES), len(some)), some, strict=True))
@@ -488,7 +484,6 @@ def _digest_of(namespace: str) -> _Digest:
 
 
 def _place_key(digest: _Digest, start: int) -> bytes:
-    """Returns the key of the text between `start` and the end of the text with this digest."""
     key = digest.copy()
     key.update(b" %d" % start)
     return key.digest()

@@ -36,7 +36,6 @@ class ToolDefinitions:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, str] = OrderedDict()
         self._num_kept = 0
-        """Characters of the kept texts."""
 
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
         """Returns the definitions of the named tools as one block.
@@ -64,7 +63,7 @@ class ToolDefinitions:
         return f"<function>{json.dumps(dict(tool['function']), ensure_ascii=False)}</function>"
 
     def _keep(self, key: Hashable, text: str) -> str:
-        """Returns the kept text: another thread may have kept its own meanwhile."""
+        """Another thread may have kept its own text meanwhile."""
         with self._lock:
             if key in self._kept:
                 return self._kept[key]
@@ -78,7 +77,7 @@ class ToolDefinitions:
 def _inserted(shorter: str, longer: str) -> str:
     """Returns the text that `longer` adds within `shorter`, without separators; "" if it is no insertion.
 
-    Of several possible places (`<function>` before `</tools>`) it takes the one between separators or brackets.
+    Of several possible places it takes the one between separators or brackets.
     """
     count = len(longer) - len(shorter)
     start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))
@@ -92,7 +91,7 @@ def _inserted(shorter: str, longer: str) -> str:
 
 
 def _is_whole(text: str, start: int, stop: int) -> bool:
-    """Whether a part of a text begins at a separator, or with a bracket that its last character closes."""
+    """Whether a part begins at a separator, or with a bracket that its end closes."""
     if start == 0 or text[start] in _SEPARATORS or text[start - 1] in _SEPARATORS:
         return True
     return text[start] + text[stop - 1] in _BRACKETS

@@ -103,7 +103,6 @@ _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 """SHA-256, or Git's SHA-1."""
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""The format's limit."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +140,11 @@ def verify(folder: Path, tell: Callable[[str], object] = lambda name: None) -> V
 
 
 def _expected_hash(file: Path) -> str | None:
-    """Returns the hub's hash for a file of the cache; None for any other file."""
     name = file.readlink().name if file.is_symlink() else ""
     return name if _HASH.fullmatch(name) else None
 
 
 def _fault(file: Path, expected: str | None) -> Iterator[str]:
-    """Yields the fault of a file, if any."""
     if not file.exists():
         yield "missing"
         return
@@ -182,7 +179,6 @@ def _shortened(file: Path) -> str | None:
 
 
 def _hash(file: Path, expected: str) -> str:
-    """Returns the hash of a file, of the same kind as `expected`."""
     is_sha256 = len(expected) == hashlib.sha256().digest_size * 2
     # Git's hash covers a file's kind and size before its contents.
     begun = hashlib.sha256() if is_sha256 else hashlib.sha1(f"blob {file.stat().st_size}\0".encode())

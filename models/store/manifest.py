@@ -37,7 +37,6 @@ class Manifest:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._last: tuple[tuple[int, int, int], Mapping[str, StoredModel]] | None = None
-        """The state of the file when it was read, and its content."""
         self._lock = threading.Lock()
 
     @property
@@ -95,7 +94,7 @@ class Manifest:
         return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _current(self) -> Mapping[str, StoredModel]:
-        """Returns the content, read again only if the file changed; raises _Damaged and StoreError."""
+        """Reads the file only if it changed; raises _Damaged and StoreError."""
         stamp = self._stamp()
         if stamp is None:
             return {}
@@ -105,7 +104,7 @@ class Manifest:
         return last[1]
 
     def _current_or_set_aside(self) -> Mapping[str, StoredModel]:
-        """Returns the content, under the lock; raises StoreDamaged and StoreError."""
+        """For the holder of the lock; raises StoreDamaged and StoreError."""
         try:
             return self._current()
         except _Damaged as error:
@@ -126,7 +125,6 @@ class Manifest:
             raise _Damaged(reason(error)) from error
 
     def _set_aside(self) -> Path:
-        """Renames the file without overwriting another."""
         number = 1
         while (aside := self.path.with_name(f"{FILE_NAME}.damaged-{number}")).exists():
             number += 1
@@ -153,7 +151,7 @@ class Manifest:
 
 
 class _Damaged(Exception):
-    """The file is malformed; the message says where."""
+    """The file is malformed."""
 
 
 class _Newer(Exception):

@@ -196,7 +196,6 @@ def modelfile_of(stored: StoredModel, base: str | None = None) -> str:
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yields line number, instruction in lower case, and text."""
     lines = text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n")
     number = 0
     while number < len(lines):
