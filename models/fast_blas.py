@@ -1,8 +1,7 @@
 """Prepares what MLX takes from the system on Linux: a fast BLAS, and the C++ compiler.
 
-MLX's CPU backend links the reference BLAS, about 30 times slower in float32 than OpenBLAS. A library loaded with
-global symbols before MLX replaces it (ELF gABI, "Shared Object Dependencies"). No Python package brings one: numpy's
-and scipy's copies use other names for the functions.
+MLX's CPU backend links the reference BLAS, 30 times slower in float32 than OpenBLAS. A library loaded with global
+symbols before MLX replaces it (ELF gABI, "Shared Object Dependencies"). No Python package brings one.
 """
 
 import ctypes
@@ -30,10 +29,9 @@ def load_fast_blas(open_library: Callable[[str, int], object] = ctypes.CDLL) -> 
 
 
 def find_compiler(held_back: Callable[[], AbstractContextManager[None]]) -> None:
-    """Makes MLX look for the C++ compiler now, instead of at the first fused operation.
+    """Makes MLX run `g++ --version` now, within `held_back`, which delays Ctrl-C.
 
-    On a CPU it runs `g++ --version` once, within `held_back`, which delays Ctrl-C. It imports MLX alone: threads of
-    other libraries would take the Ctrl-C.
+    It imports MLX alone: threads of other libraries would take the Ctrl-C.
     """
     import mlx.core as mx
 

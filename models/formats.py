@@ -1,10 +1,10 @@
 """How one model turns a text into a vector, or judges a query and a document. Pure.
 
-Sentence Transformers keep in `1_Pooling/config.json` which positions count for a vector. Without it, a tokenizer that
-puts a special token after each text belongs to a model that sums a text up there; any other model gets the mean.
+Sentence Transformers keep in `1_Pooling/config.json` which positions count. Without it, a tokenizer that puts a
+special token after each text belongs to a model that sums a text up there; any other model gets the mean.
 
-A reranker here is a language model that answers a question about query and document with yes or no; the score is the
-probability of yes against that of no. The prompt is that of Qwen3-Reranker's model card, "Usage".
+A reranker here is a language model that answers with yes or no, in the prompt of Qwen3-Reranker's model card,
+"Usage"; the score is the probability of yes against that of no.
 """
 
 import json
@@ -111,10 +111,10 @@ class RerankFormat:
 def read_rerank_format(
     name: str, config: Mapping[str, Any], template: str, token_id: Callable[[str], int | None]
 ) -> RerankFormat | None:
-    """Returns how a model judges; None for a model that is no reranker of this kind.
+    """Returns how a model judges; None for no reranker of this kind.
 
-    It is one if its configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), if
-    its template asks Qwen3-Reranker's question, or if its name says so.
+    Its configuration names the two tokens (`classifier_from_token`, as vLLM reads it: no, then yes), or its template
+    or name is that of Qwen3-Reranker.
     """
     named = config.get("classifier_from_token")
     if named is None and _QUESTION not in template and not _NAME.search(name):

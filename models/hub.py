@@ -1,8 +1,7 @@
 """Downloads models into the local Hugging Face cache: only what MLX needs, and never the same bytes twice.
 
-`huggingface_hub` keeps no part of a file whose download is interrupted. So weights are first fetched here, each into
-`blobs/<sha256>.part`, which the next attempt continues, and moved to where `snapshot_download` finds them; that
-fetches the rest.
+`huggingface_hub` keeps no part of a file whose download is interrupted. So weights are first fetched here, into
+`blobs/<sha256>.part`, which the next attempt continues; `snapshot_download` finds them and fetches the rest.
 """
 
 import errno
@@ -128,8 +127,8 @@ class _Download:
 def pull(name: str, tell: TellPull = lambda event: None, *, max_weights_bytes: int | None = None) -> Path:
     """Returns the folder of the model called `name`, after downloading what is missing.
 
-    Weights of more than `max_weights_bytes` are not fetched. Raises ModelNotFound if `name` cannot be a repository,
-    and PullFailed; the bytes fetched so far are kept.
+    Weights of more than `max_weights_bytes` are not fetched. Raises ModelNotFound and PullFailed; bytes fetched are
+    kept.
     """
     if name in BUILT_IN:
         return resolve(name)

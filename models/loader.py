@@ -1,11 +1,10 @@
 """Loads a model folder: weights, configuration, tokenizer. Never downloads, never runs code from the folder.
 
-Many folders name code of their own (`auto_map`) although mlx-lm knows the model and its tokenizer is a file: these
-load without it. A model that needs its code is refused.
+A folder that names code of its own (`auto_map`) loads without it, or is refused if it needs it.
 
 The checksum of the weights takes each array as 32-bit words; a chunk's sum of word × odd random multiplier, modulo
-2^32, changes with any one word and nearly any other change (multiply-shift hashing; Dietzfelbinger et al., 1997).
-Integer sums are the same on every device. It withstands no attacker who looks for a collision.
+2^32, changes with nearly any change (multiply-shift hashing; Dietzfelbinger et al., 1997), and is the same on every
+device. It withstands no attacker.
 """
 
 import hashlib

@@ -1,12 +1,11 @@
 """Layers with variants for adapters, and the choice of a variant for each row of a model call. Worker thread only,
 once a model is loaded.
 
-A wrapped layer holds the model's own and, for each adapter, mlx-lm's layer around it. A call whose rows all have the
-same adapter goes through one of them: the results equal those without this module, bit for bit.
+A wrapped layer holds the model's own and, for each adapter, mlx-lm's layer around it. Rows that all have the same
+adapter go through one of them, bit for bit as without this module.
 
-Rows of different adapters share a call if all variants are plain LoRA of linear layers and the layer's input has a
-row for each row of the call. `can_mix` tries that: rows together are compared with each alone, and must differ little
-compared with an adapter's effect. Otherwise rows of different adapters take turns.
+Rows of different adapters share a call if all variants are plain LoRA of linear layers and `can_mix` has shown that
+rows together differ from each alone by little compared with an adapter's effect. Otherwise they take turns.
 """
 
 import logging

@@ -1,7 +1,6 @@
-"""The names of mlx-lm that the project uses, imported without mlx-lm's side effects on the process.
+"""The names of mlx-lm that the project uses outside `cache`, imported without side effects on the process.
 
-Outside `cache`, import these names from here; `cache.layers` explains the side effects. If a new release
-of mlx-lm moves a name, only this file changes.
+`cache.layers` explains these. If a release of mlx-lm moves a name, only this file changes.
 """
 
 import cache.layers  # noqa: F401

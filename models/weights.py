@@ -2,7 +2,7 @@
 MLX.
 
 A safetensors file opens with the length of a JSON header, 8 bytes little-endian; the header gives each tensor's type,
-shape and place behind it ("Format"). MLX reads lazily, so a file cut short would fail in an evaluation.
+shape and place behind it. MLX reads lazily, so a file cut short would fail in an evaluation.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ def other_formats(folder: Path) -> str:
 def read_header(file: Path) -> dict[str, Any]:
     """Returns the tensors that `file` declares, by name; `data_offsets` count from the file's start.
 
-    Raises ModelBroken if the file cannot be read, has no sound header, or is shorter or longer than declared.
+    Raises ModelBroken for an unreadable or unsound file, or another length than declared.
     """
     try:
         with file.open("rb") as stream:
@@ -159,8 +159,7 @@ def _parse_header(stream: BinaryIO) -> tuple[dict[str, Any], int]:
 def fingerprint(folder: Path) -> str:
     """Returns 32 hexadecimal digits that differ for different models, wherever their folders are.
 
-    They cover configuration, tokenizer and templates whole, and every tensor's name, type, shape and middle
-    `_SAMPLE_BYTES`; a loaded model's checksum covers the rest.
+    They cover configuration, tokenizer and templates, and every tensor's name, type, shape and middle bytes.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in _parts(folder):

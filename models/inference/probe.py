@@ -1,17 +1,16 @@
 """Tests whether a model decodes ragged batches correctly. Worker thread only.
 
-A model may do anything with its layer caches. So rows of different lengths are decoded together, and each is compared
-with the same row decoded alone: the logits, and what every layer writes into its caches. There are rows before, at
-and beyond every length at which the model may change its behaviour: bounds of layer caches, windows that the model
-asks masks for, and numbers of its configuration named like a bound of attention.
+Rows of different lengths are decoded together, and each is compared with the same row alone: the logits, and what
+every layer writes into its caches. There are rows before, at and beyond every length at which the model may change:
+bounds of layer caches, windows that it asks masks for, and numbers of its configuration named like a bound of
+attention.
 
-Long rows are synthetic: keys and values are drawn from those of a few real tokens. Values at the borders, where a
-window ends or a chunk begins, are enlarged: a mask that is wrong by one token then shows. Recurrent state is varied.
+Long rows are synthetic, drawn from a few real tokens, with large values where a window ends or a chunk begins: a mask
+that is wrong by one token then shows.
 
-The same arithmetic in another order rounds differently. So each row is also evaluated alone as one chunk: the
-*spread* between that and token by token shows how much is rounding. Rounding may also change a discrete choice, such
-as of an expert; new random tokens change other choices, but a fault comes back at the same row, step and layer. Only
-faults that come back count. A model not proven correct in bounded time decodes its rows one after another.
+The *spread* between a row alone as one chunk and token by token shows how much difference is rounding. Rounding may
+change a discrete choice, such as of an expert; but only a fault comes back with new random tokens at the same row,
+step and layer. A model not proven correct in bounded time decodes its rows one after another.
 """
 
 import logging
@@ -44,7 +43,7 @@ def fill(
 ) -> None:
     """Fills fresh `caches` with a row of `num_tokens` tokens, like the few in `short`; deterministic for a seed.
 
-    `borders` are distances from the row's end. Raises NotRagged for an unknown class.
+    `borders` are distances from the row's end. Raises NotRagged.
     """
     gains = _gains(num_tokens, borders)
     for index, (cache, source) in enumerate(zip(leaves(caches), leaves(short), strict=True)):
@@ -146,7 +145,7 @@ def find_borders(model: Any, caches: Sequence[LayerCache], asked_windows: set[in
 
 
 def spy_on_masks(caches: Sequence[LayerCache]) -> set[int]:
-    """Returns a set that collects the windows for which a called model asks the masks of `caches`."""
+    """Returns a set that collects the windows for which a model asks the masks of `caches`."""
     windows: set[int] = set()
     for cache in leaves(caches):
         if hasattr(cache, "make_mask"):

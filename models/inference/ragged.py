@@ -2,14 +2,12 @@
 
 A model sees a batch of rows with one token each, so its linear layers run once. Two things differ per row:
 
-- *Span and window layers* (keys and values). A `RaggedLayer` stands in for the caches of all rows, passes each row's
-  keys and values to its own cache, and returns the caches' content as `Rows`, over which MLX's attention loops within
-  `ragged_attention()`. Nothing is padded, nothing is copied when a row joins or leaves.
-- *Recurrent state* (recurrent, convolution) has one size for all rows. It is merged as long as the same rows decode;
-  `RaggedBatch.extract` gives a row its part back.
+- *Span and window layers*: a `RaggedLayer` stands in for the caches of all rows, passes each row's keys and values to
+  its own cache, and returns the content as `Rows`, over which MLX's attention loops within `ragged_attention()`.
+  Nothing is padded, nothing is copied when a row joins or leaves.
+- *Recurrent state* has one size for all rows. It stays merged while the same rows decode.
 
-Knows no tokens, sampling or requests. A model that applies another operation to keys fails in its first call, because
-the shape of `Rows` fits none. The replaced attention acts on `Rows` alone, so other threads are unaffected.
+Knows no tokens, sampling or requests. Other threads' attention is unaffected.
 """
 
 import threading
@@ -42,8 +40,7 @@ mx.eval(_MISFIT)
 class Rows(mx.array):
     """One item per row where a model expects one array: keys, values, masks or scores of different lengths.
 
-    Its shape fits no operation, so an unexpected one fails. The few that models apply between cache and attention act
-    on each item.
+    Its shape fits no operation, so one that is not overridden here fails.
     """
 
     items: list[Any]
@@ -74,10 +71,10 @@ class QuantizedRow(NamedTuple):
 
 
 class RaggedLayer:
-    """Stands in for one span or window layer of all rows. Borrows the rows' caches.
+    """Stands in for one span or window layer of all rows, whose caches it borrows.
 
-    A fetched key is a slice of its cache's buffer, and a live slice would make the next in-place update copy the
-    whole buffer. So nothing here may store what `update_and_fetch` returns.
+    A live slice of a cache's buffer makes the next update copy the whole buffer. So nothing here may store what
+    `update_and_fetch` returns.
     """
 
     def __init__(self, caches: Sequence[LayerCache], offsets: "OffsetArrays") -> None:
@@ -130,10 +127,10 @@ class OffsetArrays:
 
 
 class RaggedBatch:
-    """The layer caches of several rows, joined into one list that a model accepts as the cache of a batch.
+    """The layer caches of several rows, borrowed and joined into the cache of a batch.
 
-    Borrows the rows' caches. From the first model call until `extract`, the rows' own recurrent state is outdated;
-    their span and window state never is.
+    From the first model call until `extract`, the rows' own recurrent state is outdated; span and window state never
+    is.
     """
 
     layers: list[LayerCache]

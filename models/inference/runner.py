@@ -45,10 +45,7 @@ from models.output.pieces import TokenLogprob
 
 @dataclass(eq=False)
 class StepLogprobs:
-    """The distributions of the rows of a step that requested log-probabilities, before anything changes sampling.
-
-    The arrays are lazy until they are evaluated with the step.
-    """
+    """The distributions of the rows of a step that requested log-probabilities; lazy until the step is evaluated."""
 
     places: dict[int, int]
     """Maps a row of the step to a row of the arrays."""
@@ -138,8 +135,8 @@ class Runner:
     mixes: bool
     """Whether rows with different adapters are evaluated in one call."""
     overlaps: bool
-    """Whether `start` returns while most of the step is still to be computed, as on a GPU. Else tokens that are not
-    read before `start` would be read a whole step late.
+    """Whether `start` returns while most of the step is still to be computed, as on a GPU. Else tokens must be read
+    before `start`.
     """
 
     def __init__(
@@ -186,7 +183,7 @@ class Runner:
     ) -> list[TokenLogprob]:
         """Evaluates tokens like `prefill`; returns the log-probability of each of `following` after its token.
 
-        Negative tokens stand for none. All logits are computed, `[num_tokens, vocab_size]` in float32.
+        Negative tokens stand for none. Computes all logits.
         """
         with selecting(self._adapters, adapter):
             logits = self._model(mx.array(tokens)[None], cache=caches)[0]
@@ -216,7 +213,7 @@ class Runner:
     ) -> DecodeRow:
         """Returns a row over `caches` that decodes from `next_token` on.
 
-        `prompt` and `generated`, the output before a replay, are the tokens that penalties look at.
+        Penalties look at `prompt` and `generated`, the output before a replay.
         """
         state = RowSampling(sampling, self._vocab_size, prompt=prompt, emitted=generated)
         return DecodeRow(caches, state, next_token, adapter)
@@ -224,7 +221,7 @@ class Runner:
     def force(self, row: DecodeRow, token: int, *, prompt: TokenIds = (), generated: TokenIds = ()) -> None:
         """Makes the next step feed `row` with `token` in place of the sampled token, which penalties forget.
 
-        `generated` is the output so far, including `token`.
+        `generated` is the output with `token`.
         """
         row.next_token = token
         if row.sampling.params.looks_back:
@@ -233,8 +230,8 @@ class Runner:
     def prepare(self, rows: Sequence[DecodeRow], previous: DecodeStep | None, *, samples: bool = True) -> DecodeStep:
         """Returns a step that evaluates one token for each row and samples the next; nothing is computed yet.
 
-        A row is fed its `next_token`, which is then cleared, else the token that `previous` samples for it. Without
-        `samples` the step waits for `sample`.
+        A row is fed its `next_token`, once, else the token that `previous` samples for it. Without `samples` the step
+        waits for `sample`.
         """
         tokens = _inputs(rows, previous)
         with self._dropping_merged_state_on_error():
@@ -270,10 +267,7 @@ class Runner:
             mx.clear_cache()
 
     def detach(self, row: DecodeRow) -> None:
-        """Takes a row out of the merged batch: `row.caches` then hold all of its state, evaluated, in own arrays.
-
-        The row may decode again, even after its caches were changed.
-        """
+        """Takes a row out of the merged batch: `row.caches` then hold all of its state, evaluated, in own arrays."""
         if row in self._joined_rows:
             index = self._joined_rows.index(row)
             self._extract(index)

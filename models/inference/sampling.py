@@ -1,13 +1,11 @@
 """Per-request sampling, vectorised over the rows of a decode step.
 
 The order: a grammar's mask, logit bias, bans and penalties (`penalties.py`), temperature, filters (top-n-sigma,
-top-k, top-p, min-p, typical-p, XTC), one draw. A filter takes log-probabilities up to a constant and returns them
-with -inf for dropped tokens. It keeps at least one token of each row, and all that tie with the last one kept. If no
-row uses a filter, its `of` returns None.
+top-k, top-p, min-p, typical-p, XTC), one draw. A filter takes log-probabilities up to a constant, and keeps at least
+one token of each row and all that tie with the last one kept.
 
 A draw adds Gumbel noise and takes the maximum (Maddison, Tarlow, Minka, "A* Sampling", 2014, section 2). The noise
-comes from the request's seed and the number of tokens drawn before, so it does not depend on which rows share the
-step, and a small rounding difference seldom changes the token.
+depends on the request's seed and the number of tokens drawn before, not on the rows that share the step.
 """
 
 import math
@@ -24,7 +22,7 @@ from models.inference.sampling_state import RowSampling, column
 from models.output.grammar import MaskWords
 
 ALL_MASS = 2.0
-"""A probability mass that is never reached: rounding must not drop the tail of a row that wants all of it."""
+"""A mass that is never reached: rounding must not drop the tail of a row that wants all of it."""
 
 
 class Filter(Protocol):

@@ -38,8 +38,8 @@ class SamplingParams:
     xtc_threshold: float = 0.1
     """From here on a token counts as likely for XTC, range [0, 1]."""
     seed: int | None = None
-    """The same seed gives the same noise in the same draw, however rows were batched. The tokens are the same as far
-    as the logits are, whose last bits may differ with a step's rows and a prompt's chunks.
+    """The same seed gives the same noise in the same draw, however rows were batched. Logits may still differ in
+    their last bits.
     """
     repetition_penalty: float = 1.0
     """Divides the positive and multiplies the negative logits of tokens in prompt or output, like Hugging Face's
@@ -49,8 +49,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Of output tokens only, like `presence_penalty`; range [-2, 2]."""
     repeat_last_n: int | None = None
-    """How many of the last tokens the three penalties look at, the prompt's too, as in llama.cpp; -1 is all, 0 turns
-    them off. None leaves each its own range.
+    """How many of the last tokens, the prompt's too, the three penalties look at; -1 is all, 0 turns them off. None
+    leaves each its own range.
     """
     dry_multiplier: float = 0.0
     """The DRY penalty on a token that would continue a repetition of `dry_allowed_length`, range [0, 100]."""

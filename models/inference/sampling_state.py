@@ -118,8 +118,8 @@ class RowSampling:
         prompt: TokenIds = (),
         emitted: TokenIds = (),
     ) -> None:
-        """`seed` is used if `params.seed` is None; with neither, it is random. With the tokens of `prompt` and those
-        `emitted`, a replayed sequence continues as without the break.
+        """Without `params.seed` and `seed`, the seed is random. A row that is replayed with `prompt` and the tokens
+        `emitted` continues as without the break.
         """
         chosen = params.seed if params.seed is not None else seed
         self.params = params

@@ -1,8 +1,8 @@
 """Tokens to text in whole characters: streamed, singly, and by search.
 
-Most tokenizers encode each token as bytes: byte-level ones by an alphabet of 256 letters, SentencePiece by plain text
-with a mark for a space and `<0xE2>` for a byte. Then a token needs no neighbours, and a UTF-8 decoder holds back
-incomplete characters. Other tokenizers decode the last tokens with and without the new one.
+Most tokenizers encode each token as bytes: by an alphabet of 256 letters, or by plain text with a mark for a space
+and `<0xE2>` for a byte. A UTF-8 decoder then holds back incomplete characters. Other tokenizers decode the last
+tokens with and without the new one.
 """
 
 import codecs

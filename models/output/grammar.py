@@ -1,7 +1,7 @@
 """What an output may be constrained to, and how it is followed token by token. Pure; compiled elsewhere.
 
-By its specification a JSON schema allows members besides `properties`, and a small model then invents members until
-it has no tokens left. So a schema that says nothing about other members forbids them here.
+A JSON schema allows members besides `properties`, and a small model invents them until it has no tokens left. So a
+schema that says nothing about other members forbids them here.
 """
 
 from collections.abc import Mapping

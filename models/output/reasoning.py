@@ -1,7 +1,7 @@
 """Separates thoughts from the answer: in the text as it streams, and by tokens in the engine. Pure.
 
-A thought begins an answer, or was begun by the prompt, and lasts to its end marker or the end of the output. White
-space around the markers belongs to neither thought nor answer. A marker elsewhere is text.
+A thought begins an answer or is begun by the prompt, and lasts to its end marker. White space around markers is
+dropped; a marker elsewhere is text.
 """
 
 from collections.abc import Container
@@ -167,9 +167,8 @@ class ReasoningParser:
 
 
 class ThoughtWatch:
-    """Counts the tokens of one answer's thought, and closes it at the limit.
-
-    Takes every token of the output in order. Markers are not counted, nor tokens that `forced` inserted.
+    """Counts the tokens of one answer's thought, without markers, and closes it at the limit. Takes every token in
+    order.
     """
 
     def __init__(self, thinking: Thinking) -> None:

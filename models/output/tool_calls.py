@@ -1,8 +1,8 @@
 """Tool calls between markers: found while the text streams, parsed once complete, left as text if malformed. Pure.
 
-Arguments in JSON are passed on as soon as they are certain to be valid so far. At the end of a call the format's
-parser, mlx-lm's for most models, reads all of it; its result must have a name and the JSON text of an object. White
-space before calls, and at the end of an answer with calls, is dropped; around a malformed call it stays.
+Arguments in JSON are passed on once they are certain to be valid so far. At the end of a call the format's parser,
+mlx-lm's for most models, reads all of it. White space before calls, and at the end of an answer with calls, is
+dropped; around a malformed call it stays.
 """
 
 import json

@@ -1,12 +1,9 @@
 """Where a tokenizer first cuts a text: at its added tokens (such as `<|im_start|>`). Pure.
 
-The `tokenizers` library finds added tokens that are not normalized in the raw text, leftmost and longest first, with
-the white space that they strip. A *border* is an added token that is found, with the same range, in any surroundings:
-texts between borders are tokenized alike together and apart. Other added tokens stay inside the pieces:
-
-* a normalized token is searched for after the others;
-* a token that must be a single word depends on its neighbours, and so does a border next to it;
-* white space at the edge of a token can be taken by a neighbour that strips.
+The library finds added tokens in the raw text, leftmost and longest first, with the white space that they strip. A
+*border* is found in any surroundings, so texts between borders are tokenized alike together and apart. Left inside
+the pieces are normalized tokens, which are searched for later, single words, which depend on their neighbours, and
+tokens whose white space a neighbour may strip.
 """
 
 import re
@@ -44,9 +41,9 @@ class Borders:
     """The borders of one tokenizer. Any thread."""
 
     def __init__(self, added: "Mapping[int, AddedToken]", template: str = "") -> None:
-        """`added` maps ids to tokens. Borders are the special ones and those in `template`, if there are any.
+        """Borders are the special ones of `added`, by id, and those in `template`, if there are any.
 
-        Some tokenizers add thousands of tokens that are common in code; cutting there would gain nothing.
+        Some tokenizers add thousands of tokens that are common in code; cutting there gains nothing.
         """
         raw = {number: token for number, token in added.items() if not token.normalized and token.content}
         exact = _exact(raw)
@@ -58,7 +55,7 @@ class Borders:
         self._pattern = re.compile(_any_of(_entangled(self._borders, texts)))
         self.token_ids = frozenset(marks)
         self.opener = self._choose_opener(texts)
-        """A border that is found before any piece, and leaves the rest of the piece unchanged."""
+        """A border found before any piece, which leaves the rest of the piece unchanged."""
 
     def __bool__(self) -> bool:
         return bool(self._borders)
@@ -77,7 +74,7 @@ class Borders:
         return None
 
     def cut(self, text: str) -> list[Cut]:
-        """Returns the ranges of `text`: borders, with the white space they strip, and the text between."""
+        """Returns the ranges of `text`: borders with the white space they strip, and the text between."""
         cuts, position = list[Cut](), 0
         for match in self._pattern.finditer(text):
             border = self._borders.get(match[0])

@@ -1,9 +1,8 @@
 """Text to tokens: a model's own chat template, and where in its output a later prompt may branch off.
 
-Places worth restoring to are found with the template as a black box: the conversation is rendered again with one
-thing changed, and a later request can share the common part of both texts. A character boundary becomes the last
-token edge at or before it, preferably next to an added token (such as `<|im_start|>`), where the edge holds whatever
-text follows. Knows neither HTTP nor MLX. For any thread.
+The template is a black box: the conversation is rendered again with one thing changed, and a later request can share
+the common part of both texts. A character boundary becomes the last token edge at or before it, best next to an added
+token, where the edge holds whatever follows. Knows neither HTTP nor MLX. For any thread.
 """
 
 import copy
@@ -28,7 +27,7 @@ from models.texts import shared_length, well_formed
 
 Message: TypeAlias = Mapping[str, Any]
 """`role`, `content` (text, None, or a list of text parts), and other fields for the template. `cache_control` in a
-part or a message asks that the prompt be restorable at its end.
+part or a message asks for a restore point at its end.
 """
 
 RESERVED_TEMPLATE_ARGUMENTS = frozenset(
@@ -58,10 +57,10 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
         "unk_token",
     ]
 )
-"""Names that a request may not pass to the template: they would replace it or its input."""
+"""Names that would replace the template or its input."""
 
 MAX_EDGE_DISTANCE = 16
-"""The most tokens given up to move a restore point to an edge that holds whatever follows."""
+"""The most tokens given up for an edge that holds whatever follows."""
 
 _MAX_ADDED_TOKENS = 70_000
 """Speech models have 65 536 more tokens; above this, no text is cut at added tokens."""
@@ -99,7 +98,7 @@ class ChatRenderer:
     """Renders conversations for one model. Remembers pieces of text and replies."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
-        """Borrows a Hugging Face tokenizer or mlx-lm's wrapper. Refuses a text of more than `max_tokens`."""
+        """Borrows a Hugging Face tokenizer or mlx-lm's wrapper; a text has at most `max_tokens`."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -130,8 +129,8 @@ class ChatRenderer:
     ) -> RenderedPrompt:
         """Returns the prompt for the next assistant message, with replies as they were generated for `namespace`.
 
-        If it `continues`, the last message is the assistant's, and the prompt ends after its text, or its thoughts
-        without text. Raises ChatTemplateError, PromptTooLong and Abandoned.
+        If it `continues`, the last message is the assistant's, and the prompt ends after its text or thoughts. Raises
+        ChatTemplateError, PromptTooLong and Abandoned.
         """
         adaptation = self._adaptation(with_tools=bool(tools))
         conversation = _Conversation(
@@ -170,17 +169,14 @@ class ChatRenderer:
         return found
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Records that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token.
-
-        A later conversation with the reply gets these ids, whose state is cached.
-        """
+        """Records that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token."""
         if self._pieces is not None and prompt.tail is not None:
             self._pieces.remember_reply(prompt.tail, reply, reply_ids)
 
     def encode(self, text: str) -> RenderedPrompt:
         """Returns the tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
 
-        The restore point is before the last token, which may merge with later text.
+        Its restore point is before the last token, which may merge with later text.
         """
         bos, eos = self._tokenizer.bos_token, self._tokenizer.eos_token
         add_special = not (bos and text.startswith(bos))
@@ -195,7 +191,7 @@ class ChatRenderer:
     ) -> list[int]:
         """Returns the tokens of a text of any length; raises Abandoned, and PromptTooLong above `max_tokens`.
 
-        `add_special` adds the tokens around a prompt. Without `parse_special`, names of special tokens are text.
+        Without `parse_special`, names of special tokens are text.
         """
         frame = self._frame if add_special else ([], [])
         if frame is None:

@@ -1,9 +1,8 @@
 """Changes conversations that a model's template would refuse, or drop a part of, into a shape that it shows whole.
 Pure.
 
-For each shape that some templates do not accept, a sample is rendered unchanged and changed. Only if the template
-refuses or drops the first and shows the second are conversations of that shape changed. So the result for a message
-hardly ever depends on later ones: a growing conversation keeps its prompt's beginning. Changes nothing in place.
+A sample of each shape is rendered unchanged and changed. Only if the template shows just the second are conversations
+of that shape changed. A message's result hardly ever depends on later ones: a prompt keeps its beginning.
 """
 
 import hashlib
@@ -156,7 +155,7 @@ def one_leading_system(messages: Sequence[Message]) -> list[Message]:
 def late_system_in_words(messages: Sequence[Message]) -> list[Message]:
     """For templates without later system messages: the user says the text, in the same place.
 
-    That is at the end of the user's or tool's message before it, else at the start of the user's next message.
+    That is the end of the message before it, or the start of the user's next one.
     """
     count = num_leading_system(messages)
     result: list[Message] = list(messages[:count])
@@ -260,7 +259,7 @@ class Adaptation:
 
 
 def adaptation_for(apply: Apply, *, with_tools: bool) -> Adaptation:
-    """Returns the changes for a template, with or without tools: many have a part for each."""
+    """Returns the changes for a template, with or without tools."""
     tools = [_TOOL] if with_tools else None
     return Adaptation(tuple(shape for shape in SHAPES if shape.must_change(apply, tools)))
 
@@ -353,7 +352,7 @@ SHAPES: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Outline:
-    """Where each message begins in one prompt, in tokens; empty if the prompt is no conversation."""
+    """Where each message begins in one prompt, in tokens; empty for no conversation."""
 
     starts: tuple[int, ...] = ()
     """Ascending; text before the first message belongs to the template."""

@@ -1,15 +1,10 @@
 """The sandbox that chat templates are rendered in: transformers' own, which keeps them from Python, and bounds on it.
 
-Anyone may have made a model's template. transformers renders it in Jinja's immutable sandbox, where it reaches no
-attribute that begins with `_` and no file. Two things are changed for all templates of a process.
-
-*Own lists.* Some templates gather what they show in a list, which the sandbox forbids. Here they may: transformers
-copies messages, tools and arguments for every rendering, so all that a template reaches is its own.
-
-*Bounds.* Each turn of a loop, call and filter costs steps, of which a rendering has `MAX_STEPS`; what would be too
-long is refused before it is made (`template_sizes`); nothing is evaluated while a template is compiled; a rendering
-that nobody waits for ends. What goes through a whole value at once cannot be stopped, so the value is weighed first,
-unless the operation is known to look at no member.
+Two things of Jinja's immutable sandbox are changed for all templates of a process. A template may gather what it
+shows in a list, since transformers copies all that it can reach. And each turn of a loop, call and filter costs
+steps, of which a rendering has `MAX_STEPS`; what would be too long is refused before it is made (`template_sizes`).
+What goes through a whole value at once cannot be stopped, so the value is weighed first, unless the operation is
+known to look at no member.
 """
 
 import operator
@@ -35,7 +30,7 @@ from models.prompt.tokenize import stop_if_abandoned
 MAX_OWN_ITEMS: Final = 100_000
 """The length of the longest range that the sandbox makes."""
 MAX_STEPS: Final = 3_000_000
-"""Limit of one rendering: about ten seconds. 4 000 messages take a sixth of it."""
+"""Limit of one rendering: about ten seconds, six times what 4 000 messages take."""
 MAX_SAMPLE_STEPS: Final = 20_000
 """Limit of rendering a few short messages."""
 _STEPS_PER_LOOK: Final = 4096

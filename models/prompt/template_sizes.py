@@ -1,7 +1,7 @@
 """Sizes of what a chat template computes: results that would be too long are refused before they are made. Pure.
 
-Comparing, printing or sorting a value traverses all of it, holds Python's lock and cannot be interrupted, so it is
-refused if it would take long. `weigh` counts a part as often as it occurs. All raise jinja2's SecurityError.
+Comparing, printing or sorting a value cannot be interrupted and holds Python's lock, so it is refused if it would
+take long. All raise jinja2's SecurityError.
 """
 
 import re
@@ -23,9 +23,9 @@ MAX_CHARACTERS: Final = 1 << 26
 """Limit of one text; a prompt is shorter, since request bodies are."""
 MAX_ITEMS: Final = 1_000_000
 MAX_WORKED_ITEMS: Final = 250_000
-"""Limit of all items that one function traverses; 4 000 messages have a fifth of them."""
+"""Limit of all items that one function traverses."""
 MAX_WORKED_CHARACTERS: Final = 1 << 22
-"""Limit of all texts in one function, if it does more than search or copy them."""
+"""Limit of all texts in one function that does more than search or copy them."""
 MAX_INTEGER_BITS: Final = 4096
 MAX_WIDTH: Final = 100_000
 """The widest padding of a text."""
@@ -243,7 +243,7 @@ def check_test(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Wei
 
 
 def check_format(text: str, *values: Any) -> None:
-    """Refuses a text for `str.format` that makes a long one, or sets a width from a value."""
+    """Refuses a text for `str.format` with a long result, or a width from a value."""
     _check_fields(text.count("{"), 0, values)
     specs = _FORMAT_SPEC.findall(text)
     bound(sum(brace == "{" for _, brace in specs), 0)
@@ -251,7 +251,7 @@ def check_format(text: str, *values: Any) -> None:
 
 
 def check_percent(text: str, *values: Any) -> None:
-    """Refuses a text for `%` that makes a long one, or sets a width from a value."""
+    """Refuses a text for `%` with a long result, or a width from a value."""
     _check_fields(text.count("%"), 0, values)
     bound(len(_TOLD_WIDTH.findall(text)), 0)
     _check_fields(text.count("%"), _widest(map(" ".join, _PERCENT_FIELD.findall(text))), values)

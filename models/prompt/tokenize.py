@@ -1,13 +1,10 @@
 """Tokenizes long prompts piece by piece, and returns generated text as the tokens it was generated as.
 
-A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text and tokenizes the pieces between. Each
-piece is tokenized once and remembered, so the next turn costs only its new pieces. Text does not determine tokens
-("Par" "is" or "Paris"), so a generated reply's ids are remembered for its place: after the same text, the prompt goes
-on with exactly the tokens whose state is cached. A piece that is not the first is tokenized after a border, since
-some tokenizers treat the first one differently.
+A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text. Each piece between them is tokenized
+once and remembered, after a border unless it is the first. Text does not determine tokens ("Par" "is" or "Paris"), so
+a reply's ids are remembered for its place: after the same text, a prompt has the tokens whose state is cached.
 
-Long work asks between its parts whether anybody waits (`abandoned_when`, a context variable, as it crosses unrelated
-layers). Namespaces remember apart. Knows no templates and no requests. Any thread; the memory is bounded and locked.
+Long work asks between its parts whether anybody waits (`abandoned_when`). Namespaces remember apart. Any thread.
 """
 
 import hashlib
@@ -32,9 +29,9 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 SEGMENT_CHARACTERS = 16_384
-"""The least length of a part, which ends at the next place that allows it; at a word's start, the most."""
+"""The least length of a part, but the most for one that ends at a word's start."""
 MAX_CHARACTERS = 32_768
-"""The most characters of a part: more may take minutes, and searching them holds Python's lock."""
+"""The most characters of a part: more may take minutes and hold Python's lock."""
 _AHEAD_CHARACTERS = 256
 """Words at the end of a text are not searched for: later text may change them."""
 _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
@@ -73,14 +70,12 @@ class TextPart:
 class TextCutter:
     """The cut places of one tokenizer, each tried on samples. Any thread.
 
-    The library holds Python's lock while it returns results, and a long encoding cannot be interrupted. So a long
-    text is cut before a word or a bracket after a line break, and before a space between two words, where no token
-    reaches across. A later part is tokenized after a few characters that end like the part before it, since many
-    tokenizers put a space at the beginning; their tokens are left out.
+    The library holds Python's lock while it returns results. So a long text is cut before a word or a bracket after a
+    line break, and before a space between two words, where no token reaches across. Later parts are tokenized after a
+    few characters that end like the part before, whose tokens are left out.
 
-    A text without such places (JSON in one line) is cut where the tokenizer's own words begin: most tokenizers first
-    cut a text into words from left to right, so the words of a part are those of the whole, except the last ones.
-    Else it is cut anywhere after `MAX_CHARACTERS`, before white space if there is any; a token there may differ.
+    A text without such places (JSON in one line) is cut where the tokenizer's own words begin, which do not depend on
+    later text, but for the last ones. Else it is cut after `MAX_CHARACTERS`, where a token may differ.
     """
 
     def __init__(
@@ -88,9 +83,8 @@ class TextCutter:
         places: Mapping[CutPlace, int] | None = None,
         word_starts: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        """`places` holds the number of tokens of each context; without any, a text is cut only if it must be.
-
-        `word_starts` returns, ascending, where words begin with no white space beside them.
+        """`places` holds the number of tokens of each context; `word_starts` returns, ascending, where words
+        begin.
         """
         self._places = places or {}
         self._word_starts = word_starts
@@ -130,10 +124,7 @@ def tried_cutter(
     encode_inner: Callable[[str], Sequence[int]],
     word_starts: Callable[[str], Sequence[int]],
 ) -> TextCutter:
-    """Returns the cutter of a tokenizer; raises what `encode` raises.
-
-    `vocabulary` maps the tokens in their spelling; `encode_inner` returns the ids of a text inside another.
-    """
+    """Returns the cutter of a tokenizer. `encode_inner` returns the ids of a text inside another."""
     spelled = "\0".join(vocabulary)
     holding = [place for place in PLACES if not place.crossing.search(spelled) and _holds(place, encode)]
     do_words_hold = _words_hold(encode, encode_inner, word_starts)
@@ -194,7 +185,7 @@ _is_abandoned: ContextVar[Callable[[], bool]] = ContextVar("is_abandoned")
 
 @contextmanager
 def abandoned_when(is_abandoned: Callable[[], bool]) -> Iterator[None]:
-    """Makes `stop_if_abandoned` in the block ask `is_abandoned`, which is quick and for any thread."""
+    """Makes `stop_if_abandoned` in the block ask `is_abandoned`, on any thread."""
     token = _is_abandoned.set(is_abandoned)
     try:
         yield
@@ -235,7 +226,7 @@ _Digest: TypeAlias = "hashlib.blake2b"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Piece:
-    """Token ids of a piece of text, and for each an upper bound of the character offset where it ends."""
+    """Token ids of a piece of text, and for each an upper bound of where it ends, in characters."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int32]
@@ -247,7 +238,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Tail:
-    """The end of a tokenized text, from its last border on: the context of a reply."""
+    """The end of a tokenized text from its last border on."""
 
     start: int
     text: str
@@ -273,7 +264,7 @@ class Pieces:
     ) -> None:
         """Borrows `backend`; `added` holds its added tokens by id.
 
-        Unless it is cut `at_borders`, a text is one piece, and nothing is remembered: for tokenizers that do not fit.
+        Unless it is cut `at_borders`, a text is one piece, and nothing is remembered.
         """
         self._backend = backend
         self._borders = Borders(added if at_borders else {}, template)
@@ -285,7 +276,7 @@ class Pieces:
         self._lock = threading.Lock()
 
     def fits(self) -> bool:
-        """Whether the tokenizer cuts as assumed here, tried with each border before, between and after texts."""
+        """Whether the tokenizer cuts as assumed here, tried with each border."""
         texts, mark = self._borders.texts, self._borders.opener
         if mark is None:
             return False
@@ -299,9 +290,9 @@ class Pieces:
             return False
 
     def tokenize(self, text: str, namespace: str | None = "", max_tokens: int | None = None) -> Tokenized:
-        """Returns the token ids of `text` and where each ends, from remembered pieces if possible.
+        """Returns the token ids of `text`; raises Abandoned, and PromptTooLong above `max_tokens`.
 
-        Without a namespace nothing is remembered. Raises Abandoned, and PromptTooLong above `max_tokens`.
+        Without a namespace nothing is recalled or remembered.
         """
         digest, tail_start, tail_digest = _digest_of(namespace or ""), 0, _digest_of(namespace or "")
         cuts, parts, tail_part, count = self._borders.cut(text), list[Piece](), 0, _Count(max_tokens)
@@ -318,7 +309,7 @@ class Pieces:
     def remember_reply(self, tail: Tail, reply: str, reply_ids: Sequence[int]) -> None:
         """Remembers that `reply`, generated after the text of `tail`, was `reply_ids`, without the end of turn.
 
-        Nothing is remembered if the added tokens in text and ids disagree. Costs no tokenization.
+        Nothing is remembered if the added tokens in text and ids disagree.
         """
         if not self._borders:
             return
@@ -429,10 +420,7 @@ class _Count:
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool = False) -> Any:
-    """Returns the library's encoding of `text`; other threads run meanwhile, as for any batch.
-
-    Raises TokenizerFailed if the library fails, as on some added tokens of white space.
-    """
+    """Returns the library's encoding of `text`; other threads run meanwhile. Raises TokenizerFailed."""
     try:
         return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
     except BaseException as error:  # a panic of the library is no Exception, and would end the thread
@@ -445,7 +433,7 @@ def token_ends(encoding: Any, text_length: int) -> NDArray[np.int64]:
     """Returns an upper bound for where each token of an encoding ends, ascending.
 
     Byte-level tokenizers may trim white space from offsets, so a token can end later than stated, but never after the
-    start of the next; halves of one character report the same range.
+    start of the next.
     """
     num_tokens = len(encoding)
     if num_tokens > _MANY_TOKENS:

@@ -1,7 +1,7 @@
 """Definitions of tools that a conversation learns of after its beginning, as the model's template writes them.
 
-A tool that is loaded later is written where it is loaded, in the form of the tools at the head of a prompt, so that
-nothing before it changes: it is the text that the template adds to a prompt with one tool for a second one.
+The definition of a tool that is loaded later is the text that the template adds to a prompt with one tool for a
+second one. It is written where the tool is loaded, so that nothing before it changes.
 """
 
 import json
@@ -38,10 +38,9 @@ class ToolDefinitions:
         self._num_kept = 0
 
     def block(self, names: Sequence[str], tools: Mapping[str, Tool], place: Hashable) -> str:
-        """Returns the definitions of the named tools as one block.
+        """Returns the definitions of the named tools as one block, which the conversation at `place` keeps.
 
-        The conversation at `place` keeps the wording that it saw first, even if the tools change. A name without a
-        tool is declared unavailable; such a block is not kept, for the tool may come back.
+        A name without a tool is declared unavailable; such a block is not kept, for the tool may come back.
         """
         key = (place, tuple(names))
         with self._lock:
