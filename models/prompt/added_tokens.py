@@ -2,7 +2,7 @@
 
 The library finds added tokens in the raw text, leftmost and longest first, with the white space that they strip. A
 *border* is found in any surroundings, so texts between borders are tokenized alike together and apart. Left inside
-the pieces are normalized tokens, which are searched for later, single words, which depend on their neighbours, and
+the parts are normalized tokens, which are searched for later, single words, which depend on their neighbours, and
 tokens whose white space a neighbour may strip.
 """
 
@@ -55,7 +55,7 @@ class Borders:
         self._pattern = re.compile(_any_of(_entangled(self._borders, texts)))
         self.token_ids = frozenset(marks)
         self.opener = self._choose_opener(texts)
-        """A border found before any piece, which leaves the rest of the piece unchanged."""
+        """A border found before any part, which leaves the rest of the part unchanged."""
 
     def __bool__(self) -> bool:
         return bool(self._borders)
@@ -68,7 +68,7 @@ class Borders:
         all_strip = all(border.rstrip for border in self._borders.values())
         for text, border in self._borders.items():
             goes_on = any(other != text and other.startswith(text) for other in texts)
-            # If all include the white space after them, no piece after a border begins with any.
+            # If all include the white space after them, no part after a border begins with any.
             if not goes_on and (all_strip or not border.rstrip):
                 return text
         return None

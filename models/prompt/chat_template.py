@@ -21,7 +21,7 @@ from cache.snapshots import RestorePoint, RestorePointKind
 from models.errors import FOREIGN_FAULTS, ModelError, PromptTooLong
 from models.prompt.shapes import NO_OUTLINE, Adaptation, Outline, Tools, adaptation_for, num_leading_system
 from models.prompt.template_sandbox import MAX_SAMPLE_STEPS, MAX_STEPS, bounded_steps
-from models.prompt.tokenize import Pieces, Tail, TextCutter, encode, stop_if_abandoned
+from models.prompt.tokenize import PromptParts, Tail, TextCutter, encode, stop_if_abandoned
 from models.prompt.tool_definitions import Tool, ToolDefinitions
 from models.texts import shared_length, well_formed
 
@@ -95,7 +95,7 @@ class RenderedPrompt:
 
 
 class ChatRenderer:
-    """Renders conversations for one model. Remembers pieces of text and replies."""
+    """Renders conversations for one model. Remembers parts of text and replies."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
         """Borrows a Hugging Face tokenizer or mlx-lm's wrapper; a text has at most `max_tokens`."""
@@ -108,7 +108,7 @@ class ChatRenderer:
             self._backend.no_padding()
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added_ids = np.array(sorted(added), dtype=np.int32)
-        self._pieces = _pieces_of(self._backend, added, str(getattr(tokenizer, "chat_template", None) or ""))
+        self._parts = _parts_of(self._backend, added, str(getattr(tokenizer, "chat_template", None) or ""))
         self._adaptations: dict[bool, Adaptation] = {}
         self._definitions = ToolDefinitions(self._prompt_with_tools)
 
@@ -170,8 +170,8 @@ class ChatRenderer:
 
     def remember_reply(self, prompt: RenderedPrompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Records that `reply` was generated after `prompt` as `reply_ids`, without its end-of-turn token."""
-        if self._pieces is not None and prompt.tail is not None:
-            self._pieces.remember_reply(prompt.tail, reply, reply_ids)
+        if self._parts is not None and prompt.tail is not None:
+            self._parts.remember_reply(prompt.tail, reply, reply_ids)
 
     def encode(self, text: str) -> RenderedPrompt:
         """Returns the tokens of a plain prompt, with the model's first token, if any; raises PromptTooLong.
@@ -196,25 +196,25 @@ class ChatRenderer:
         frame = self._frame if add_special else ([], [])
         if frame is None:
             return self._encode_plain(text, add_special_tokens=True, parse_special=parse_special)
-        pieces = self._pieces if parse_special else self._plain_pieces
-        if pieces is None:
+        parts = self._parts if parse_special else self._plain_parts
+        if parts is None:
             ids = self._encode_plain(text, add_special_tokens=False, parse_special=parse_special)
             return [*frame[0], *ids, *frame[1]]
         try:
-            return [*frame[0], *pieces.tokenize(text, None, max_tokens).ids.tolist(), *frame[1]]
+            return [*frame[0], *parts.tokenize(text, None, max_tokens).ids.tolist(), *frame[1]]
         except PromptTooLong as error:
             error.param = "prompt"
             raise
 
     @cached_property
-    def _plain_pieces(self) -> Pieces | None:
+    def _plain_parts(self) -> PromptParts | None:
         """Tokenization that reads special tokens as text."""
         if self._backend is None:
             return None
         plain = copy.copy(self._backend)
         plain.encode_special_tokens = True
         added = {number: token for number, token in self._tokenizer.added_tokens_decoder.items() if not token.special}
-        return Pieces(plain, added, at_borders=False)
+        return PromptParts(plain, added, at_borders=False)
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]] | None:
@@ -226,12 +226,12 @@ class ChatRenderer:
         return None
 
     def _encode_plain(self, text: str, *, add_special_tokens: bool, parse_special: bool = True) -> list[int]:
-        """Returns the tokens of a text by the tokenizer itself, each part with special tokens."""
+        """Returns the tokens of a text by the tokenizer itself, each slice with special tokens."""
         options = {} if parse_special else {"split_special_tokens": True}
         ids = list[int]()
-        for part in TextCutter().cut(text):
+        for text_slice in TextCutter().cut(text):
             stop_if_abandoned()
-            some = text[part.start : part.stop]
+            some = text[text_slice.start : text_slice.stop]
             if self._backend is None:
                 ids += self._tokenizer.encode(some, add_special_tokens=add_special_tokens, **options)
             else:
@@ -240,8 +240,8 @@ class ChatRenderer:
 
     def _tokenized(self, text: str, namespace: str) -> tuple[NDArray[np.int32], Tail | None, Callable[[int], int]]:
         """Returns ids, the context of a reply, and how many tokens end at or before a character offset."""
-        if self._pieces is not None:
-            found = self._pieces.tokenize(text, namespace, self._max_tokens)
+        if self._parts is not None:
+            found = self._parts.tokenize(text, namespace, self._max_tokens)
             return found.ids, found.tail, lambda boundary: int(np.searchsorted(found.ends, boundary, side="right"))
         # A tokenizer without offsets tokenizes the start of the text again.
         encode_plain = partial(self._encode_plain, add_special_tokens=False)
@@ -413,18 +413,18 @@ class _Edges:
         return bool(self._is_added[max(offset - 1, 0) : offset + 1].any())
 
 
-def _pieces_of(backend: Any, added: Mapping[int, Any], template: str) -> Pieces | None:
-    """Returns pieces, cut at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
+def _parts_of(backend: Any, added: Mapping[int, Any], template: str) -> PromptParts | None:
+    """Returns parts, cut at borders if the tokenizer proves to cut there; None for a slow tokenizer."""
     if backend is None:
         return None
     lengths = [len(token.content) for token in added.values()]
     if len(lengths) <= _MAX_ADDED_TOKENS and sum(n * n for n in lengths) <= _MAX_ADDED_SQUARES:
         # If each of many added tokens begins with another one, the search goes too deep.
         with suppress(RecursionError):
-            pieces = Pieces(backend, added, template)
-            if pieces.fits():
-                return pieces
-    return Pieces(backend, added, at_borders=False)
+            parts = PromptParts(backend, added, template)
+            if parts.fits():
+                return parts
+    return PromptParts(backend, added, at_borders=False)
 
 
 def _flatten(messages: Sequence[Message]) -> tuple[list[Message], list[tuple[int, int]]]:

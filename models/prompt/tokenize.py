@@ -1,6 +1,6 @@
-"""Tokenizes long prompts piece by piece, and returns generated text as the tokens it was generated as.
+"""Tokenizes long prompts part by part, and returns generated text as the tokens it was generated as.
 
-A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text. Each piece between them is tokenized
+A tokenizer first cuts its added tokens (such as `<|im_start|>`) out of a text. Each part between them is tokenized
 once and remembered, after a border unless it is the first. Text does not determine tokens ("Par" "is" or "Paris"), so
 a reply's ids are remembered for its place: after the same text, a prompt has the tokens whose state is cached.
 
@@ -28,10 +28,10 @@ from models.prompt.added_tokens import Borders, Cut
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
-SEGMENT_CHARACTERS = 16_384
-"""The least length of a part, but the most for one that ends at a word's start."""
+SLICE_CHARACTERS = 16_384
+"""The least length of a slice, but the most for one that ends at a word's start."""
 MAX_CHARACTERS = 32_768
-"""The most characters of a part: more may take minutes and hold Python's lock."""
+"""The most characters of a slice: more may take minutes and hold Python's lock."""
 _AHEAD_CHARACTERS = 256
 """Words at the end of a text are not searched for: later text may change them."""
 _TO_LAST_SPACE = re.compile(r"(?s:.*\S)(?=\s)")
@@ -45,7 +45,7 @@ class CutPlace:
     num_before: int
     """Characters of the match before the cut."""
     context: str
-    """The text before which a part after the cut is tokenized."""
+    """The text before which a slice after the cut is tokenized."""
     crossing: "re.Pattern[str]"
     """Matches tokens of the vocabulary that reach across the cut."""
 
@@ -57,7 +57,7 @@ PLACES = (AFTER_LINE, BEFORE_BRACKET, BEFORE_SPACE)
 
 
 @dataclass(frozen=True, slots=True)
-class TextPart:
+class TextSlice:
     """The range `[start, stop)` of a text, and the context to tokenize it after."""
 
     start: int
@@ -71,8 +71,8 @@ class TextCutter:
     """The cut places of one tokenizer, each tried on samples. Any thread.
 
     The library holds Python's lock while it returns results. So a long text is cut before a word or a bracket after a
-    line break, and before a space between two words, where no token reaches across. Later parts are tokenized after a
-    few characters that end like the part before, whose tokens are left out.
+    line break, and before a space between two words, where no token reaches across. Later slices are tokenized after
+    a few characters that end like the slice before, whose tokens are left out.
 
     A text without such places (JSON in one line) is cut where the tokenizer's own words begin, which do not depend on
     later text, but for the last ones. Else it is cut after `MAX_CHARACTERS`, where a token may differ.
@@ -89,27 +89,27 @@ class TextCutter:
         self._places = places or {}
         self._word_starts = word_starts
 
-    def cut(self, text: str) -> Iterator[TextPart]:
-        """Yields the parts of `text` in order."""
+    def cut(self, text: str) -> Iterator[TextSlice]:
+        """Yields the slices of `text` in order."""
         start, context, num_context = 0, "", 0
-        while len(text) - start > SEGMENT_CHARACTERS:
+        while len(text) - start > SLICE_CHARACTERS:
             found = self._next_cut(text, start)
             if found is None:
                 break
-            yield TextPart(start, found[0], context, num_context)
+            yield TextSlice(start, found[0], context, num_context)
             start, context, num_context = found
-        yield TextPart(start, len(text), context, num_context)
+        yield TextSlice(start, len(text), context, num_context)
 
     def _next_cut(self, text: str, start: int) -> tuple[int, str, int] | None:
-        """Returns where a part ends, and the next one's context with its tokens; None for the last part."""
-        least, most = start + SEGMENT_CHARACTERS, start + MAX_CHARACTERS
+        """Returns where a slice ends, and the next one's context with its tokens; None for the last slice."""
+        least, most = start + SLICE_CHARACTERS, start + MAX_CHARACTERS
         matches = ((place, count, place.pattern.search(text, least, most)) for place, count in self._places.items())
         found = [(match.start() + place.num_before, place.context, n) for place, n, match in matches if match]
         if found:
             return min(found)
         if self._word_starts is not None:
             words = self._word_starts(text[start : least + _AHEAD_CHARACTERS])
-            stop = max((word for word in words if word <= SEGMENT_CHARACTERS), default=0)
+            stop = max((word for word in words if word <= SLICE_CHARACTERS), default=0)
             if stop:
                 return start + stop, "", 0
         if len(text) <= most:
@@ -201,9 +201,9 @@ def stop_if_abandoned() -> None:
 
 
 MAX_REMEMBERED_BYTES = 64 << 20
-"""The most memory for one model's pieces and replies."""
-PIECE_BYTES = 560
-"""Memory of a remembered piece besides its numbers."""
+"""The most memory for one model's parts and replies."""
+PART_BYTES = 560
+"""Memory of a remembered part besides its numbers."""
 
 _KEY_BYTES = 16
 _MANY_TOKENS = 50_000
@@ -225,15 +225,15 @@ _Digest: TypeAlias = "hashlib.blake2b"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Piece:
-    """Token ids of a piece of text, and for each an upper bound of where it ends, in characters."""
+class PromptPart:
+    """Token ids of a part of text, and for each an upper bound of where it ends, in characters."""
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int32]
 
     @property
     def num_bytes(self) -> int:
-        return self.ids.nbytes + self.ends.nbytes + PIECE_BYTES
+        return self.ids.nbytes + self.ends.nbytes + PART_BYTES
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -256,22 +256,22 @@ class Tokenized:
     tail: Tail
 
 
-class Pieces:
-    """Piecewise tokenization by one fast tokenizer (of the `tokenizers` library), with a memory."""
+class PromptParts:
+    """Tokenization part by part by one fast tokenizer (of the `tokenizers` library), with a memory."""
 
     def __init__(
         self, backend: Any, added: "Mapping[int, AddedToken]", template: str = "", *, at_borders: bool = True
     ) -> None:
         """Borrows `backend`; `added` holds its added tokens by id.
 
-        Unless it is cut `at_borders`, a text is one piece, and nothing is remembered.
+        Unless it is cut `at_borders`, a text is one part, and nothing is remembered.
         """
         self._backend = backend
         self._borders = Borders(added if at_borders else {}, template)
         opener = self._borders.opener
         self._opener, self._num_opener = (opener, 1) if opener else ("", 0)
-        self._segments = self._choose_segments(added)
-        self._memory: OrderedDict[bytes, Piece] = OrderedDict()
+        self._cutter = self._choose_cutter(added)
+        self._memory: OrderedDict[bytes, PromptPart] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -295,7 +295,7 @@ class Pieces:
         Without a namespace nothing is recalled or remembered.
         """
         digest, tail_start, tail_digest = _digest_of(namespace or ""), 0, _digest_of(namespace or "")
-        cuts, parts, tail_part, count = self._borders.cut(text), list[Piece](), 0, _Count(max_tokens)
+        cuts, parts, tail_part, count = self._borders.cut(text), list[PromptPart](), 0, _Count(max_tokens)
         for cut in cuts:
             stop_if_abandoned()
             if cut.token_id is not None:
@@ -323,67 +323,67 @@ class Pieces:
         for cut, run in zip(cuts, runs, strict=True):
             digest.update(_bytes(text[cut.start : cut.stop]))
             if cut.token_id is None:
-                # Where a generated token ends in the text is unknown, so every token gets the end of the piece.
+                # Where a generated token ends in the text is unknown, so every token gets the end of the part.
                 ends = np.full(len(run), cut.stop - cut.start, np.int32)
-                self._keep(_place_key(digest, tail.start + cut.start), Piece(np.array(run, np.int32), ends))
+                self._keep(_place_key(digest, tail.start + cut.start), PromptPart(np.array(run, np.int32), ends))
 
-    def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> Piece:
+    def _part(self, namespace: str | None, text: str, cut: Cut, digest: _Digest, count: "_Count") -> PromptPart:
         """Returns the tokens of one range; adds its text to `digest`."""
         raw = _bytes(text)
         digest.update(raw)
         if cut.token_id is not None:
             count.add(1)
-            return Piece(np.array([cut.token_id], np.int32), np.array([len(text)], np.int32))
+            return PromptPart(np.array([cut.token_id], np.int32), np.array([len(text)], np.int32))
         if namespace is None or not self._borders:
             return self._encode(text, cut.start == 0, count)
-        key = _piece_key(namespace, raw, is_first=cut.start == 0)
+        key = _part_key(namespace, raw, is_first=cut.start == 0)
         known = self._recall(_place_key(digest, cut.start)) or self._recall(key)
         if known is not None:
             count.add(len(known.ids))
             return known
-        piece = self._encode(text, cut.start == 0, count)
-        self._keep(key, piece)
-        return piece
+        part = self._encode(text, cut.start == 0, count)
+        self._keep(key, part)
+        return part
 
-    def _recall(self, key: bytes) -> Piece | None:
+    def _recall(self, key: bytes) -> PromptPart | None:
         with self._lock:
             known = self._memory.get(key)
             if known is not None:
                 self._memory.move_to_end(key)
             return known
 
-    def _keep(self, key: bytes, piece: Piece) -> None:
+    def _keep(self, key: bytes, part: PromptPart) -> None:
         with self._lock:
             replaced = self._memory.pop(key, None)
-            self._num_bytes += piece.num_bytes - (replaced.num_bytes if replaced else 0)
-            self._memory[key] = piece
+            self._num_bytes += part.num_bytes - (replaced.num_bytes if replaced else 0)
+            self._memory[key] = part
             while self._num_bytes > MAX_REMEMBERED_BYTES and self._memory:
                 self._num_bytes -= self._memory.popitem(last=False)[1].num_bytes
 
-    def _encode(self, text: str, is_first: bool, count: "_Count") -> Piece:
-        parts, starts = list[Piece](), list[int]()
-        for segment in self._segments.cut(text):
+    def _encode(self, text: str, is_first: bool, count: "_Count") -> PromptPart:
+        parts, starts = list[PromptPart](), list[int]()
+        for text_slice in self._cutter.cut(text):
             stop_if_abandoned()
-            parts.append(self._encode_segment(text, segment, is_first and segment.start == 0))
-            starts.append(segment.start)
+            parts.append(self._encode_slice(text, text_slice, is_first and text_slice.start == 0))
+            starts.append(text_slice.start)
             count.add(len(parts[-1].ids))
         if len(parts) == 1:
             return parts[0]
         ends = [part.ends + np.int32(start) for part, start in zip(parts, starts, strict=True)]
-        return Piece(_joined_ids(parts), np.concatenate(ends))
+        return PromptPart(_joined_ids(parts), np.concatenate(ends))
 
-    def _encode_segment(self, text: str, segment: TextPart, is_first: bool) -> Piece:
-        context, num_context = segment.context, segment.num_context
+    def _encode_slice(self, text: str, text_slice: TextSlice, is_first: bool) -> PromptPart:
+        context, num_context = text_slice.context, text_slice.num_context
         if not context and not is_first:
             context, num_context = self._opener, self._num_opener
-        encoding = encode(self._backend, context + text[segment.start : segment.stop])
-        ends = token_ends(encoding, len(context) + segment.stop - segment.start)[num_context:] - len(context)
-        return Piece(np.array(encoding.ids, np.int32)[num_context:], ends.astype(np.int32))
+        encoding = encode(self._backend, context + text[text_slice.start : text_slice.stop])
+        ends = token_ends(encoding, len(context) + text_slice.stop - text_slice.start)[num_context:] - len(context)
+        return PromptPart(np.array(encoding.ids, np.int32)[num_context:], ends.astype(np.int32))
 
     def _ids(self, text: str) -> list[int]:
         return list(encode(self._backend, text).ids)
 
-    def _choose_segments(self, added: "Mapping[int, AddedToken]") -> TextCutter:
+    def _choose_cutter(self, added: "Mapping[int, AddedToken]") -> TextCutter:
         inner = [token for number, token in added.items() if number not in self._borders.token_ids]
         if any(token.lstrip or token.rstrip or token.single_word for token in inner):
             return TextCutter()
@@ -459,7 +459,7 @@ def _between(marks: Sequence[str]) -> Iterator[str]:
         yield "".join(sample + mark for sample, mark in zip(islice(cycle(_SAMPLES), len(some)), some, strict=True))
 
 
-def _joined_ids(parts: Sequence[Piece]) -> NDArray[np.int32]:
+def _joined_ids(parts: Sequence[PromptPart]) -> NDArray[np.int32]:
     return np.concatenate([np.empty(0, np.int32), *(part.ids for part in parts)])
 
 
@@ -477,7 +477,7 @@ def _place_key(digest: _Digest, start: int) -> bytes:
     return key.digest()
 
 
-def _piece_key(namespace: str, raw: bytes, *, is_first: bool) -> bytes:
-    key = hashlib.blake2b(_bytes(f"{is_first} {len(namespace)} {namespace}"), digest_size=_KEY_BYTES, person=b"piece")
+def _part_key(namespace: str, raw: bytes, *, is_first: bool) -> bytes:
+    key = hashlib.blake2b(_bytes(f"{is_first} {len(namespace)} {namespace}"), digest_size=_KEY_BYTES, person=b"part")
     key.update(raw)
     return key.digest()

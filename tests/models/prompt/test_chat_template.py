@@ -345,12 +345,12 @@ def test_a_text_of_any_length_is_tokenized_with_and_without_its_frame() -> None:
 def test_no_way_to_tokenize_gives_the_tokenizer_a_long_text_at_once(
     kind: str, parse_special: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, number in (("SEGMENT_CHARACTERS", 50), ("MAX_CHARACTERS", 100)):
+    for name, number in (("SLICE_CHARACTERS", 50), ("MAX_CHARACTERS", 100)):
         monkeypatch.setattr(tokenize, name, number)
     fast, texts, text = make_tokenizer(), list[str](), "1" * 150 + "\t7" * 300 + " \n" * 100 + "words and\nmore " * 90
     expected = fast.encode(text, add_special_tokens=False)
     if kind == "without a border":
-        monkeypatch.setattr(tokenize.Pieces, "fits", lambda _: False)
+        monkeypatch.setattr(tokenize.PromptParts, "fits", lambda _: False)
     renderer = ChatRenderer(slow := SlowTokenizer(fast) if kind == "slow" else fast)
     encode = tokenize.encode
 

@@ -15,7 +15,7 @@ from models.errors import PromptTooLong, TokenizerFailed
 from models.prompt import added_tokens, chat_template
 from models.prompt import tokenize as pieces_module
 from models.prompt import tokenize as segments_module
-from models.prompt.tokenize import Abandoned, Pieces, abandoned_when, encode
+from models.prompt.tokenize import Abandoned, PromptParts, abandoned_when, encode
 from tests.support import tiny_models, tiny_tokenizers
 from tests.support.tiny_tokenizers import Flags
 
@@ -59,12 +59,12 @@ def spelled(text: str, backend: Any = BACKEND) -> list[int]:
     return [number for letter in text for number in whole(letter, backend)]
 
 
-def pieces() -> Pieces:
+def pieces() -> PromptParts:
     """Returns pieces of the tiny models' tokenizer."""
-    return Pieces(BACKEND, TOKENS)
+    return PromptParts(BACKEND, TOKENS)
 
 
-def reply_to(tokenizer: Pieces, prompt: str, reply: str, ids: Sequence[int], namespace: str = "") -> list[int]:
+def reply_to(tokenizer: PromptParts, prompt: str, reply: str, ids: Sequence[int], namespace: str = "") -> list[int]:
     """Has a reply remembered; returns the ids of its prompt."""
     tokenized = tokenizer.tokenize(prompt, namespace)
     tokenizer.remember_reply(tokenized.tail, reply, ids)
@@ -141,7 +141,7 @@ def test_piecewise_is_whole_for_every_kind_of_added_token(
     shape: str, added: dict[str, Flags], texts: list[str]
 ) -> None:
     backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     if tokenizer.fits():
         for text, ids in whole_of(texts, backend):
             assert tokenizer.tokenize(text).ids.tolist() == ids
@@ -162,7 +162,7 @@ def test_a_reply_changes_no_text_but_itself_in_its_place(
     shape: str, added: dict[str, Flags], prompt: str, reply: str, texts: list[str]
 ) -> None:
     backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     if not tokenizer.fits():
         return
     ids = [number for part in _at_added(reply, added) for number in _odd_ids(part, added, backend)]
@@ -191,7 +191,7 @@ def test_the_shapes_are_tokenized_piecewise(shape: str) -> None:
     backend = tiny_tokenizers.tokenizer(
         shape, {"<|x|>": Flags(special=True), "<a>": Flags(special=True, rstrip=True)}
     )
-    assert Pieces(backend, backend.get_added_tokens_decoder()).fits()
+    assert PromptParts(backend, backend.get_added_tokens_decoder()).fits()
 
 
 # --------------------------------------------------------------------------------------------------- long texts
@@ -202,9 +202,9 @@ def test_the_shapes_are_tokenized_piecewise(shape: str) -> None:
 def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
     backend = tiny_tokenizers.tokenizer(shape, {"<|x|>": Flags(special=True)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments_module, "SEGMENT_CHARACTERS", 2)
+        patch.setattr(segments_module, "SLICE_CHARACTERS", 2)
         patch.setattr(segments_module, "_AHEAD_CHARACTERS", 12)
-        tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
+        tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
         for opening in ("", "<|x|>"):
             tokenized = tokenizer.tokenize(opening + text)
             assert tokenized.ids.tolist() == whole(opening + text, backend)
@@ -214,9 +214,9 @@ def test_a_long_text_in_parts_is_the_whole(shape: str, text: str) -> None:
 @pytest.mark.parametrize("shape", sorted(tiny_tokenizers.SHAPES))
 def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = tiny_tokenizers.tokenizer(shape, {"<|x|>": Flags(special=True)})
-    monkeypatch.setattr(segments_module, "SEGMENT_CHARACTERS", 50)
-    tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
-    assert len(list(tokenizer._segments.cut("some words and\nmore " * 40))) > 10
+    monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 50)
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
+    assert len(list(tokenizer._cutter.cut("some words and\nmore " * 40))) > 10
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ def test_a_long_text_is_tokenized_in_parts(shape: str, monkeypatch: pytest.Monke
 def test_a_long_text_without_spaces_is_tokenized_in_parts(sample: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is short, so that nothing else stands still for long, and together they are the whole."""
     backend = tiny_tokenizers.tokenizer("bytes", {"<|x|>": Flags(special=True), "<|inner|>": Flags()})
-    monkeypatch.setattr(segments_module, "SEGMENT_CHARACTERS", 100)
+    monkeypatch.setattr(segments_module, "SLICE_CHARACTERS", 100)
     monkeypatch.setattr(segments_module, "_AHEAD_CHARACTERS", 20)
-    tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     text = sample * 50
-    assert max(part.stop - part.start for part in tokenizer._segments.cut(text)) < 220
+    assert max(part.stop - part.start for part in tokenizer._cutter.cut(text)) < 220
     assert tokenizer.tokenize(text).ids.tolist() == whole(text, backend)
 
 
@@ -256,10 +256,10 @@ def test_no_call_gets_more_than_it_may_whatever_the_text(
     shape: str, added: dict[str, Flags], at_borders: bool, runs: list[tuple[str, int]]
 ) -> None:
     backend = tiny_tokenizers.tokenizer(shape, added)
-    tokenizer = Pieces(backend, backend.get_added_tokens_decoder(), at_borders=at_borders)
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder(), at_borders=at_borders)
     text, lengths = "".join(some * times for some, times in runs), list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        for name, number in (("SEGMENT_CHARACTERS", 8), ("_AHEAD_CHARACTERS", 8), ("MAX_CHARACTERS", 32)):
+        for name, number in (("SLICE_CHARACTERS", 8), ("_AHEAD_CHARACTERS", 8), ("MAX_CHARACTERS", 32)):
             patch.setattr(segments_module, name, number)
         patch.setattr(pieces_module, "encode", counted_in(lengths))
         try:
@@ -291,7 +291,7 @@ def counted_in(lengths: list[int]) -> Any:
 def test_tokenizing_ends_where_there_are_too_many() -> None:
     backend = Counting()
     with pytest.raises(PromptTooLong) as caught:
-        Pieces(backend, TOKENS).tokenize("some words and\nmore " * 100_000, max_tokens=1000)
+        PromptParts(backend, TOKENS).tokenize("some words and\nmore " * 100_000, max_tokens=1000)
     assert caught.value.num_tokens > 1000
     assert backend.num_characters < 100_000
 
@@ -329,7 +329,7 @@ def test_the_ends_of_very_many_tokens_are_those_of_few(monkeypatch: pytest.Monke
 
 def test_a_longer_conversation_tokenizes_only_what_is_new() -> None:
     backend = Counting()
-    tokenizer = Pieces(backend, TOKENS)
+    tokenizer = PromptParts(backend, TOKENS)
     tokenizer.tokenize(TURN * 50)
     backend.num_characters = 0
     tokenizer.tokenize(TURN * 50 + "something new<|im_end|>")
@@ -372,7 +372,7 @@ def test_a_reply_with_a_marker_is_remembered_on_both_sides_of_it() -> None:
 def test_a_reply_behind_a_token_that_strips_keeps_its_ids() -> None:
     added = {"<a>": Flags(special=True, rstrip=True), "<s>": Flags(special=True, rstrip=True)}
     backend = tiny_tokenizers.tokenizer("bytes", added)
-    tokenizer = Pieces(backend, backend.get_added_tokens_decoder())
+    tokenizer = PromptParts(backend, backend.get_added_tokens_decoder())
     ids = spelled(" ab", backend)
     prompt_ids = reply_to(tokenizer, "<s>\nb<a>\n", " ab", ids)
     assert tokenizer.tokenize("<s>\nb<a>\n ab<s>\n").ids.tolist() == [*prompt_ids, *ids, *whole("<s>", backend)]
@@ -386,7 +386,7 @@ def test_a_reply_whose_text_and_ids_disagree_is_not_remembered() -> None:
 
 def test_remembering_a_reply_tokenizes_nothing() -> None:
     backend = Counting()
-    tokenizer = Pieces(backend, TOKENS)
+    tokenizer = PromptParts(backend, TOKENS)
     tail = tokenizer.tokenize(TURN).tail
     backend.num_characters = 0
     tokenizer.remember_reply(tail, "in the", spelled("in the"))
@@ -427,7 +427,7 @@ def test_a_tokenizer_that_gives_up_is_not_used_and_ends_no_thread() -> None:
                 raise PanicException
             return super().encode_batch(texts, **options)
 
-    assert not Pieces(Panicking(), TOKENS).fits()
+    assert not PromptParts(Panicking(), TOKENS).fits()
     with pytest.raises(TokenizerFailed):
         encode(Panicking(), "a" * 61)
 
@@ -450,7 +450,7 @@ def test_each_added_token_is_looked_at_a_few_times_however_many_there_are(monkey
 )
 def test_too_many_added_tokens_to_cut_at_are_left_to_the_tokenizer(contents: list[str]) -> None:
     added = {number: AddedToken(text, normalized=False, special=True) for number, text in enumerate(contents)}
-    found = chat_template._pieces_of(BACKEND, added, "")
+    found = chat_template._parts_of(BACKEND, added, "")
     assert found is not None and not found.fits()
     assert found.tokenize("some text").ids.tolist() == BACKEND.encode("some text", add_special_tokens=False).ids
 
@@ -462,5 +462,5 @@ def test_a_tokenizer_that_minds_where_a_piece_stands_does_not_fit() -> None:
             return super().encode_batch([f" {text}" if len(text) > 60 else text for text in texts], **options)
 
     assert pieces().fits()
-    assert not Pieces(Positional(), TOKENS).fits()
-    assert not Pieces(BACKEND, {}).fits()
+    assert not PromptParts(Positional(), TOKENS).fits()
+    assert not PromptParts(BACKEND, {}).fits()
