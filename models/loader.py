@@ -189,8 +189,8 @@ def load(
     eos_token_ids = frozenset(_eos_token_ids(config, wrapper))
     tool_syntax = _tool_syntax(wrapper)
     reasoning_format = _reasoning_format(wrapper, tool_syntax)
-    thought_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
-    visible = (*markers(wrapper), *thought_markers, *markers_of(tool_syntax))
+    reasoning_markers = (reasoning_format.start, reasoning_format.end) if reasoning_format else ()
+    visible = (*markers(wrapper), *reasoning_markers, *markers_of(tool_syntax))
     fingerprint = weights.fingerprint(path)
     return LoadedModel(
         name=name,

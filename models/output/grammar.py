@@ -78,8 +78,8 @@ class OutputGrammar:
     """The constraint on the answer of one request."""
 
     compiled: CompiledGrammar
-    thought_start: int | None = None
-    """The token that may begin a thought before the constrained answer; None if there can be none."""
+    reasoning_start: int | None = None
+    """The token that may begin reasoning before the constrained answer; None if there can be none."""
     begun: str = ""
     """The beginning of the answer that the prompt already holds."""
     forces_calls: bool = False

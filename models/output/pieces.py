@@ -16,7 +16,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text of the model's thoughts, never empty."""
+    """Text of the model's reasoning, never empty."""
 
     text: str
 

@@ -1,6 +1,6 @@
-"""Separates thoughts from the answer: in the text as it streams, and by tokens in the engine. Pure.
+"""Separates reasoning from the answer: in the text as it streams, and by tokens in the engine. Pure.
 
-A thought begins an answer or is begun by the prompt, and lasts to its end marker. White space around markers is
+Reasoning begins an answer or is begun by the prompt, and lasts to its end marker. White space around markers is
 dropped; a marker elsewhere is text.
 """
 
@@ -24,10 +24,10 @@ KNOWN_MARKERS: Final = (
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
 )
-"""The beginnings and ends of thoughts in known families of models."""
+"""The beginnings and ends of reasoning in known families of models."""
 
 HARMONY_END: Final = "<|end|>"
-"""Ends a thought of gpt-oss, which then names the channel of its answer."""
+"""Ends reasoning of gpt-oss, which then names the channel of its answer."""
 
 _IN_LINES: Final = "</"
 """Such end markers have a line of their own, and an empty line after them."""
@@ -35,12 +35,12 @@ _IN_LINES: Final = "</"
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The markers around a thought."""
+    """The markers around reasoning."""
 
     start: str
     end: str
     closing_ids: tuple[int, ...] = ()
-    """The tokens that close a thought at its limit."""
+    """The tokens that close reasoning at its limit."""
     start_id: int | None = None
     """The token `start`, if it is one token."""
 
@@ -52,23 +52,23 @@ class ReasoningFormat:
         return f"\n{self.end}\n\n" if self.end.startswith(_IN_LINES) else self.end
 
     def is_opened_by(self, prompt: str, begun: str = "") -> bool:
-        """Whether a prompt has begun the thought. `begun`: its end with the unfinished message that is continued."""
+        """Whether a prompt has begun the reasoning, perhaps in its end `begun`, the message that is continued."""
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(self.end)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether a prompt holds a closed thought, so that the answer has none."""
+        """Whether a prompt holds closed reasoning, so that the answer has none."""
         return prompt.rstrip().endswith(self.end)
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """What the engine knows of one request's thought."""
+    """What the engine knows of one request's reasoning."""
 
     reasoning_format: ReasoningFormat
     is_open: bool = False
-    """Whether the prompt has begun the thought."""
+    """Whether the prompt has begun the reasoning."""
     max_tokens: int | None = None
-    """The limit at which the thought is closed."""
+    """The limit at which the reasoning is closed."""
 
 
 def find_reasoning_format(vocabulary: Container[str], template: str) -> ReasoningFormat | None:
@@ -85,24 +85,24 @@ def _has_token(start: str, vocabulary: Container[str]) -> bool:
 
 class _Phase(Enum):
     BEFORE = auto()
-    THOUGHT = auto()
+    REASONING = auto()
     GAP = auto()
-    """After the thought, before the first letter of the answer."""
+    """After the reasoning, before the first letter of the answer."""
     ANSWER = auto()
 
 
 class ReasoningParser:
-    """Splits one answer's text into thoughts and the rest, which another parser reads."""
+    """Splits one answer's text into reasoning and the rest, which another parser reads."""
 
     def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
-        """`is_open`: the prompt has begun the thought."""
+        """`is_open`: the prompt has begun the reasoning."""
         self._format = reasoning_format
         self._answer = answer
-        self._phase = _Phase.THOUGHT if is_open else _Phase.BEFORE
+        self._phase = _Phase.REASONING if is_open else _Phase.BEFORE
         self._search = MarkerSearch([reasoning_format.end if is_open else reasoning_format.start])
         self._space = ""
         """White space held back: dropped if a marker follows."""
-        self._has_thought = False
+        self._has_reasoning = False
 
     @property
     def made_calls(self) -> bool:
@@ -116,9 +116,9 @@ class ReasoningParser:
         return pieces
 
     def finish(self, *, is_complete: bool) -> list[Piece]:
-        """Returns the rest of an unclosed thought, or of the answer."""
+        """Returns the rest of unclosed reasoning, or of the answer."""
         rest, pieces = self._space + self._search.flush(), list[Piece]()
-        if self._phase is _Phase.THOUGHT and rest and (self._has_thought or not rest.isspace()):
+        if self._phase is _Phase.REASONING and rest and (self._has_reasoning or not rest.isspace()):
             pieces.append(Reasoning(rest))
         elif self._phase is _Phase.BEFORE:
             pieces += self._answer.feed(rest)
@@ -128,8 +128,8 @@ class ReasoningParser:
         match self._phase:
             case _Phase.BEFORE:
                 return self._read_before(text, pieces)
-            case _Phase.THOUGHT:
-                return self._read_thought(text, pieces)
+            case _Phase.REASONING:
+                return self._read_reasoning(text, pieces)
             case _Phase.GAP:
                 text = text.lstrip()
                 self._phase = _Phase.ANSWER if text else _Phase.GAP
@@ -142,52 +142,52 @@ class ReasoningParser:
         found = self._search.push(text)
         before, self._space = self._space + found.before, ""
         if before and not before.isspace():
-            # The answer has begun without a thought; a marker in it is text.
+            # The answer has begun without reasoning; a marker in it is text.
             self._phase = _Phase.ANSWER
             pieces += self._answer.feed(before + self._search.flush() + (found.marker or ""))
         elif found.marker is not None:
-            self._phase, self._search = _Phase.THOUGHT, MarkerSearch([self._format.end])
+            self._phase, self._search = _Phase.REASONING, MarkerSearch([self._format.end])
         else:
             self._space = before
         return found.after
 
-    def _read_thought(self, text: str, pieces: list[Piece]) -> str:
+    def _read_reasoning(self, text: str, pieces: list[Piece]) -> str:
         found = self._search.push(text)
-        thought = self._space + found.before
-        if not self._has_thought:
-            thought = thought.lstrip()
-        visible = thought.rstrip()
-        self._space = thought[len(visible) :]
+        reasoning = self._space + found.before
+        if not self._has_reasoning:
+            reasoning = reasoning.lstrip()
+        visible = reasoning.rstrip()
+        self._space = reasoning[len(visible) :]
         if visible:
-            self._has_thought = True
+            self._has_reasoning = True
             pieces.append(Reasoning(visible))
         if found.marker is not None:
             self._space, self._phase = "", _Phase.GAP
         return found.after
 
 
-class ThoughtWatch:
-    """Counts the tokens of one answer's thought, without markers, and closes it at the limit. Takes every token in
+class ReasoningWatch:
+    """Counts the tokens of one answer's reasoning, without markers, and closes it at the limit. Takes every token in
     order.
     """
 
     def __init__(self, thinking: Thinking) -> None:
         self.num_tokens = 0
-        """Tokens of the thought so far."""
+        """Tokens of the reasoning so far."""
         self._thinking = thinking
-        self._phase = _Phase.THOUGHT if thinking.is_open else _Phase.BEFORE
+        self._phase = _Phase.REASONING if thinking.is_open else _Phase.BEFORE
         markers = thinking.reasoning_format
         self._search = MarkerSearch([markers.end if thinking.is_open else markers.start])
         self._num_held = 0
         """Tokens that may be part of the end marker."""
         self._num_forced = 0
         self.answer_begun = ""
-        """Text of the answer that came with the token that ended the thought."""
+        """Text of the answer that came with the token that ended the reasoning."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the thought has begun and not ended."""
-        return self._phase is _Phase.THOUGHT
+        """Whether the reasoning has begun and not ended."""
+        return self._phase is _Phase.REASONING
 
     def accept(self, token: int, text: str) -> None:
         """Takes the next token and the text that it made certain."""
@@ -195,7 +195,7 @@ class ThoughtWatch:
             self._num_forced += 1
             if self._num_forced == len(self._closing_ids):
                 self._phase = _Phase.ANSWER
-        elif self._phase is _Phase.THOUGHT:
+        elif self._phase is _Phase.REASONING:
             self._count(text)
         elif self._phase is _Phase.BEFORE:
             self._look_for_start(text)
@@ -203,7 +203,7 @@ class ThoughtWatch:
     def forced(self) -> int | None:
         """Returns the token that must come next; None if any may."""
         limit = self._thinking.max_tokens
-        if limit is None or not self._closing_ids or self._phase is not _Phase.THOUGHT:
+        if limit is None or not self._closing_ids or self._phase is not _Phase.REASONING:
             return None
         return self._closing_ids[self._num_forced] if self.num_tokens + self._num_held >= limit else None
 
@@ -220,14 +220,14 @@ class ThoughtWatch:
         if found.before.strip():
             self._phase = _Phase.ANSWER
         elif found.marker is not None:
-            self._phase, self._search = _Phase.THOUGHT, MarkerSearch([self._thinking.reasoning_format.end])
+            self._phase, self._search = _Phase.REASONING, MarkerSearch([self._thinking.reasoning_format.end])
             if found.after:
                 self._count(found.after)
 
     def _count(self, text: str) -> None:
         found = self._search.push(text)
         if found.marker is not None:
-            # A token may contain the end of the thought and the marker.
+            # A token may contain the end of the reasoning and the marker.
             self.num_tokens += 1 if found.before else 0
             self._num_held, self._phase = 0, _Phase.ANSWER
             self.answer_begun = found.after.lstrip()

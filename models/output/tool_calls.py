@@ -24,7 +24,7 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.output.reasoning import ThoughtWatch
+from models.output.reasoning import ReasoningWatch
 from models.texts import read_object, well_formed, well_formed_json
 
 
@@ -391,22 +391,25 @@ class CallMarkers:
 
 
 class CallWatch:
-    """Tells when the first call outside of thoughts is complete, valid or not. Takes a token after `thoughts` has."""
+    """Tells when the first call outside of reasoning is complete, valid or not.
 
-    def __init__(self, markers: CallMarkers, thoughts: ThoughtWatch | None) -> None:
+    Takes each token after `reasoning` has.
+    """
+
+    def __init__(self, markers: CallMarkers, reasoning: ReasoningWatch | None) -> None:
         self.is_complete = False
         self._markers = markers
-        self._thoughts = thoughts
-        self._is_thinking = thoughts is not None and thoughts.is_thinking
+        self._reasoning = reasoning
+        self._is_thinking = reasoning is not None and reasoning.is_thinking
         self._is_in_call = False
         self._search = MarkerSearch([markers.start])
 
     def accept(self, token: int, text: str) -> None:
         """Takes the next token and the text that it made certain."""
-        was_thinking, thoughts = self._is_thinking, self._thoughts
-        self._is_thinking = thoughts is not None and thoughts.is_thinking
+        was_thinking, reasoning = self._is_thinking, self._reasoning
+        self._is_thinking = reasoning is not None and reasoning.is_thinking
         if not self._is_thinking:
-            self._read(thoughts.answer_begun if was_thinking and thoughts is not None else text)
+            self._read(reasoning.answer_begun if was_thinking and reasoning is not None else text)
 
     def _read(self, text: str) -> None:
         while text and not self.is_complete:

@@ -1,7 +1,7 @@
 """The formats in which models write tool calls, found by a model's tokens and template, and their parsers.
 
 * harmony, of gpt-oss: each message has a header with its channel and recipient. `<|channel|>analysis<|message|>`
-  begins a thought, `final` the answer; `commentary` with a recipient is a call, its body the JSON text of arguments.
+  begins reasoning, `final` the answer; `commentary` with a recipient is a call, its body the JSON text of arguments.
   A message ends with `<|end|>` or the token that ends the answer, which has no text ("harmony response format").
 * bare calls, which are all of an answer, often without markers: an answer that may be one is held back to its end.
   Llama 3 writes `{"name": …, "parameters": {…}}`, one or several; Llama 3.2, Llama 4 and others `[f(a=1), g(b="x")]`.
@@ -34,13 +34,13 @@ _NOBODY: Final = ("assistant", "user", "all")
 
 @dataclass(frozen=True)
 class HarmonyFormat:
-    """The harmony format, in which thoughts, text and calls are read together."""
+    """The harmony format, in which reasoning, text and calls are read together."""
 
     frames: tuple[str, ...] = (CHANNEL, MESSAGE, _HARMONY_START, *_ENDS, "<|constrain|>")
 
 
 class HarmonyParser:
-    """Splits one answer's text into thoughts, text and calls."""
+    """Splits one answer's text into reasoning, text and calls."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Without `tools`, a message to a tool stays text."""
@@ -49,7 +49,7 @@ class HarmonyParser:
         self._search = MarkerSearch([MESSAGE])
         self._header: str | None = ""
         """The header of the next message so far; None within its body."""
-        self._is_thought = False
+        self._is_reasoning = False
         self._call: _HarmonyCall | None = None
 
     def feed(self, text: str) -> list[Piece]:
@@ -88,7 +88,7 @@ class HarmonyParser:
 
     def _begin_message(self, header: str) -> None:
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
-        self._is_thought = channel is not None and channel[1] == "analysis"
+        self._is_reasoning = channel is not None and channel[1] == "analysis"
         if recipient is not None and recipient[1] not in _NOBODY:
             name = recipient[1].removeprefix("functions.") if self._has_tools else ""
             self._call = _HarmonyCall(name, header + MESSAGE)
@@ -107,7 +107,7 @@ class HarmonyParser:
         if self._call is not None:
             pieces += self._call.push(text)
         else:
-            pieces.append(Reasoning(text) if self._is_thought else Text(text))
+            pieces.append(Reasoning(text) if self._is_reasoning else Text(text))
 
     def _end_message(self, marker: str, *, is_complete: bool) -> list[Piece]:
         call, self._call = self._call, None

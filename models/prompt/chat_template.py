@@ -129,8 +129,8 @@ class ChatRenderer:
     ) -> RenderedPrompt:
         """Returns the prompt for the next assistant message, with replies as they were generated for `namespace`.
 
-        If it `continues`, the last message is the assistant's, and the prompt ends after its text or thoughts. Raises
-        ChatTemplateError, PromptTooLong and Abandoned.
+        If it `continues`, the prompt ends after the last message's text or reasoning, which is the assistant's.
+        Raises ChatTemplateError, PromptTooLong and Abandoned.
         """
         adaptation = self._adaptation(with_tools=bool(tools))
         conversation = _Conversation(
@@ -312,7 +312,7 @@ class _Conversation:
         yield from self._answer_start(text)
 
     def _answer_start(self, text: str) -> Iterator[tuple[int, RestorePointKind]]:
-        """Yields where `text` opens a thought, which later prompts drop."""
+        """Yields where `text` opens reasoning, which later prompts drop."""
         question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
         try:
             asked = self.text([question], generation_prompt=True)

@@ -69,7 +69,7 @@ def bind(model: ServedModel, wanted: AnswerGrammar, prompt: RenderedPrompt) -> O
         raise ApiError(Code.INVALID_VALUE, f"{wanted.param}: {error}", wanted.param) from error
     if wanted.begun:
         _check_beginning(compiled, wanted)
-    return OutputGrammar(compiled, _thought_start(model, prompt), wanted.begun, wanted.forces_calls)
+    return OutputGrammar(compiled, _reasoning_start(model, prompt), wanted.begun, wanted.forces_calls)
 
 
 def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
@@ -82,10 +82,10 @@ def _check_beginning(compiled: CompiledGrammar, wanted: AnswerGrammar) -> None:
         raise ApiError(Code.INVALID_VALUE, message, wanted.param) from error
 
 
-def _thought_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
-    """Returns the token that begins a thought, if the model may begin one."""
+def _reasoning_start(model: ServedModel, prompt: RenderedPrompt) -> int | None:
+    """Returns the token that begins reasoning, if the model may reason; None after a prompt without messages."""
     markers = model.reasoning_format
-    if markers is None or not prompt.text or prompt.begun or model.opens_thoughts:
+    if markers is None or not prompt.text or prompt.begun or model.opens_reasoning:
         return None
     if markers.is_opened_by(prompt.text) or markers.is_closed_by(prompt.text):
         return None
@@ -119,7 +119,7 @@ class GenerationParams:
     priority: Priority = Priority.INTERACTIVE
     ignore_eos: bool = False
     max_thinking_tokens: int | None = None
-    """None leaves the thought's end to the model."""
+    """The reasoning is closed after this many tokens; None leaves closing to the model."""
     is_single_call: bool = False
     """Whether the answer ends with its first tool call, if calls have markers."""
     grammar: AnswerGrammar | None = None

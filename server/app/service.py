@@ -295,7 +295,7 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
         created=int(time.time()),
         tool_syntax=loaded.tool_syntax,
         reasoning_format=loaded.reasoning_format,
-        opens_thoughts=_opens_thoughts(renderer, loaded.reasoning_format),
+        opens_reasoning=_opens_reasoning(renderer, loaded.reasoning_format),
         grammars=GrammarCompiler(lambda: _describe_tokenizer(loaded), loaded.eos_token_ids),
         embedding=_embedding_format(loaded),
         reranking=_rerank_format(loaded),
@@ -309,8 +309,8 @@ def _served_model(loaded: LoadedModel, facts: ModelFacts, config: ServerConfig) 
     return served
 
 
-def _opens_thoughts(renderer: ChatRenderer, markers: ReasoningFormat | None) -> bool:
-    """Returns whether a prompt that asks for a thought also begins it."""
+def _opens_reasoning(renderer: ChatRenderer, markers: ReasoningFormat | None) -> bool:
+    """Returns whether a prompt that asks for reasoning also begins it."""
     if markers is None:
         return False
     asked = {"enable_thinking": True, "thinking": True}

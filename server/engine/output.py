@@ -2,7 +2,7 @@
 
 Decode steps are double-buffered, so the token that a step samples is unknown while the next step is prepared. A bound
 therefore speaks of one position only: once all earlier tokens are accepted, it says which tokens may stand there. A
-grammar binds the answer from the end of the thought on; a limit on thoughts forces the tokens that close them.
+grammar binds the answer from the end of the reasoning on; a limit on reasoning forces the tokens that close it.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Protocol
 from models.output.grammar import MaskWords, OutputGrammar
 from models.output.marker import MarkerSearch
 from models.output.pieces import TokenLogprob
-from models.output.reasoning import ThoughtWatch
+from models.output.reasoning import ReasoningWatch
 from models.output.tool_calls import CallWatch
 from server.engine.request import Delta, FinishReason, GenerationRequest
 
@@ -32,13 +32,13 @@ MakeDecoder = Callable[[], TextDecoder]
 class GrammarConstraint:
     """Follows the output of one sequence and says which tokens may come next."""
 
-    def __init__(self, grammar: OutputGrammar, thoughts: ThoughtWatch | None) -> None:
+    def __init__(self, grammar: OutputGrammar, reasoning: ReasoningWatch | None) -> None:
         self._matcher = grammar.compiled.begin()
         if grammar.begun:
             self._matcher.accept_text(grammar.begun)
-        self._thoughts = thoughts
-        self._is_thinking = thoughts is not None and thoughts.is_thinking
-        self._thought_start = grammar.thought_start
+        self._reasoning = reasoning
+        self._is_thinking = reasoning is not None and reasoning.is_thinking
+        self._reasoning_start = grammar.reasoning_start
 
     @property
     def is_complete(self) -> bool:
@@ -46,25 +46,25 @@ class GrammarConstraint:
         return not self._is_thinking and self._matcher.is_complete
 
     def accept(self, token: int) -> None:
-        """Takes the next token of the output, which `thoughts` has accepted already."""
-        begins_thought = not self._is_thinking and token == self._thought_start
-        self._thought_start = None
-        if begins_thought:
+        """Takes the next token of the output, which `reasoning` has accepted already."""
+        begins_reasoning = not self._is_thinking and token == self._reasoning_start
+        self._reasoning_start = None
+        if begins_reasoning:
             self._is_thinking = True
         elif not self._is_thinking:
             self._matcher.accept(token)
-        elif self._thoughts is not None and not self._thoughts.is_thinking:
+        elif self._reasoning is not None and not self._reasoning.is_thinking:
             self._is_thinking = False
-            if self._thoughts.answer_begun:
-                self._matcher.accept_text(self._thoughts.answer_begun)
+            if self._reasoning.answer_begun:
+                self._matcher.accept_text(self._reasoning.answer_begun)
 
     def mask(self) -> MaskWords:
         """Returns which tokens may come next. Raises GrammarFailed where the grammar cannot say."""
         if self._is_thinking:
             return self._matcher.mask_without_end()
         words = self._matcher.mask()
-        if self._thought_start is not None:
-            word, bit = divmod(self._thought_start, 32)
+        if self._reasoning_start is not None:
+            word, bit = divmod(self._reasoning_start, 32)
             words[word] |= 1 << bit if bit < 31 else -(1 << 31)
         return words
 
@@ -89,9 +89,9 @@ class Output:
         """Tokens whose text is not emitted yet."""
         self._logprobs: list[TokenLogprob] = []
         """Log-probabilities of the pending tokens, where the request asked for them."""
-        self._thoughts = ThoughtWatch(request.thinking) if request.thinking is not None else None
-        self._grammar = GrammarConstraint(request.grammar, self._thoughts) if request.grammar is not None else None
-        self._calls = CallWatch(request.single_call, self._thoughts) if request.single_call is not None else None
+        self._reasoning = ReasoningWatch(request.thinking) if request.thinking is not None else None
+        self._grammar = GrammarConstraint(request.grammar, self._reasoning) if request.grammar is not None else None
+        self._calls = CallWatch(request.single_call, self._reasoning) if request.single_call is not None else None
 
     @property
     def rest(self) -> Delta:
@@ -100,8 +100,8 @@ class Output:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """Number of thought tokens; None where thoughts are not told apart."""
-        return None if self._thoughts is None else self._thoughts.num_tokens
+        """Number of reasoning tokens; None where reasoning is not told apart."""
+        return None if self._reasoning is None else self._reasoning.num_tokens
 
     @property
     def is_bound(self) -> bool:
@@ -114,7 +114,7 @@ class Output:
 
     def forced_token(self) -> int | None:
         """Returns the token that must follow the accepted ones; None where the sampled one counts."""
-        return self._thoughts.forced() if self._thoughts is not None and self.reason is None else None
+        return self._reasoning.forced() if self._reasoning is not None and self.reason is None else None
 
     def accept(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         """Takes the next token and returns the text that it completes; sets `reason` at the last token."""
@@ -135,8 +135,8 @@ class Output:
 
         A stop string in that text makes `STOP` the reason, unless the request was cancelled.
         """
-        if self._thoughts is not None:
-            self._thoughts.finish()
+        if self._reasoning is not None:
+            self._reasoning.finish()
         deltas: list[Delta] = []
         if self.stop_text is None:
             deltas += self._emit(self._decoder.finish())
@@ -162,9 +162,9 @@ class Output:
 
     def _decode(self, token: int) -> str:
         text = self._decoder.push(token)
-        # The others read the thoughts, so they come after them.
-        if self._thoughts is not None:
-            self._thoughts.accept(token, text)
+        # The others read the reasoning, so they come after it.
+        if self._reasoning is not None:
+            self._reasoning.accept(token, text)
         if self._grammar is not None:
             self._grammar.accept(token)
         if self._calls is not None:

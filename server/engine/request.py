@@ -78,11 +78,11 @@ class GenerationRequest:
     ignore_eos: bool = False
     """Generate `max_tokens` whatever is sampled (benchmarks)."""
     thinking: Thinking | None = None
-    """How thoughts are marked, and their limit; None where they cannot be told apart."""
+    """How reasoning is marked, and its limit; None where it cannot be told apart."""
     single_call: CallMarkers | None = None
     """Markers of a tool call, where the output ends after the first; None where it goes on."""
     grammar: OutputGrammar | None = None
-    """The grammar of the answer behind its thought; None for any answer."""
+    """The grammar of the answer behind its reasoning; None for any answer."""
 
     @property
     def state_namespace(self) -> str:
@@ -169,7 +169,7 @@ class Finished:
     started: Started | None = None
     """The Started event; None if the request was cancelled before it."""
     reasoning_tokens: int | None = None
-    """Thought tokens without markers; None where thoughts are not told apart."""
+    """Reasoning tokens without markers; None where reasoning is not told apart."""
     token_ids: tuple[int, ...] = ()
     """The tokens of all deltas; filled in by the reader."""
     stop_token: int | None = None

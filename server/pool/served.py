@@ -221,9 +221,9 @@ class ServedModel:
     tool_syntax: ToolSyntax | None = None
     """The model's format of tool calls; None if unknown, and calls stay text."""
     reasoning_format: ReasoningFormat | None = None
-    """The model's format of thoughts; None if it has none or they stay text."""
-    opens_thoughts: bool = False
-    """Whether the template opens a thought on request, so that other prompts ask for none."""
+    """The model's format of reasoning; None if it has none or it stays text."""
+    opens_reasoning: bool = False
+    """Whether the template opens reasoning on request, so that a prompt without one asks for no reasoning."""
     grammars: AnswerBinder | None = None
     """Compiles grammars; None if answers cannot be bound."""
     embedding: EmbeddingFormat | None = field(default_factory=EmbeddingFormat)
@@ -293,9 +293,9 @@ class ServedModel:
         return "text" if self.tool_syntax is None else "parsed"
 
     def thinking(self, prompt: str, max_tokens: int | None = None, begun: str = "") -> Thinking | None:
-        """Returns how the engine finds a thought of at most `max_tokens`; None if none is possible.
+        """Returns the engine's data for reasoning of at most `max_tokens` after a prompt's text.
 
-        The prompt ends with `begun`, the answer's beginning.
+        None if no reasoning is possible: the prompt ends with `begun`, the answer's beginning.
         """
         if self.reasoning_format is None:
             return None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.output.reasoning import ReasoningFormat, Thinking, ThoughtWatch
+from models.output.reasoning import ReasoningFormat, ReasoningWatch, Thinking
 from models.output.tool_calls import CallMarkers, CallWatch
 
 MARKERS = CallMarkers("<call>", "</call>")
@@ -11,7 +11,7 @@ THINKS = ReasoningFormat("<think>", "</think>")
 
 def complete_at(text: str, size: int, *, thinks: bool = False, is_open: bool = False) -> int | None:
     """Returns how many characters were read when a call was complete, told in pieces; None if none was."""
-    thoughts = ThoughtWatch(Thinking(THINKS, is_open)) if thinks else None
+    thoughts = ReasoningWatch(Thinking(THINKS, is_open)) if thinks else None
     watch = CallWatch(MARKERS, thoughts)
     for start in range(0, len(text), size):
         piece = text[start : start + size]

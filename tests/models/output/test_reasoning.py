@@ -12,8 +12,8 @@ from models.output.reasoning import (
     KNOWN_MARKERS,
     ReasoningFormat,
     ReasoningParser,
+    ReasoningWatch,
     Thinking,
-    ThoughtWatch,
     find_reasoning_format,
 )
 from models.output.tool_calls import ToolCallParser
@@ -113,7 +113,7 @@ def watch(
     tokens: Sequence[str], *, is_open: bool = False, limit: int | None = None, thought: ReasoningFormat = THINK
 ) -> tuple[int, list[int]]:
     """The tokens counted, and those that were forced; each token is its text."""
-    watched, forced = ThoughtWatch(Thinking(thought, is_open, limit)), list[int]()
+    watched, forced = ReasoningWatch(Thinking(thought, is_open, limit)), list[int]()
     for text in tokens:
         token = watched.forced()
         if token is not None:

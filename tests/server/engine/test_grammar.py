@@ -84,7 +84,7 @@ def test_the_first_token_may_begin_a_thought_and_no_later_one() -> None:
     harness, num_thoughts = Harness(), 0
     for seed in range(60):
         prompt = prompt_of(seed, 20)
-        grammar = OutputGrammar(Circle(), thought_start=11)
+        grammar = OutputGrammar(Circle(), reasoning_start=11)
         sink = harness.submit(prompt, max_tokens=12, grammar=grammar, thinking=Thinking(NUMBERED, max_tokens=2))
         harness.run()
         first = sampled(prompt, [11, *allowed_after([])])
