@@ -16,7 +16,6 @@ class Adapter:
     name: str
     """The model name that clients request."""
     index: int
-    """The adapter's number within its model, from 1."""
     digest: str
     """32 hexadecimal digits that differ for adapters with different results."""
 

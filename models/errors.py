@@ -51,7 +51,6 @@ class InvalidParameter(ModelError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
-        """As clients write it, such as `top_p`."""
 
 
 class InvalidGrammar(ModelError):

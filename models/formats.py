@@ -96,12 +96,11 @@ Reading: TypeAlias = Pooling | Judgement
 
 @dataclass(frozen=True)
 class RerankFormat:
-    """How one model judges."""
+    """How one model judges: the tokens, and the texts around query and document, with special tokens."""
 
     judgement: Judgement
     prefix: str = _PREFIX
     suffix: str = _SUFFIX
-    """The texts before and after query and document; their special tokens count as such."""
 
     def text(self, query: str, document: str, instruction: str | None = None) -> str:
         """Returns the text to judge; special tokens in it are text."""

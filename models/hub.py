@@ -74,7 +74,6 @@ class PullProgress:
     """The file being fetched; None for the small files together, and at the beginning and the end."""
     file_bytes: int
     done_bytes: int
-    """Bytes of all files that are here, including those from before."""
     total_bytes: int
 
 

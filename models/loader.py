@@ -154,7 +154,6 @@ class LoadedModel:
     detokenizer: Detokenizer
     config: dict[str, Any]
     context_tokens: int
-    """The most tokens of prompt and output together."""
     vocab_size: int
     """Width of the logits; may exceed the tokenizer's tokens."""
     eos_token_ids: frozenset[int]

@@ -53,7 +53,6 @@ class AdapterSet:
     """The adapters of one model, and the selection for the next call."""
 
     def __init__(self, adapters: Sequence[Adapter], num_bytes: int) -> None:
-        """`num_bytes` is the size of their weights in memory."""
         self.adapters = tuple(adapters)
         self.num_bytes = num_bytes
         self.layers: list[AdaptedLayer] = []
@@ -140,7 +139,6 @@ class Variants:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in memory, including the stacked factors."""
         alone = sum(array.nbytes for layer in self.by_index.values() for array in own_arrays(layer).values())
         return 2 * alone if self.are_plain else alone
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).resolve().parent / "demo"
 BUILT_IN = {DEMO: DEMO_FOLDER, "demo-hybrid": DEMO_FOLDER.with_name("demo_hybrid")}
-"""The models that come with the project, and their folders."""
 
 FILE_PATTERNS = ["*.json", "*.jinja", "*.jsonl", "*.model", "*.tiktoken", "*.txt", "model*.safetensors"]
 """Files of a repository that MLX needs. Never `*.py`: a repository's code is not run."""
@@ -61,19 +60,16 @@ class RepositoryName:
 
 @dataclass(frozen=True)
 class InstalledModel:
-    """A model that `resolve` finds by its name."""
+    """A model that `resolve` finds by its name; `stored` and `identity` are of local names."""
 
     name: str
     path: Path
     size_bytes: int
     architecture: str
     quantization: str
-    """Such as `4 bit`; empty without."""
     short_name: str = ""
     stored: StoredModel | None = None
-    """The manifest's entry, for a local name."""
     identity: str = ""
-    """The id of the weights, for a local name."""
 
 
 def shorten(name: str) -> str:
@@ -392,7 +388,6 @@ def describe(name: str, folder: Path) -> InstalledModel:
 
 
 GENERAL = "qwen3"
-"""The family suggested in place of an unknown one."""
 
 
 def suggest_smaller(name: str, limit_bytes: int) -> str | None:

@@ -33,7 +33,6 @@ class Precision(StrEnum):
 
     STORED = "as stored"
     FLOAT32_SCALES = "float32 scales"
-    """Quantized matrices stay; everything else becomes float32."""
     FLOAT32 = "float32"
 
 

@@ -26,7 +26,6 @@ class ShortName:
     num_bytes: int
     """Estimated bytes of the weights."""
     is_usual: bool
-    """Whether the name has only a size."""
 
 
 def _read(families: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, ShortName]:

@@ -22,7 +22,6 @@ from models.output.grammar import JSON_STYLE, Grammar, GrammarKind, MaskWords
 MAX_KEPT = 16
 """The most compiled grammars kept, of at most about 20 MB each."""
 MAX_CHARACTERS: Final = 1 << 18
-"""The most characters of a grammar's text."""
 MAX_MESSAGE: Final = 400
 _WORD_BITS = 32
 _LIMITS: Final[Any] = llguidance.LLParserLimits(

@@ -197,7 +197,6 @@ def _size(name: str, number: int, fields: dict[Any, Any]) -> Iterator[int]:
 MAX_SECONDS = 30.0
 """Time limit of the whole probe; one model call may exceed it."""
 MAX_STATE_BYTES = 2 << 30
-"""The most bytes of all synthetic rows of a trial."""
 
 _NUM_TRIALS = 4
 _SPREADS = 3.0

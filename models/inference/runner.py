@@ -50,7 +50,6 @@ class StepLogprobs:
     places: dict[int, int]
     """Maps a row of the step to a row of the arrays."""
     num_top: list[int]
-    """How many of the likeliest tokens each row requested."""
     all: mx.array
     """Natural logarithms of the probabilities, float32 `[num_telling, vocab_size]`."""
     top_ids: mx.array
@@ -98,12 +97,14 @@ CLEAR_CACHE_STEPS = 256
 
 @dataclass(eq=False)
 class DecodeRow:
-    """One sequence while it decodes. Only the runner changes its caches until it is detached."""
+    """One sequence while it decodes. Only the runner changes its caches until it is detached.
+
+    Without `next_token` it is fed the token that the previous step sampled.
+    """
 
     caches: list[LayerCache]
     sampling: RowSampling
     next_token: int | None = None
-    """The token that the next step feeds; None for the one that the previous step sampled."""
     adapter: int = NO_ADAPTER
 
 
@@ -133,7 +134,6 @@ class Runner:
     is_ragged: bool
     """False: the rows are evaluated one after another in each step."""
     mixes: bool
-    """Whether rows with different adapters are evaluated in one call."""
     overlaps: bool
     """Whether `start` returns while most of the step is still to be computed, as on a GPU. Else tokens must be read
     before `start`.

@@ -26,7 +26,6 @@ class SamplingParams:
     top_p: float = 1.0
     """Nucleus mass, range (0, 1]."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens with at least this fraction of the likeliest one's probability, range [0, 1]."""
     typical_p: float = 1.0
@@ -65,9 +64,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Pairs of token id and bias, range [-100, 100]."""
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be sampled; empty for all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Token sequences that the output must not contain."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens are reported with each; None reports no log-probabilities. Range [0,
     `MAX_TOP_LOGPROBS`].
@@ -78,7 +75,6 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, without a draw."""
         return self.temperature < GREEDY_BELOW
 
     @property
@@ -88,17 +84,14 @@ class SamplingParams:
 
     @property
     def longest_bad_word(self) -> int:
-        """Number of tokens of the longest bad word; 0 without one."""
         return max(map(len, self.bad_words), default=0)
 
     @property
     def is_dry(self) -> bool:
-        """Whether repetitions are penalised by their lengths."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
     @property
     def is_penalised(self) -> bool:
-        """Whether single tokens are penalised for earlier occurrences."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) and self.repeat_last_n != 0
 

@@ -134,7 +134,6 @@ class RowSampling:
         self.window: PenaltyWindow | None = None
         """The tokens that all penalties look at, in place of the two before."""
         self.repeated: RepeatedEnds | None = None
-        """Where the end of the sequence occurred before, for DRY."""
         self.output_end: mx.array | None = None
         """The last tokens of the output, int32, for bad words of more than one token."""
         if params.longest_bad_word > 1:

@@ -171,14 +171,12 @@ class StreamDecoder:
 
 
 MAX_KEPT = 256
-"""The most texts whose tokens are kept."""
 
 
 class TokenSearch:
     """Finds the tokens that contain a text. For any thread; the first search is slow."""
 
     def __init__(self, piece: Callable[[int], bytes], vocab_size: int) -> None:
-        """`piece` returns the bytes of one token."""
         self._piece = piece
         self._vocab_size = vocab_size
         self._lock = threading.Lock()

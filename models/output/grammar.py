@@ -29,7 +29,6 @@ class GrammarKind(StrEnum):
     """Unknown keywords are ignored."""
     REGEX = "regex"
     CHOICE = "choice"
-    """A JSON list of texts, one of which is the output."""
     GBNF_OR_LARK = "gbnf_or_lark"
     LARK = "lark"
 
@@ -46,9 +45,7 @@ class TokenMatcher(Protocol):
     """Follows one output. One thread at a time."""
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the output is valid and nothing may follow."""
-        ...
+    def is_complete(self) -> bool: ...
 
     def accept(self, token: int) -> None:
         """Accepts the next token. A forbidden one is an error, which `mask` raises."""
@@ -83,7 +80,6 @@ class OutputGrammar:
     begun: str = ""
     """The beginning of the answer that the prompt already holds."""
     forces_calls: bool = False
-    """Whether the answer must consist of tool calls."""
 
 
 _OPEN: Final = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}

@@ -8,7 +8,6 @@ class Found(NamedTuple):
     """What one piece of text made certain."""
 
     before: str
-    """Text outside markers that was not returned before."""
     marker: str | None
     """The complete marker right after `before`, if any."""
     after: str

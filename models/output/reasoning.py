@@ -24,7 +24,6 @@ KNOWN_MARKERS: Final = (
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
 )
-"""The beginnings and ends of reasoning in known families of models."""
 
 HARMONY_END: Final = "<|end|>"
 """Ends reasoning of gpt-oss, which then names the channel of its answer."""
@@ -40,9 +39,7 @@ class ReasoningFormat:
     start: str
     end: str
     closing_ids: tuple[int, ...] = ()
-    """The tokens that close reasoning at its limit."""
     start_id: int | None = None
-    """The token `start`, if it is one token."""
 
     @property
     def closing(self) -> str:
@@ -66,9 +63,7 @@ class Thinking:
 
     reasoning_format: ReasoningFormat
     is_open: bool = False
-    """Whether the prompt has begun the reasoning."""
     max_tokens: int | None = None
-    """The limit at which the reasoning is closed."""
 
 
 def find_reasoning_format(vocabulary: Container[str], template: str) -> ReasoningFormat | None:
@@ -95,7 +90,6 @@ class ReasoningParser:
     """Splits one answer's text into reasoning and the rest, which another parser reads."""
 
     def __init__(self, reasoning_format: ReasoningFormat, answer: OutputParser, *, is_open: bool) -> None:
-        """`is_open`: the prompt has begun the reasoning."""
         self._format = reasoning_format
         self._answer = answer
         self._phase = _Phase.REASONING if is_open else _Phase.BEFORE
@@ -186,7 +180,6 @@ class ReasoningWatch:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the reasoning has begun and not ended."""
         return self._phase is _Phase.REASONING
 
     def accept(self, token: int, text: str) -> None:

@@ -40,12 +40,11 @@ class ToolCall:
 JSON_HEAD: Final = re.compile(
     r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""A call in JSON up to its arguments."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """The markers around a call, and the parser of the text between them."""
+    """The markers around a call, and the parser of the text between."""
 
     start: str
     end: str
@@ -283,7 +282,6 @@ class ToolCallParser:
     def __init__(
         self, tool_format: ToolFormat, tools: Sequence[Mapping[str, Any]], *, is_forced: bool = False
     ) -> None:
-        """`is_forced`: the answer must consist of calls, so a cut-off text is the beginning of one."""
         self.made_calls = False
         self._is_forced = is_forced
         self._format = tool_format

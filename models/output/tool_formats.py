@@ -43,7 +43,6 @@ class HarmonyParser:
     """Splits one answer's text into reasoning, text and calls."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Without `tools`, a message to a tool stays text."""
         self.made_calls = False
         self._has_tools = bool(tools)
         self._search = MarkerSearch([MESSAGE])
@@ -161,9 +160,7 @@ class BareFormat:
     parse: Callable[[str, Any], Any]
     """(text, tools) to a list of `{"name", "arguments"}`; raises for any other text."""
     call_start: str
-    """A regular expression for the beginning of calls, after white space and the first frame."""
     frames: tuple[str, ...] = ()
-    """Markers that may surround the calls."""
 
 
 class BareCallParser:

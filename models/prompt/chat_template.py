@@ -57,7 +57,6 @@ RESERVED_TEMPLATE_ARGUMENTS = frozenset(
         "unk_token",
     ]
 )
-"""Names that would replace the template or its input."""
 
 MAX_EDGE_DISTANCE = 16
 """The most tokens given up for an edge that holds whatever follows."""
@@ -89,7 +88,6 @@ class RenderedPrompt:
     text: str = ""
     outline: Outline = NO_OUTLINE
     tail: Tail | None = None
-    """The context of a reply, if replies are remembered."""
     begun: str = ""
     """The end of `text` with the assistant's unfinished message, if it is continued."""
 

@@ -32,7 +32,6 @@ MAX_OWN_ITEMS: Final = 100_000
 MAX_STEPS: Final = 3_000_000
 """Limit of one rendering: about ten seconds, six times what 4 000 messages take."""
 MAX_SAMPLE_STEPS: Final = 20_000
-"""Limit of rendering a few short messages."""
 _STEPS_PER_LOOK: Final = 4096
 _CHARACTERS_PER_STEP: Final = 256
 _ITEMS_PER_STEP: Final = 8

@@ -23,7 +23,6 @@ MAX_CHARACTERS: Final = 1 << 26
 """Limit of one text; a prompt is shorter, since request bodies are."""
 MAX_ITEMS: Final = 1_000_000
 MAX_WORKED_ITEMS: Final = 250_000
-"""Limit of all items that one function traverses."""
 MAX_WORKED_CHARACTERS: Final = 1 << 22
 """Limit of all texts in one function that does more than search or copy them."""
 MAX_INTEGER_BITS: Final = 4096
@@ -79,7 +78,6 @@ SHALLOW_FILTERS = frozenset(
         *("reject", "rejectattr", "reverse", "select", "selectattr", "slice"),
     }
 )
-"""Filters that pass on members without looking at them."""
 _ITEMS_COPIED_AT_ONCE: Final = 8
 _MAX_STRFTIME_GROWTH: Final = 1 << 12
 _WIDTHS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})

@@ -43,7 +43,6 @@ class CutPlace:
 
     pattern: "re.Pattern[str]"
     num_before: int
-    """Characters of the match before the cut."""
     context: str
     """The text before which a slice after the cut is tokenized."""
     crossing: "re.Pattern[str]"
@@ -201,7 +200,6 @@ def stop_if_abandoned() -> None:
 
 
 MAX_REMEMBERED_BYTES = 64 << 20
-"""The most memory for one model's parts and replies."""
 PART_BYTES = 560
 """Memory of a remembered part besides its numbers."""
 

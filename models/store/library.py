@@ -37,7 +37,6 @@ class Making:
     messages: Sequence[ExampleMessage] = ()
     license: str | None = None
     replaces: bool = True
-    """Whether a model of the same name is replaced."""
 
 
 def create(name: str, base: WeightsPlace, base_name: str, making: Making) -> StoredModel:
@@ -111,7 +110,6 @@ class FileFault:
 
     name: str
     fault: str
-    """`missing`, `truncated: …`, `damaged: …` or why it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,6 @@ class Verification:
 
     num_files: int
     num_compared: int
-    """Files whose hash was compared with the hub's."""
     faults: tuple[FileFault, ...]
 
 

@@ -100,9 +100,7 @@ class WeightsPlace:
 
     kind: Literal["built-in", "repository", "folder"]
     name: str
-    """A built-in model, `org/name` of a repository, or the whole path of a folder."""
     commit: str = ""
-    """The revision of a repository when the name was made."""
 
     def __str__(self) -> str:
         return f"{self.name}@{self.commit}" if self.commit else self.name
