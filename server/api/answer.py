@@ -26,7 +26,7 @@ from server.api.record import Arrival, Moment, OpenRequest, RequestRecord, Token
 from server.diagnosis.account import Conversations, EvaluatedTurn, Name, Rendered, declined, explain
 from server.diagnosis.compare import Turn
 from server.diagnosis.prompt import PLAIN, Part, Prompt, part_of, plain_prompt, prompt_of
-from server.engine.commands import HoldTurn
+from server.engine.commands import PinTurn
 from server.engine.diagnosis import Reuse
 from server.engine.generation import Generation
 from server.engine.request import (
@@ -422,7 +422,7 @@ class Answer:
             self.context.in_background(_evaluate_ahead(self._engine, exchange, exchange.conversation, reply_ids))
         if run.open.is_complete and exchange.parser.made_calls:
             label = request.session_id or request.request_id
-            self._engine.execute_later(HoldTurn(request.state_namespace, label, request.tokens, reply_ids))
+            self._engine.execute_later(PinTurn(request.state_namespace, label, request.tokens, reply_ids))
 
 
 async def _evaluate_ahead(

@@ -40,7 +40,7 @@ class Planning:
     """The threads for planning. Event loop only."""
 
     def __init__(self, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
-        self._turns = {size: Turns(size.num_threads) for size in SIZES}
+        self._places = {size: FairPlaces(size.num_threads) for size in SIZES}
         self._threads = ThreadPoolExecutor(sum(size.num_threads for size in SIZES), "planning")
         self._max_waiting_bytes = max_waiting_bytes
         self._waiting_bytes = 0
@@ -51,37 +51,37 @@ class Planning:
         `num_bytes` is the body's length. Raises what `work` raises, and ApiError (429) if too many bytes wait.
         Cancellation ends the work soon.
         """
-        turns = self._turns[next(size for size in SIZES if num_bytes <= size.max_bytes)]
-        await self._wait(turns, client, num_bytes)
+        places = self._places[next(size for size in SIZES if num_bytes <= size.max_bytes)]
+        await self._wait(places, client, num_bytes)
         has_left = threading.Event()
         try:
             running = asyncio.get_running_loop().run_in_executor(
                 self._threads, copy_context().run, _call, has_left, work
             )
         except BaseException:
-            turns.give_back()
+            places.give_back()
             raise
-        running.add_done_callback(lambda done: _ended(done, turns))
+        running.add_done_callback(lambda done: _ended(done, places))
         try:
             return await asyncio.shield(running)
         finally:
             has_left.set()
 
-    async def _wait(self, turns: "Turns", client: str, num_bytes: int) -> None:
-        if turns.try_take():
+    async def _wait(self, places: "FairPlaces", client: str, num_bytes: int) -> None:
+        if places.try_take():
             return
         if self._waiting_bytes + num_bytes > self._max_waiting_bytes:
             message = "too many long requests wait to be read"
             raise retry_later(Code.QUEUE_FULL, message, RETRY_SECONDS)
         self._waiting_bytes += num_bytes
         try:
-            await turns.take(client)
+            await places.take(client)
         finally:
             self._waiting_bytes -= num_bytes
 
 
-class Turns:
-    """A number of places; while all are taken, waiting clients take turns. Event loop only."""
+class FairPlaces:
+    """A number of places. While all are taken, waiting clients take turns. Event loop only."""
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
@@ -97,13 +97,13 @@ class Turns:
 
     async def take(self, client: str) -> None:
         """Returns once the caller has a place. Cancellation leaves the queue."""
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(waiter)
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._leave(client, turn)
+            if waiter.cancelled():
+                self._leave(client, waiter)
             else:
                 self.give_back()
             raise
@@ -111,26 +111,26 @@ class Turns:
     def give_back(self) -> None:
         """Gives the place to the next client that still waits."""
         while self._waiting:
-            turn = self._next_turn()
-            # A cancelled turn stays in the queue until its task has run once more.
-            if not turn.done():
-                turn.set_result(None)
+            waiter = self._next_waiter()
+            # A cancelled waiter stays in the queue until its task has run once more.
+            if not waiter.done():
+                waiter.set_result(None)
                 return
         self._num_free += 1
 
-    def _next_turn(self) -> "asyncio.Future[None]":
-        client, turns = self._waiting.popitem(last=False)
-        turn = turns.popleft()
-        if turns:
-            self._waiting[client] = turns
-        return turn
+    def _next_waiter(self) -> "asyncio.Future[None]":
+        client, queue = self._waiting.popitem(last=False)
+        waiter = queue.popleft()
+        if queue:
+            self._waiting[client] = queue
+        return waiter
 
-    def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
-        """Takes a turn out of the queue, unless it was skipped."""
-        turns = self._waiting.get(client, deque())
-        if turn in turns:
-            turns.remove(turn)
-            if not turns:
+    def _leave(self, client: str, waiter: "asyncio.Future[None]") -> None:
+        """Takes a waiter out of the queue, unless it was already skipped."""
+        queue = self._waiting.get(client, deque())
+        if waiter in queue:
+            queue.remove(waiter)
+            if not queue:
                 del self._waiting[client]
 
 
@@ -139,8 +139,8 @@ def _call(has_left: threading.Event, work: Callable[[], Result]) -> Result:
         return work()
 
 
-def _ended(done: "asyncio.Future[Result]", turns: Turns) -> None:
-    turns.give_back()
+def _ended(done: "asyncio.Future[Result]", places: FairPlaces) -> None:
+    places.give_back()
     if not done.cancelled():
         # Marks the exception as retrieved: nobody awaits the work of a disconnected client.
         done.exception()

@@ -40,7 +40,7 @@ def _trim() -> Callable[[], object]:
     return lambda: None
 
 
-HOLD_SECONDS = 120.0
+PIN_SECONDS = 120.0
 """How long the state of a turn that ended in tool calls is kept for their results."""
 
 
@@ -159,7 +159,7 @@ class ForgetSession:
 
 
 @dataclass(frozen=True, eq=False)
-class HoldTurn:
+class PinTurn:
     """Pins a turn that a request will soon continue, unless a running request needs the memory."""
 
     namespace: str
@@ -170,7 +170,7 @@ class HoldTurn:
     def __call__(self, worker: Worker) -> None:
         tokens = np.concatenate([self.prompt, np.array(self.reply, np.int32)])
         name = PinName(self.namespace, self.label, is_soft=True)
-        worker.prefix_cache.pin_until(name, tokens, worker.now() + HOLD_SECONDS)
+        worker.prefix_cache.pin_until(name, tokens, worker.now() + PIN_SECONDS)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class DecodePipeline:
             else:
                 self._table.replay(sequence)
         if is_out_of_memory(error):
-            self._table.hold_youngest(alive)
+            self._table.defer_youngest(alive)
             self._prefix_cache.reclaimer.relieve()
 
 

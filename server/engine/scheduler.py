@@ -68,7 +68,7 @@ class Ticket:
     """Tokens evaluated so far."""
     is_preempted: bool = False
     """The request made way for others; nothing of a worse rank begins before it goes on."""
-    is_held: bool = False
+    is_deferred: bool = False
     """The device had no memory beside others: the request begins once one of them has ended."""
     is_loading: bool = False
     """State of the request is being read from disk."""
@@ -131,9 +131,9 @@ class Scheduler:
     def remove(self, ticket: Ticket) -> None:
         """Forgets an ended request; what waited for it, its slot or its memory may be tried again."""
         self._take_out(ticket)
-        held = [other for other in self._tickets.values() if other.is_held]
-        if held:
-            min(held, key=lambda other: other.rank).is_held = False
+        deferred = [other for other in self._tickets.values() if other.is_deferred]
+        if deferred:
+            min(deferred, key=lambda other: other.rank).is_deferred = False
 
     def replace(self, ticket: Ticket, by: Ticket) -> None:
         """Queues a request again that lost its state; its slot and memory may be tried again."""
@@ -212,7 +212,7 @@ class Scheduler:
         preempted = [ticket for ticket in waiting if ticket.is_preempted and self._predecessor(ticket) is None]
         last = min((ticket.rank for ticket in preempted), default=None)
         if is_busy:
-            waiting = [ticket for ticket in waiting if not (ticket.is_loading or ticket.is_held)]
+            waiting = [ticket for ticket in waiting if not (ticket.is_loading or ticket.is_deferred)]
         return [ticket for ticket in waiting if last is None or ticket.rank <= last]
 
     def _could_begin(

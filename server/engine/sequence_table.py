@@ -218,11 +218,11 @@ class SequenceTable:
         self._release(sequence, sequence.lease, sequence.lease.suspend)
         self._requeue(sequence, is_suspect=False)
 
-    def hold_youngest(self, sequences: list[Sequence]) -> None:
+    def defer_youngest(self, sequences: list[Sequence]) -> None:
         """Makes the youngest replayed sequence wait for the end of another: together they might fail again."""
         waits = choose_to_wait(sequence.ticket for sequence in sequences if sequence in self)
         if waits is not None:
-            self._hold(waits)
+            self._defer(waits)
 
     def _try_later(self, sequence: Sequence) -> bool:
         """Replays a sequence that lacked memory, the second time only after another has ended; False if none can."""
@@ -233,11 +233,11 @@ class SequenceTable:
         self.replay(sequence)
         self._prefix_cache.reclaimer.relieve()
         if not is_first:
-            self._hold(sequence.ticket)
+            self._defer(sequence.ticket)
         return True
 
-    def _hold(self, ticket: Ticket) -> None:
-        ticket.is_preempted = ticket.is_held = True
+    def _defer(self, ticket: Ticket) -> None:
+        ticket.is_preempted = ticket.is_deferred = True
         self.num_suspended += 1
 
     def _requeue(self, sequence: Sequence, *, is_suspect: bool) -> None:

@@ -16,7 +16,7 @@ from models.prompt.tokenize import Abandoned, encode, stop_if_abandoned
 from server.api import planning as planning_module
 from server.api import wire as body_module
 from server.api.errors import ApiError, Code
-from server.api.planning import SIZES, Planning, Turns
+from server.api.planning import SIZES, FairPlaces, Planning
 from server.api.wire import check_amount, check_messages
 from tests.server.api.test_live import WAIT_SECONDS, Live, raw_post, serving, user
 from tests.server.api.test_live import until as until_so
@@ -144,11 +144,11 @@ async def test_failed_work_gives_its_place_back() -> None:
 
 @on_a_loop
 async def test_a_turn_given_to_one_who_leaves_goes_to_the_next() -> None:
-    turns = Turns(1)
-    assert turns.try_take()
-    leaver, stayer = (asyncio.create_task(turns.take(name)) for name in ("leaver", "stayer"))
+    places = FairPlaces(1)
+    assert places.try_take()
+    leaver, stayer = (asyncio.create_task(places.take(name)) for name in ("leaver", "stayer"))
     await asyncio.sleep(0)
-    turns.give_back()
+    places.give_back()
     leaver.cancel()
     await asyncio.wait_for(stayer, 10)
 
@@ -158,18 +158,18 @@ async def test_a_turn_given_to_one_who_leaves_goes_to_the_next() -> None:
 
 @on_a_loop
 async def test_a_place_freed_while_the_next_client_leaves_is_not_lost() -> None:
-    turns = Turns(1)
-    assert turns.try_take()
-    leaving, staying = (asyncio.create_task(turns.take(name)) for name in ("leaving", "staying"))
+    places = FairPlaces(1)
+    assert places.try_take()
+    leaving, staying = (asyncio.create_task(places.take(name)) for name in ("leaving", "staying"))
     await asyncio.sleep(0)
     # Cancelled, a task runs once more before it is out of the queue.
     leaving.cancel()
-    turns.give_back()
+    places.give_back()
     with pytest.raises(asyncio.CancelledError):
         await leaving
     await asyncio.wait_for(staying, 10)
-    turns.give_back()
-    assert turns.try_take() and not turns.try_take()
+    places.give_back()
+    assert places.try_take() and not places.try_take()
 
 
 # ------------------------------------------------------------------------------------------- one word of megabytes

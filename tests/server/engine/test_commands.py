@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from server.engine.commands import (
-    HOLD_SECONDS,
+    PIN_SECONDS,
     ClearCache,
     DescribeCache,
     DescribeEdge,
     ForgetSession,
-    HoldTurn,
     PinSession,
+    PinTurn,
     UnpinSession,
 )
 from tests.support.engine_driver import Collected, Harness
@@ -121,21 +121,21 @@ def test_a_forgotten_session_is_pinned_no_longer() -> None:
     assert known(harness, STORY) == 0
 
 
-@pytest.mark.parametrize("seconds", [HOLD_SECONDS / 2, HOLD_SECONDS + 1])
+@pytest.mark.parametrize("seconds", [PIN_SECONDS / 2, PIN_SECONDS + 1])
 def test_a_turn_is_held_for_as_long_as_most_tools_take(seconds: float) -> None:
     harness = budgeted(300)
     sink = harness.submit(STORY, max_tokens=6, ignore_eos=True)
     harness.run()
-    HoldTurn("", "s", np.array(STORY, np.int32), sink.tokens)(harness.worker)
+    PinTurn("", "s", np.array(STORY, np.int32), sink.tokens)(harness.worker)
     harness.now += seconds
     fill(harness)
-    assert (known(harness, STORY) > 0) == (seconds < HOLD_SECONDS)
+    assert (known(harness, STORY) > 0) == (seconds < PIN_SECONDS)
 
 
 def test_a_turn_that_is_held_keeps_nobody_waiting() -> None:
     harness = budgeted(300)
     harness.run(harness.submit(STORY, max_tokens=2))
-    HoldTurn("", "s", np.array(STORY, np.int32), [])(harness.worker)
+    PinTurn("", "s", np.array(STORY, np.int32), [])(harness.worker)
     large = harness.submit(list(range(50, 330)), max_tokens=2)
     harness.run()
     assert large.started.hit_tokens == 0 and known(harness, STORY) == 0

@@ -16,7 +16,7 @@ from server.api.conversation import stable_prefix
 from server.app.config import ServerConfig
 from server.app.service import open_service
 from server.engine import engine as engine_module
-from server.engine.commands import HoldTurn
+from server.engine.commands import PinTurn
 from tests.models.prompt.test_chat_template import make_tokenizer
 from tests.server.api.test_live import until
 from tests.support import tiny_models
@@ -286,7 +286,7 @@ def test_a_turn_that_ends_in_tool_calls_is_held_and_no_other(
     client = TestClient(create_app(engine, fake_model(), ServerConfig()))
     body = {**CHAT, "tools": [TOOL], "stream": stream, "session_id": "s"}
     assert client.post("/v1/chat/completions", json=body).status_code == 200
-    holds = [command for command in engine.commands if isinstance(command, HoldTurn)]
+    holds = [command for command in engine.commands if isinstance(command, PinTurn)]
     assert len(holds) == is_held
     if holds:
         assert (holds[0].label, list(holds[0].reply)) == ("s", [0])
