@@ -112,7 +112,8 @@ def _spoken(value: str | bool | Fault) -> str:
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     name = request.param
     folder = "demo" if name == "demo" else str(tiny_models.write(name, tmp_path_factory.mktemp(name) / "tiny"))
-    config = ServerConfig(models=(folder,), cache_memory_bytes=1 << 28)
+    # Else the order of a tool's keys would be mended before it costs anything.
+    config = ServerConfig(models=(folder,), cache_memory_bytes=1 << 28, prompt_hygiene=False)
     service = open_service(config)
     service.engine.start()
     with TestClient(create_app(service.engine, service.model, config)) as client:
