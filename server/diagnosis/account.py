@@ -65,8 +65,7 @@ def explain(previous: EvaluatedTurn | None, request: Rendered, *, match: int, hi
     kept: float | None = min(hit, len(previous.tokens)) / len(previous.tokens) if len(previous.tokens) else 1.0
     costliest = max(misses, key=lambda miss: miss.lost_tokens, default=None)
     if any(miss.cause is Cause.SIDE_REQUEST for miss in misses):
-        # A side request goes on from no turn, so there is no share to tell.
-        kept = None
+        kept = None  # it goes on from no turn
     return Reuse(match, hit, kept, costliest, sum(miss.lost_tokens for miss in misses), misses)
 
 
@@ -197,7 +196,8 @@ class Conversations:
         namespace = request.prompt.namespace
         name = Name(namespace, session_id) if session_id is not None else self._find_unnamed(request)
         if name is None:
-            name = Name(namespace, f"unnamed-{_digest(request_id)}", is_named=False)
+            digest = hashlib.blake2b(request_id.encode(), digest_size=4).hexdigest()
+            name = Name(namespace, f"unnamed-{digest}", is_named=False)
         previous = self._closest(self._turns.get(name, []), request)
         return name, previous or self._find_elsewhere(session_id, request) or self._find_neighbour(request)
 
@@ -367,7 +367,3 @@ def _goes_on(earlier: Turn, later: Prompt) -> bool:
 def _owned(turn: EvaluatedTurn) -> EvaluatedTurn:
     """Returns the turn with tokens of its own: a view keeps a longer array alive."""
     return turn if turn.tokens.base is None else replace(turn, tokens=turn.tokens.copy())
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

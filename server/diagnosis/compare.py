@@ -257,10 +257,15 @@ def _miss(
 
 def find_changes_between(earlier: Turn, later: Prompt) -> list[Miss]:
     """Returns the changes that keep `later` from continuing `earlier`, in the order of the prompt."""
-    origin = _origin_change(earlier.prompt, later)
-    if origin is not None:
-        return [origin]
-    changes = [*_argument_changes(earlier.prompt, later), *_tool_changes(earlier.prompt, later)]
+    prompt = earlier.prompt
+    if prompt.model != later.model:
+        return [_miss(Cause.MODEL, MissReason.MODEL_CHANGED, before=prompt.model, after=later.model)]
+    if prompt.namespace != later.namespace:
+        return [_miss(Cause.NAMESPACE, MissReason.NAMESPACE_CHANGED)]
+    changes = list(_tool_changes(prompt, later))
+    if prompt.arguments != later.arguments:
+        words = (prompt.arguments, later.arguments)
+        changes.insert(0, _miss(Cause.TEMPLATE_ARGUMENTS, MissReason.TEMPLATE_CHANGED, None, None, *words))
     if later.parts and later.parts[0].role == PLAIN:
         return [*changes, *_plain_changes(earlier, later)]
     return [*changes, *_MessageDiff(earlier, later).changes()]
@@ -275,20 +280,6 @@ def find_volatile_head(earlier: Prompt, later: Prompt) -> list[Miss]:
     if not is_same or earlier.num_head != later.num_head or not earlier.shares_state_with(later):
         return []
     return _MessageDiff(Turn(earlier), later).volatile_head(only=True)
-
-
-def _origin_change(earlier: Prompt, later: Prompt) -> Miss | None:
-    if earlier.model != later.model:
-        return _miss(Cause.MODEL, MissReason.MODEL_CHANGED, before=earlier.model, after=later.model)
-    if earlier.namespace != later.namespace:
-        return _miss(Cause.NAMESPACE, MissReason.NAMESPACE_CHANGED)
-    return None
-
-
-def _argument_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
-    if earlier.arguments != later.arguments:
-        before, after = earlier.arguments, later.arguments
-        yield _miss(Cause.TEMPLATE_ARGUMENTS, MissReason.TEMPLATE_CHANGED, before=before, after=after)
 
 
 def _tool_changes(earlier: Prompt, later: Prompt) -> Iterator[Miss]:
@@ -400,7 +391,9 @@ class _MessageDiff:
         elif i1 < i2:
             yield from self._removed(i1, i2, j1)
         elif j1 < j2 and i1 < len(self._ours):
-            yield self._change(Cause.INSERTED, MissReason.MESSAGES_CHANGED, j1, self._theirs[j1])
+            part = self._theirs[j1]
+            excerpted = excerpt(part.shown, 0)
+            yield _miss(Cause.INSERTED, MissReason.MESSAGES_CHANGED, j1, part.role, "", excerpted)
         yield from tail
 
     def _is_pair(self, i: int, j: int) -> bool:
@@ -463,8 +456,6 @@ class _MessageDiff:
 
     @staticmethod
     def _change(cause: Cause, reason: MissReason, index: int, part: Part, other: Part | None = None) -> Miss:
-        if cause is Cause.INSERTED:
-            return _miss(cause, reason, index, part.role, "", excerpt(part.shown, 0))
         after = excerpt(other.shown, 0) if other is not None else ""
         return _miss(cause, reason, index, (other or part).role, excerpt(part.shown, 0), after)
 

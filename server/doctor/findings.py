@@ -138,16 +138,11 @@ def savings_of(checkups: Sequence[Checkup]) -> Savings:
     num_turns = sum(one.num_turns if one.num_seen is None else one.num_seen for one in checkups)
     has_speed = any(loss.seconds is not None for one in checkups for loss in one.losses)
     seconds = sum(one.seconds for one in checkups) if has_speed else None
-    days = _days(checkups)
-    per_day = seconds / days if seconds is not None and days is not None else None
-    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_day)
-
-
-def _days(checkups: Sequence[Checkup]) -> float | None:
     began = [one.began for one in checkups if one.began is not None]
     ended = [one.ended for one in checkups if one.ended is not None]
     took = max(ended) - min(began) if began and ended else 0.0
-    return took / SECONDS_PER_DAY if took >= SHORTEST_SECONDS else None
+    per_day = seconds * SECONDS_PER_DAY / took if seconds is not None and took >= SHORTEST_SECONDS else None
+    return Savings(sum(one.tokens for one in checkups), num_turns, seconds, per_day)
 
 
 def findings_of(losses: Iterable[Loss]) -> list[Finding]:
@@ -267,6 +262,6 @@ def _linked(turn: Mapping[str, Any], number: int) -> LinkedTurn:
 def refused_of(refusal: Mapping[str, Any]) -> Refused:
     """Returns a refused request. Raises KeyError, TypeError or ValueError for what is no refusal."""
     session_id = refusal["session_id"]
+    path, code, message = (str(refusal[name]) for name in ("path", "code", "message"))
     session_id = None if session_id is None else str(session_id)
-    path, status, code = str(refusal["path"]), int(refusal["status"]), str(refusal["code"])
-    return Refused(path, session_id, status, code, str(refusal["message"]), int(refusal["count"]))
+    return Refused(path, session_id, int(refusal["status"]), code, message, int(refusal["count"]))

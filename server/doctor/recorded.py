@@ -70,7 +70,8 @@ def _parse_line(line: str, place: str) -> Recorded:
 
 
 def _prompt(outer: Mapping[str, Any], body: Mapping[str, Any], place: str) -> Prompt:
-    arguments = dict(body.get("chat_template_kwargs") or {}) if _is_object(body.get("chat_template_kwargs")) else {}
+    given = body.get("chat_template_kwargs")
+    arguments = dict(given) if isinstance(given, dict) else {}
     arguments |= {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
     tools = _tools(body.get("tools"), place)
     _check_messages(body["messages"], place)
@@ -96,10 +97,6 @@ def _reply(outer: Mapping[str, Any]) -> Part | None:
     first = choices[0] if isinstance(choices, list) and choices else answer
     message = first.get("message", first) if isinstance(first, dict) else None
     return part_of({"role": "assistant", **message}) if isinstance(message, dict) and "content" in message else None
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _headers(outer: Mapping[str, Any]) -> dict[str, str]:

@@ -8,7 +8,7 @@
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.reclaim import SetAside
 from models.adapter import NO_ADAPTER
 from models.errors import ModelError
 from models.formats import Reading
@@ -50,16 +51,6 @@ class EmbedderPort(Protocol):
         """Begins a text that is evaluated piece by piece."""
 
 
-class AsidePort(Protocol):
-    """Memory outside the conversations; `cache.reclaim.SetAside` is the real one."""
-
-    def try_take(self, num_tokens: int, /) -> bool:
-        """Sets memory aside for a number of tokens; False if there is none now."""
-
-    def give_back(self) -> None:
-        """Releases the memory set aside."""
-
-
 @dataclass(eq=False)
 class EmbeddingJob:
     """The texts of one request, each of one token or more, and the future of their vectors, in the same order."""
@@ -70,11 +61,6 @@ class EmbeddingJob:
     vectors: "Future[list[Vector]]" = field(default_factory=Future)
     found: dict[int, Vector] = field(default_factory=dict)
     """Known vectors, by the index of their text."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody waits for the vectors any more."""
-        return self.vectors.done()
 
     def is_like(self, other: "EmbeddingJob") -> bool:
         """Whether texts of both jobs may be evaluated together."""
@@ -118,7 +104,7 @@ class _Running:
 class Embeddings:
     """The texts that wait for vectors, and the long text being evaluated."""
 
-    def __init__(self, embedder: EmbedderPort, aside: AsidePort, chunk_tokens: int) -> None:
+    def __init__(self, embedder: EmbedderPort, aside: SetAside, chunk_tokens: int) -> None:
         self._embedder = embedder
         self._aside = aside
         self._chunk_tokens = chunk_tokens
@@ -136,7 +122,8 @@ class Embeddings:
 
     def fail_all(self, error: Exception) -> None:
         """Answers every request with an error."""
-        for text in self._pending():
+        running = [] if self._running is None else [self._running.text]
+        for text in (*running, *self._texts):
             text.job.settle(error)
         self._forget_settled()
 
@@ -231,13 +218,10 @@ class Embeddings:
         self._aside.give_back()
 
     def _forget_settled(self) -> None:
-        if self._running is not None and self._running.text.job.is_over:
+        if self._running is not None and self._running.text.job.vectors.done():
             self._end_running()
-        if any(text.job.is_over for text in self._texts):
-            self._texts = deque(text for text in self._texts if not text.job.is_over)
-
-    def _pending(self) -> Iterable[_Text]:
-        return [*([self._running.text] if self._running is not None else []), *self._texts]
+        if any(text.job.vectors.done() for text in self._texts):
+            self._texts = deque(text for text in self._texts if not text.job.vectors.done())
 
 
 def _told(error: Exception) -> Exception:

@@ -72,6 +72,8 @@ class KeptState:
 
 
 CALIBRATION_TOKENS = 8
+EXPECTED_TOKENS = 512
+"""Output length for which live buffers are sized; they grow for a longer one."""
 MAX_IN_FLIGHT_BYTES = 1 << 30
 QUIET_SECONDS = 30.0
 """Seconds without requests before idle state is written to disk."""
@@ -95,8 +97,6 @@ class EngineConfig:
     """Prompt tokens evaluated between two decode steps."""
     max_waiting: int = 64
     """Requests that may wait beyond those that run."""
-    expected_tokens: int = 512
-    """Output length for which live buffers are sized; they grow for a longer one."""
     disk_folder: Path | None = None
     """Folder for state that does not fit into memory; None for no disk."""
     disk_bytes: int = 0
@@ -149,7 +149,7 @@ class Engine:
                 lambda: StreamDecoder(loaded.detokenizer),
                 eos_token_ids=loaded.eos_token_ids,
                 chunk_tokens=config.chunk_tokens,
-                expected_tokens=config.expected_tokens,
+                expected_tokens=EXPECTED_TOKENS,
                 clock=time.monotonic,
                 embedder=Embedder(loaded.model, loaded.adapters),
                 sessions=None if kept is None else kept.sessions,
