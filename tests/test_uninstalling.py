@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from server.app.keys import SHARED
-from server.cli.main import COMMANDS
+from server.cli.main import examples_of
 from server.cli.repl.terminal import history_file, open_history
 from tests.support.server_process import Process
 from tests.support.tiny_models import write
@@ -53,7 +53,7 @@ def sh(script: str, environment: Mapping[str, str]) -> None:
 
 def test_nothing_is_left(environment: Mapping[str, str], tmp_path: Path) -> None:
     home = Path(environment["HOME"])
-    used_commands = [*COMMANDS["completion"][2:], COMMANDS["config"][3], *COMMANDS["service install"][2:]]
+    used_commands = [*examples_of("completion"), examples_of("config")[1], *examples_of("service install")]
     sh("\n".join(used_commands), environment)
     keep_something(write("qwen3", tmp_path / "tiny"), environment)
     open_history(history_file({"XDG_STATE_HOME": str(home / ".local" / "state")})).store_string("Hi")

@@ -12,7 +12,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import StrEnum
 from fractions import Fraction
@@ -246,31 +246,12 @@ class ServerConfig:
         """Raises ConfigError for the first setting that cannot be used."""
         for setting in fields(self):
             _check_setting(setting.name, setting.type, getattr(self, setting.name), setting.metadata)
-        self._check_origins()
-        self._check_pool()
-
-    def _check_pool(self) -> None:
-        try:
-            for alias in self.aliases:
-                parse_alias(alias)
-        except ValueError as error:
-            raise ConfigError(f"aliases is wrong: {error}") from error
-        self._check_adapters()
-        try:
-            parse_keep_alive(self.keep_alive or 0)
-        except ValueError as error:
-            raise ConfigError(f"keep_alive is wrong: {error}") from error
-
-    def _check_adapters(self) -> None:
-        try:
-            names = [parse_adapter(adapter).name for adapter in self.adapters]
-        except ValueError as error:
-            raise ConfigError(f"adapters is wrong: {error}") from error
+        for name, parse in (("aliases", parse_alias), ("keep_alive", parse_keep_alive), ("adapters", parse_adapter)):
+            self._check_parsed(name, parse)
+        names = [parse_adapter(adapter).name for adapter in self.adapters]
         for name in names:
             if names.count(name) > 1 or name in self.models:
                 raise ConfigError(f"adapters is wrong: {name!r} stands for something else already")
-
-    def _check_origins(self) -> None:
         for origin in self.cors:
             if not is_origin(origin):
                 raise ConfigError(
@@ -278,6 +259,14 @@ class ServerConfig:
                 )
         if ANY_ORIGIN in self.cors and not self.needs_key:
             raise ConfigError("cors is '*', which lets every web page use this server; it must have --api-key then")
+
+    def _check_parsed(self, name: str, parse: Callable[[str], object]) -> None:
+        value = getattr(self, name) or ()
+        try:
+            for text in (value,) if isinstance(value, str) else value:
+                parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{name} is wrong: {error}") from error
 
 
 def is_origin(text: str) -> bool:

@@ -113,6 +113,14 @@ def read_machine(device_info: dict[str, Any]) -> Machine:
     return Machine(min(limits), int(recommended) if recommended else None)
 
 
+def this_machine() -> Machine:
+    """Returns this machine's memory, as MLX and the system tell it."""
+    # Asking the device takes a moment.
+    import mlx.core as mx
+
+    return read_machine(mx.device_info())
+
+
 def _read_limit(path: Path) -> int | None:
     try:
         return int(path.read_text())
@@ -168,7 +176,7 @@ def take(folder: Path, claim: Claim) -> tuple[OwnClaim, list[Claim]]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_owner(folder)
     with _locked(folder / "lock"):
-        others = [other for path in sorted(folder.glob(f"*{_SUFFIX}")) if (other := _read(path)) is not None]
+        others = _claims(folder)
         path = folder / f"{claim.pid}{_SUFFIX}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -180,9 +188,13 @@ def running(folder: Path) -> list[Claim]:
     try:
         _check_owner(folder)
         with _locked(folder / "lock"):
-            return [claim for path in sorted(folder.glob(f"*{_SUFFIX}")) if (claim := _read(path)) is not None]
+            return _claims(folder)
     except OSError:
         return []
+
+
+def _claims(folder: Path) -> list[Claim]:
+    return [claim for path in sorted(folder.glob(f"*{_SUFFIX}")) if (claim := _read(path)) is not None]
 
 
 def _check_owner(folder: Path) -> None:

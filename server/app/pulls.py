@@ -7,22 +7,15 @@ here. Event loop only, except where a docstring says otherwise.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import mlx.core as mx
-
 from models.hub import PullEvent, PullProgress, TellPull
 from models.names import parse_repository
-from server.app.memory_budget import Machine, read_machine
 from server.pool.loader import on_thread
 
 MAX_TOGETHER = 2
-
-
-def this_machine() -> Machine:
-    """Returns how much memory there is for a model."""
-    return read_machine(mx.device_info())
 
 
 class Fetch(Protocol):
@@ -77,13 +70,11 @@ class Pulls:
     async def _is_done(self, key: str, name: str, pull: "_Pull") -> bool:
         """Downloads; False if abandoned because nobody waited."""
         try:
-            await on_thread(f"pull {key}", lambda: self._fetch_on_thread(name, pull))
+            fetch = partial(self._fetch, name, pull.tell)
+            await on_thread(f"pull {key}", lambda: fetch(max_weights_bytes=self._max_weights_bytes()))
         except PullAbandoned:
             return False
         return True
-
-    def _fetch_on_thread(self, name: str, pull: "_Pull") -> Path:
-        return self._fetch(name, pull.tell, max_weights_bytes=self._max_weights_bytes())
 
 
 class _Pull:

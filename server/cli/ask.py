@@ -26,21 +26,21 @@ app = command_group()
 
 TIMEOUT_SECONDS = 30.0
 FOR_EVER_DAYS = 3650
-"""A model that expires later than this stays for ever."""
+"""A model that expires later stays for ever."""
 FIND_SECONDS = 1.0
-"""Seconds that a server may take to list its models; a healthy one on this machine needs far less."""
+"""Seconds that a server may take to list its models."""
 OWNER = "mlx-serve/"
-"""Prefix of our servers' owner, before the version; another program has another owner."""
+"""Begins the owner of our servers' models, before the version."""
 
 
 def known_urls() -> list[str]:
-    """Returns the addresses of this user's servers, then the usual one, as of another user's or a container's."""
+    """Returns the addresses of this user's servers, then the usual one."""
     own = [claim.url for claim in running(runtime_folder(os.environ)) if claim.url]
     return list(dict.fromkeys([*own, DEFAULT_URL]))
 
 
 def usual_url() -> str:
-    """Returns the usual address or, where this user's servers run only at others, the first of these."""
+    """Returns this user's first server or, if there is none, the usual address."""
     return known_urls()[0]
 
 
@@ -57,7 +57,7 @@ class AskedServer:
         self._client = httpx2.Client(timeout=timeout_seconds, trust_env=False, headers=bearer(api_key))
 
     def get(self, path: str, query: Mapping[str, str | int] | None = None) -> Any:
-        """Returns the answer's object. Raises StartError with a sentence where there is none."""
+        """Returns the answer's object. Raises StartError."""
         answer = self._ask("GET", path, params=dict(query or {}))
         if answer is None:
             raise StartError(f"no server answers at {self.url}")
@@ -96,57 +96,40 @@ class AskedServer:
 HEADINGS = ("NAME", "SIZE", "CONTEXT", "UNTIL", "SERVER")
 
 
-@dataclass(frozen=True)
-class LoadedEntry:
-    """A model in the memory of a server."""
-
-    name: str
-    size_bytes: int
-    context_tokens: int
-    idle_seconds_left: float
-    """Idle time until the model is unloaded; infinite if it stays."""
-    url: str
-
-    def record(self) -> dict[str, Any]:
-        """Returns the entry for programs."""
-        return {
-            "name": self.name,
-            "size_bytes": self.size_bytes,
-            "context_tokens": self.context_tokens,
-            "idle_seconds_left": None if math.isinf(self.idle_seconds_left) else round(self.idle_seconds_left),
-            "server": self.url,
-        }
-
-    def cells(self) -> tuple[str, ...]:
-        """Returns the entry for a person, under `HEADINGS`."""
-        minutes = self.idle_seconds_left / 60
-        until = "for ever" if math.isinf(minutes) else f"{max(minutes, 0):.0f} minutes from now, if not used"
-        return self.name, size_text(self.size_bytes), str(self.context_tokens), until, self.url
-
-
 @app.command()
 def ps(api_key: Key = None, as_json: Json = False) -> None:
-    """Prints the models that servers of this machine have loaded. Raises StartError where a server refuses to say."""
+    """Prints what is loaded on this machine. Raises StartError."""
     show_loaded(known_urls(), api_key, as_json=as_json)
 
 
 def show_loaded(urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
     """Prints the models that the servers have loaded. Raises StartError where a server refuses to say."""
     answers = [(url, AskedServer(url, api_key).find("GET", "/api/ps")) for url in urls]
-    found = [_entry(model, url) for url, answer in answers if answer for model in answer["models"]]
+    found = [_loaded(model, url) for url, answer in answers if answer for model in answer["models"]]
     if as_json:
-        typer.echo(json.dumps([entry.record() for entry in found], indent=2))
+        typer.echo(json.dumps(found, indent=2))
     elif found:
-        typer.echo(plain_table([HEADINGS, *(entry.cells() for entry in found)]))
+        typer.echo(plain_table([HEADINGS, *map(_cells, found)]))
     else:
         typer.echo("No server of yours on this machine has a model loaded. `mlx-serve serve` starts one.")
 
 
-def _entry(model: dict[str, Any], url: str) -> LoadedEntry:
+def _loaded(model: dict[str, Any], url: str) -> dict[str, Any]:
     left = datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)
-    seconds = math.inf if left.days > FOR_EVER_DAYS else max(left.total_seconds(), 0.0)
-    name = str(model["name"]).removesuffix(":latest")
-    return LoadedEntry(name, int(model["size"]), int(model["context_length"]), seconds, url)
+    return {
+        "name": str(model["name"]).removesuffix(":latest"),
+        "size_bytes": int(model["size"]),
+        "context_tokens": int(model["context_length"]),
+        "idle_seconds_left": None if left.days > FOR_EVER_DAYS else max(round(left.total_seconds()), 0),
+        "server": url,
+    }
+
+
+def _cells(loaded: Mapping[str, Any]) -> tuple[str, ...]:
+    left = loaded["idle_seconds_left"]
+    until = "for ever" if left is None else f"{left / 60:.0f} minutes from now, if not used"
+    size, context = size_text(loaded["size_bytes"]), str(loaded["context_tokens"])
+    return loaded["name"], size, context, until, loaded["server"]
 
 
 @app.command()
@@ -162,17 +145,14 @@ def stop(
 def unload(name: str, urls: Sequence[str], api_key: str | None, *, as_json: bool) -> None:
     """Unloads a model where it is loaded and idle. Raises StartError where it is not loaded, or answers."""
     asked = {"model": name}
-    done = [url for url in urls if _changes(AskedServer(url, api_key).find("POST", "/v1/models/unload", asked))]
+    answers = [(url, AskedServer(url, api_key).find("POST", "/v1/models/unload", asked)) for url in urls]
+    done = [url for url, answer in answers if answer and answer.get("changed")]
     if as_json:
         typer.echo(json.dumps({"name": name, "servers": done}, indent=2))
     elif done:
         typer.echo(f"{name} is unloaded.")
     if not done:
         raise StartError(f"{name} is not loaded by any server on this machine; mlx-serve ps lists what is")
-
-
-def _changes(answer: Any) -> bool:
-    return bool(answer and answer.get("changed"))
 
 
 # --------------------------------------------------------------------------------------------------- the doctor
@@ -225,11 +205,11 @@ class Served:
 
 
 class KeyNeeded(Exception):
-    """A server asks for a key, or for another one; the message is its address."""
+    """The message is the address of the server that asks."""
 
 
 def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served | None:
-    """Returns the first of the servers that has the model called `name`; None where none has. Raises KeyNeeded."""
+    """Returns the first server's model that is the one called `name`, if any. Raises KeyNeeded."""
     locked = None
     for url in urls:
         try:
@@ -245,7 +225,7 @@ def find_served(name: str, urls: Sequence[str], api_key: str | None) -> Served |
 
 
 def models_at(url: str, api_key: str | None) -> list[str]:
-    """Returns the models of one of our servers; none if another program answers, or nothing."""
+    """Returns the models of one of our servers; none of another program. Raises KeyNeeded."""
     try:
         with httpx2.Client(timeout=FIND_SECONDS, trust_env=False, headers=bearer(api_key)) as client:
             answer = client.get(f"{url}/v1/models")
@@ -258,6 +238,5 @@ def models_at(url: str, api_key: str | None) -> list[str]:
 
 
 def _is_same(name: str, served: str) -> bool:
-    """Whether two names are of one model: a short name and an address stand for a repository."""
     repository = parse_repository(name)
     return name == served or (repository is not None and repository == parse_repository(served))

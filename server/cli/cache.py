@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from cache.budget import DiskInUse, FolderUnusable
@@ -19,6 +18,7 @@ from models.short_names import size_text
 from server.app.config import ConfigError, StartError
 from server.cli.ask import AskedServer, usual_url
 from server.cli.config import load_config
+from server.cli.models import table
 from server.cli.options import Json, Key, Url, command_group
 from server.cli.top import clean, count
 
@@ -47,7 +47,8 @@ def show_folders(cache_dir: Folder = None, as_json: Json = False) -> None:
     elif not found:
         typer.echo(f"Nothing is kept in {folder}. `mlx-serve serve --cache-disk 20GB` keeps conversations there.")
     else:
-        _print_table(found)
+        rows = table(("FOLDER", "SIZE", "LAST USED", ""), map(_row, found), folded=("FOLDER",))
+        Console(markup=False, highlight=False).print(rows)
 
 
 @_cache.command("rm")
@@ -104,17 +105,9 @@ def _named(name: str, found: Sequence[ModelFolder]) -> ModelFolder:
     raise StartError(f"there is no folder {name!r}; mlx-serve cache list shows those that are there")
 
 
-def _print_table(found: Sequence[ModelFolder]) -> None:
-    console = Console(markup=False, highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("FOLDER", overflow="fold")
-    for heading in ("SIZE", "LAST USED"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for entry in found:
-        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)) if entry.last_used else "never"
-        table.add_row(entry.path.name, size_text(entry.num_bytes), used, "in use" if entry.is_in_use else "")
-    console.print(table)
+def _row(entry: ModelFolder) -> tuple[str, ...]:
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)) if entry.last_used else "never"
+    return entry.path.name, size_text(entry.num_bytes), used, "in use" if entry.is_in_use else ""
 
 
 def _record(entry: ModelFolder) -> dict[str, object]:
@@ -140,7 +133,9 @@ def tree_lines(cache: Mapping[str, Any], max_depth: int | None = None) -> Iterat
     on_disk = [edge for edge in cache["disk_nodes"] if edge["memory_tokens"] < edge["tokens"]]
     if on_disk:
         yield Text("on disk only", "bold")
-        yield from _branches(_rooted(on_disk), max_depth, lambda edge: _said(edge, "disk"))
+        ids = {edge["id"] for edge in on_disk}
+        rooted = [{**edge, "parent": edge["parent"] if edge["parent"] in ids else None} for edge in on_disk]
+        yield from _branches(rooted, max_depth, lambda edge: _said(edge, "disk"))
     if not nodes and not on_disk:
         yield Text("nothing is held")
     if cache["truncated"]:
@@ -152,12 +147,6 @@ def _sums(cache: Mapping[str, Any]) -> str:
     memory = size_text(held["span"] + held["window"] + held["point"] + held["live"])
     disk = f", {size_text(held['disk'])} on disk" if held["disk"] else ""
     return f"{count(cache['num_tokens'])} tokens on {count(cache['num_nodes'])} edges, {memory} in memory{disk}"
-
-
-def _rooted(edges: Sequence[_Edge]) -> list[_Edge]:
-    """Returns the edges, with those whose parent is missing as roots."""
-    ids = {edge["id"] for edge in edges}
-    return [{**edge, "parent": edge["parent"] if edge["parent"] in ids else None} for edge in edges]
 
 
 def _branches(edges: Sequence[_Edge], max_depth: int | None, said: Any) -> Iterator[Text]:

@@ -169,7 +169,9 @@ def run(
             served = None
         else:
             served = _find_served(config.models[0], api_key)
-        raise typer.Exit(_chat_here(config, opening) if served is None else _chat_there(served, api_key, opening))
+        if served is None:
+            raise typer.Exit(_chat_here(config, opening))
+        raise typer.Exit(chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}"))
 
 
 def _find_served(model: str, api_key: str | None) -> Served | None:
@@ -179,10 +181,6 @@ def _find_served(model: str, api_key: str | None) -> Served | None:
     except KeyNeeded as error:
         typer.echo(f"The server at {error} asks for a key; give it with --api-key to join it.", err=True)
         return None
-
-
-def _chat_there(served: Served, api_key: str | None, opening: "Opening") -> int:
-    return chat(JoinedModels(served, api_key), opening, f" · joined the server at {served.url}")
 
 
 def _chat_here(config: ServerConfig, opening: "Opening") -> int:
@@ -309,15 +307,12 @@ class Chat:
         answer = self.models.current.answer(dialogue.prompt(), dialogue.number, dialogue.parameters)
         async with contextlib.aclosing(answer) as parts:
             async for part in parts:
-                if isinstance(part, Said):
-                    self._hear(part, reply)
-                else:
+                if not isinstance(part, Said):
                     dialogue.costs = part
-
-    def _hear(self, said: Said, reply: list[str]) -> None:
-        if said.manner is Manner.ANSWER:
-            reply.append(said.text)
-        self.screen.show(said)
+                    continue
+                if part.manner is Manner.ANSWER:
+                    reply.append(part.text)
+                self.screen.show(part)
 
     def _read_message(self) -> str:
         line = text = self.read_line(PROMPT)

@@ -84,7 +84,6 @@ def _option(setting: "Field[Any]") -> Any:
 
 
 def _default(setting: "Field[Any]") -> str:
-    """Returns what to add to the help text; nothing for a switch or a default of None, whose own text says it."""
     default: Any = setting.default
     if default is None or default == () or setting.type is bool:
         return ""
@@ -100,7 +99,7 @@ def _metavar(setting: "Field[Any]") -> str:
 
 
 def config_file(environment: Mapping[str, str]) -> Path:
-    """Returns the path of this user's settings file, which need not exist."""
+    """Returns the path of the settings file, which need not exist."""
     named = environment.get(FILE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -119,10 +118,7 @@ def load_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> Ser
 
 
 def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerConfig:
-    """Returns the result of `load_config`; without a named model, with the model used last, if there is one.
-
-    Reports such a choice on standard error.
-    """
+    """Returns `load_config`; without a MODEL, takes the one used last, if any, and says so on standard error."""
     settings = read_settings(given, environment)
     found = used_last() if settings["models"].origin is SettingOrigin.DEFAULT else None
     if found is not None:
@@ -134,7 +130,7 @@ def load_model_config(given: Mapping[str, Any], environment: Mapping[str, str]) 
 @app.command("config")
 @with_settings(as_json=Json, as_template=Annotated[bool, typer.Option("--template", help=_TEMPLATE_HELP)])
 def show_settings(*, as_json: bool, as_template: bool, **given: Any) -> None:
-    """Prints each setting, its value and its source, or a file of all with their defaults. Raises ConfigError."""
+    """Prints each setting, its value and its source, or a template. Raises ConfigError."""
     if as_template:
         typer.echo("\n".join([_HEAD, *map(_template_entry, SETTINGS.values())]), nl=False)
         return

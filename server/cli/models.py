@@ -1,7 +1,7 @@
 """`mlx-serve list` as a person sees it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -24,7 +24,7 @@ def show_installed(as_json: Json = False) -> None:
     if as_json:
         console.out(json.dumps([_figures(model) for model in models], indent=2, ensure_ascii=False))
     elif console.is_terminal:
-        console.print(_table(models), soft_wrap=False)
+        console.print(table(HEADINGS, map(_cells, models), folded=("NAME", "FOLDER")), soft_wrap=False)
         if not any("/" in model.name for model in models):
             console.print("\nMore models: mlx-serve pull qwen3:0.6b, or any repository of MLX weights.", style="dim")
     else:
@@ -48,13 +48,14 @@ def _cells(model: InstalledModel) -> tuple[str, ...]:
     return name, size_text(model.size_bytes), model.architecture, model.quantization, str(model.path)
 
 
-def _table(models: Sequence[InstalledModel]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in HEADINGS:
-        table.add_column(heading, **({"overflow": "fold"} if heading in ("NAME", "FOLDER") else {"no_wrap": True}))
-    for model in models:
-        table.add_row(*_cells(model))
-    return table
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], folded: Sequence[str]) -> Table:
+    """Returns a table for a terminal, whose `folded` columns may take several lines."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        made.add_column(heading, **({"overflow": "fold"} if heading in folded else {"no_wrap": True}))
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def plain_table(rows: Sequence[tuple[str, ...]]) -> str:

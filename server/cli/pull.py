@@ -1,7 +1,4 @@
-"""`mlx-serve pull`, and the offer of `run` to pull: a download as a person or a program sees it.
-
-A family's name stands for the largest of its models that this machine has memory for.
-"""
+"""`mlx-serve pull`, and the offer of `run` to pull: a download as a person or a program sees it."""
 
 import json
 import logging
@@ -31,15 +28,14 @@ from models.errors import ModelNotFound
 from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, TellPull, pull
 from models.names import parse_repository, resolve, shorten
 from models.short_names import ShortName, find_family, find_short_name, largest, size_text
-from server.app.memory_budget import Machine, comfortable_weights_bytes, largest_weights_bytes, read_machine
+from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
 from server.cli.options import command_group
 
 app = command_group()
 
 LINE_SHARE = 0.1
-"""Without a terminal, a line is printed for each further part of this size."""
+"""Without a terminal, a line is printed for each further part of this size, and after `LINE_SECONDS`."""
 LINE_SECONDS = 15.0
-"""Seconds after which a line is printed anyway, if there is progress."""
 JSON_SECONDS = 0.5
 
 
@@ -84,10 +80,7 @@ def pull_for_person(
 
 
 def choose(name: str, limit_bytes: int) -> ShortName | None:
-    """Returns the largest model of a family that fits a machine; None for a name that is no family's.
-
-    Raises ModelNotFound where none fits.
-    """
+    """Returns the largest model of a family that fits a machine, None for no family; raises ModelNotFound."""
     family = find_family(name) if not Path(name).expanduser().is_dir() else ()
     if not family:
         return None
@@ -102,10 +95,7 @@ def choose(name: str, limit_bytes: int) -> ShortName | None:
 
 
 def offer(name: str) -> str | None:
-    """Asks at a terminal whether to download a missing model; returns its name once it is here.
-
-    None for a model that is here, or one that cannot be downloaded. Raises ModelError.
-    """
+    """Offers a person a model that can be pulled; returns its name once it is here. Raises ModelError."""
     with suppress(ModelNotFound):
         resolve(name)
         return None
@@ -131,16 +121,8 @@ def about(model: ShortName) -> str:
     return f"about {size_text(model.num_bytes)}"
 
 
-def this_machine() -> Machine:
-    """Returns the machine's memory in bytes."""
-    # Asking the device takes a moment.
-    import mlx.core as mx
-
-    return read_machine(mx.device_info())
-
-
 class _Bars:
-    """Bars at a terminal: one for all files, one for the file being fetched."""
+    """One bar for all files, one for the file being fetched."""
 
     def __init__(self, progress: Progress, name: str) -> None:
         self._progress = progress

@@ -104,7 +104,13 @@ def _aider_arguments(target: LaunchTarget) -> Sequence[str]:
 
 RECIPES: Mapping[str, Recipe] = {
     "claude": Recipe("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_variables),
-    "codex": Recipe("Codex", "codex", "npm install -g @openai/codex", _codex_variables, _codex_arguments),
+    "codex": Recipe(
+        "Codex",
+        "codex",
+        "npm install -g @openai/codex",
+        lambda target: {CODEX_KEY: target.key} if target.key else {},
+        _codex_arguments,
+    ),
     "opencode": Recipe("opencode", "opencode", "npm install -g opencode-ai", _opencode_variables),
     "aider": Recipe("aider", "aider", "uv tool install aider-chat", _aider_variables, _aider_arguments),
 }

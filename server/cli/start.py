@@ -38,7 +38,7 @@ def serve(**given: Any) -> None:
 
 @contextmanager
 def loading(model: str) -> Iterator[str | None]:
-    """Tells a person at a terminal that MLX and transformers are being imported; raises ModelError at once.
+    """Tells a person at a terminal that MLX is being imported; raises ModelError at once.
 
     Yields the name of the fast BLAS that was loaded for MLX, if there is one.
     """

@@ -95,7 +95,9 @@ def create(
     text, folder = _read(file)
     try:
         told = parse_modelfile(text)
-        base = _base(told.base, folder)
+        # A path is relative to the Modelfile's folder.
+        is_path = told.base.startswith(("./", "../")) or told.base in (".", "..")
+        base = str(folder / told.base) if is_path else told.base
         making = Making(told.parameters, told.system, told.messages, told.license)
         made = library.create(name, place_of(base), base, making)
     except ModelfileError as error:
@@ -112,9 +114,7 @@ def create(
 
 @app.command("rm")
 def remove(name: AnyModel, is_forced: Force = False, as_json: Json = False) -> None:
-    """Removes a name of one's own, or the files of a repository, after a question. Raises ModelError and
-    StartError.
-    """
+    """Removes a name, or the files of a repository, after a question. Raises ModelError and StartError."""
     if name in BUILT_IN:
         raise StoreError(f"{name} comes with mlx-serve and cannot be removed")
     stored = find_stored(name)
@@ -249,11 +249,6 @@ def _read(file: str) -> tuple[str, Path]:
         raise StartError(f"{file} cannot be read: {reason(error)}") from error
 
 
-def _base(name: str, folder: Path) -> str:
-    """Returns the value of FROM; a path is relative to the Modelfile's folder."""
-    return str(folder / name) if name.startswith(("./", "../")) or name in (".", "..") else name
-
-
 def _remove_name(stored: StoredModel, *, is_forced: bool, as_json: bool) -> None:
     others = [name for name in library.names_with(stored.weights) if name != stored.short_name]
     kept = f"The weights of {stored.weights} stay" + (
@@ -287,7 +282,7 @@ def _remove_weights(name: str, *, is_forced: bool, as_json: bool) -> None:
 
 
 def _confirm(question: str, *, is_forced: bool) -> None:
-    """Asks, unless already confirmed. Raises StartError where nobody can be asked, or the answer is no."""
+    """Asks. Raises StartError where nobody can be asked, or the answer is no."""
     if is_forced:
         return
     if not sys.stdin.isatty():

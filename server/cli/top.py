@@ -50,7 +50,7 @@ class TopPage:
     first: int = 0
     """Number of requests scrolled past."""
     speeds: Mapping[str, float] = field(default_factory=dict)
-    """Tokens per second by request, where known."""
+    """Tokens per second by request."""
     problem: str | None = None
     """Why the figures are old."""
     shows_help: bool = False
@@ -213,7 +213,7 @@ class Watched:
         self.speeds: dict[str, float] = {}
 
     def stats(self) -> dict[str, Any]:
-        """Returns the server's figures. Raises StartError where it gives none."""
+        """Returns the server's figures. Raises StartError."""
         found: dict[str, Any] = self._server.get("/v1/stats")
         self._measure(found)
         return found
@@ -239,7 +239,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print what it does now, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: print the object of /v1/stats.")] = False,
 ) -> None:
-    """Draws the server's figures, or prints them once. Raises StartError where it gives none."""
+    """Draws the server's figures, or prints them once. Raises StartError."""
     url = url or usual_url()
     if as_json:
         typer.echo(json.dumps(Watched(url, api_key).stats(), indent=2, ensure_ascii=False))
@@ -287,7 +287,7 @@ def _moved(screen: TopPage, key: str, last: int) -> TopPage:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Reads keys as they are pressed; restores the terminal in any case."""
+    """Yields a function that returns a key, or nothing after some seconds; restores the terminal."""
     import termios
     import tty
 

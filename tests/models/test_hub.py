@@ -279,7 +279,9 @@ def test_no_repository_name(person: Person) -> None:
     says_one_sentence(person.types("pull", "some model"), "no repository", "org/name")
 
 
-LITTLE_MEMORY = "import server.cli.pull as p; p.this_machine = lambda: p.Machine({}); "
+LITTLE_MEMORY = (
+    "import server.cli.pull as p; from server.app.memory_budget import Machine as M; p.this_machine = lambda: M({}); "
+)
 QWEN = "mlx-community/Qwen3-{}-4bit"
 
 

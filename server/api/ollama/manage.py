@@ -32,8 +32,8 @@ from server.api.ollama.dialect import OllamaDialect, line
 from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE, IN_PULL
 from server.api.wire import JsonBody, parse_object, read_body
 from server.app.config import ServerConfig
-from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes
-from server.app.pulls import Pulls, this_machine
+from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
+from server.app.pulls import Pulls
 from server.pool.errors import ModelNameNeeded, ModelUnknown, PoolError
 from server.pool.names import LATEST, ModelSource
 

@@ -21,23 +21,22 @@ from server.cli.repl.conversation import (
 )
 
 MAX_BYTES = 256 * 2**20
-"""A longer file is no conversation."""
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff", ".heic")
 NO_IMAGES = "models here take text only, so {} cannot be shown to them; describe it in words"
 
 _PATH = re.compile(r"""(?P<quote>['"])(?P<quoted>.+?)(?P=quote)|(?P<bare>(?:\\.|\S)+)""")
 _SIGNATURES = ("\ufffdPNG\r\n", "\ufffdPNG\n", "GIF87a", "GIF89a", "\ufffd\ufffd\ufffd\ufffd\x00\x10JFIF")
-"""First characters of image files that were read as text."""
+"""First characters of image files, read as text."""
 
 
 class FileRefused(Exception):
-    """A file cannot be read or must not be written; the message is one sentence."""
+    """The message is one sentence."""
 
 
 def save_text(path: Path, text: str) -> None:
-    """Writes a conversation, readable by its owner only, completely or not at all. Raises FileRefused.
+    """Writes a conversation for its owner alone, completely or not at all. Raises FileRefused.
 
-    Replaces an existing file only if that is a saved conversation.
+    Of existing files only a saved conversation is replaced.
     """
     if path.exists() and not (path.is_file() and is_conversation(read_text(path))):
         raise FileRefused(f"{path} is there already and is no saved conversation; choose another name")
@@ -69,10 +68,7 @@ def read_text(path: Path) -> str:
 
 
 def find_image(text: str) -> str | None:
-    """Returns the first path in a message that leads to an image, as a terminal writes a dropped file.
-
-    A bare name is no path: a person may only mention it.
-    """
+    """Returns the first path of an image in a message, as a terminal writes a dropped file; a bare name is none."""
     for match in _PATH.finditer(text):
         path = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
         path = path.removeprefix("file://")
@@ -82,7 +78,7 @@ def find_image(text: str) -> str | None:
 
 
 def is_image(text: str) -> bool:
-    """Returns whether text read from a pipe is really an image."""
+    """Returns whether text from a pipe is an image."""
     return text.startswith(_SIGNATURES)
 
 
@@ -117,7 +113,7 @@ _COMMAND = re.compile(r"/([a-z]+|\?)(?:[^\S\n]+(.*))?", re.DOTALL)
 
 
 class Commands:
-    """The commands of one chat. Each returns the text to show, empty for nothing."""
+    """Each command returns the text to show, empty for nothing."""
 
     def __init__(self, dialogue: Dialogue, models: ModelChoice, ask: Callable[[str], object]) -> None:
         """`ask` sends a message and shows the answer."""
@@ -140,7 +136,7 @@ class Commands:
         }
 
     def try_run(self, text: str) -> str | None:
-        """Runs a command; None for a message. Pasted lines are always a message."""
+        """Runs a command; None for a message, as pasted lines always are."""
         match = _COMMAND.fullmatch(text)
         if match is None:
             return None

@@ -95,22 +95,6 @@ class ModelChoice(Protocol):
         ...
 
 
-class OneModel:
-    """A choice of one."""
-
-    def __init__(self, current: Answerer) -> None:
-        self.current = current
-
-    def names(self) -> Sequence[str]:
-        """Returns the only one."""
-        return [self.current.name]
-
-    def change(self, name: str) -> None:
-        """Raises AnswerFailed for any other name."""
-        if name != self.current.name:
-            raise AnswerFailed(f"there is no other model here than {self.current.name}")
-
-
 def costs_of(timings: Mapping[str, Any]) -> AnswerCosts:
     """Returns the costs in an answer's `timings`. Raises KeyError or ValueError."""
     return AnswerCosts(

@@ -37,9 +37,7 @@ class JoinedModel:
     async def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last. Raises AnswerFailed. On a cancel, the server notices the closed
-        connection.
-        """
+        """See `Answerer.answer`; on a cancel, the server notices the closed connection."""
         body = {
             "model": self._served.model,
             "messages": list(turns),
@@ -66,7 +64,7 @@ class JoinedModel:
 
 
 class JoinedModels:
-    """The models of one server, which loads the one asked for."""
+    """The models of one server."""
 
     def __init__(self, served: Served, api_key: str | None = None) -> None:
         self._url, self._api_key = served.url, api_key

@@ -33,7 +33,7 @@ from server.engine.request import Delta, EngineError, Failed, Finished, FinishRe
 from server.pool.served import EnginePort, ServedModel
 
 MANNERS: Mapping[type, Manner] = {Text: Manner.ANSWER, Reasoning: Manner.THOUGHT}
-"""The manner of each kind of piece; other kinds are not shown."""
+"""Other kinds of pieces are not shown."""
 
 
 @contextmanager
@@ -65,10 +65,11 @@ class LocalModel:
     async def answer(
         self, turns: Sequence[Turn], conversation: int, parameters: Mapping[str, Any]
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
-        """Yields an answer, and its costs last. Raises AnswerFailed. When cancelled it stops the model first."""
+        """See `Answerer.answer`."""
         try:
             defaults = self._model.defaults
-            arguments = {**defaults.template_arguments, **(_template_arguments(parameters) or {})}
+            own = template_fields(parameters).get("chat_template_kwargs", {})
+            arguments = {**defaults.template_arguments, **own}
             prompt = self._model.renderer.render(defaults.conversation(turns), template_kwargs=arguments or None)
             generation = self._engine.submit(self._request(prompt, conversation, parameters))
         except (ModelError, EngineError, ValueError) as error:
@@ -107,7 +108,7 @@ class LocalModel:
 
 
 class LocalModels:
-    """The model of this process. A change replaces it, since memory may not hold two. A context manager."""
+    """The model of this process; a change replaces it, since memory may not hold two. A context manager."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Loads the first model of the settings; raises ModelError."""
@@ -126,7 +127,7 @@ class LocalModels:
         return [shorten(model.name) for model in installed()]
 
     def change(self, name: str) -> None:
-        """Loads another model in place of this one. Raises ModelError, and then this model is loaded again."""
+        """Loads another model in place of this one. Raises ModelError, and loads this model again then."""
         if name == self.current.name:
             return
         resolve(name)
@@ -147,7 +148,7 @@ class LocalModels:
 
 
 class _Nobody:
-    """Stands for the model between two models, so that the memory of the last one is free."""
+    """Stands between two models, so that the memory of the last one is free."""
 
     name = "none"
 
@@ -156,10 +157,6 @@ class _Nobody:
     ) -> AsyncGenerator[Said | AnswerCosts, None]:
         """Raises AnswerFailed."""
         raise AnswerFailed("no model is loaded; /model NAME loads one")
-
-
-def _template_arguments(parameters: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return template_fields(parameters).get("chat_template_kwargs")
 
 
 async def _follow(generation: Generation, parser: OutputParser) -> AsyncIterator[Said | AnswerCosts]:

@@ -1,7 +1,6 @@
 """Reads lines from a person at a terminal, with editing, history, and pasted lines as one message.
 
-`readline` cannot read pasted lines as one message everywhere: the libedit of Python on macOS knows no bracketed
-paste. The history of typed lines is kept for the next time, readable by its owner only.
+`readline` cannot do the last everywhere: the libedit of Python on macOS knows no bracketed paste.
 """
 
 import contextlib
@@ -18,18 +17,18 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**20
-"""A longer file is cut to half of that when it is opened."""
+"""A longer history is cut to half of that when it is opened."""
 _ENTRY = b"\n# "
 
 
 def history_file(environment: Mapping[str, str]) -> Path:
-    """Returns the path of the history; the file need not exist."""
+    """Returns the path of the history, which need not exist."""
     folder = environment.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(folder).expanduser() / "mlx-serve" / "history"
 
 
 def open_history(path: Path | None) -> History:
-    """Returns the earlier lines; without a path, or with an unusable file, nothing is kept."""
+    """Returns the earlier lines; without a usable file nothing is kept."""
     if path is None:
         return InMemoryHistory()
     try:
@@ -43,7 +42,7 @@ def open_history(path: Path | None) -> History:
 
 
 class _PatientHistory(FileHistory):
-    """A history that ignores a full disk: a chat is worth more than its history."""
+    """Ignores a full disk: a chat is worth more than its history."""
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError):
@@ -61,7 +60,6 @@ class Keyboard:
     """The terminal's keys."""
 
     def __init__(self, history: Path | None = None) -> None:
-        """Typed lines are kept for the arrow keys: in the file `history`, or while the program runs."""
         # Standard output may be a file; the prompt then goes to standard error.
         output = create_output(always_prefer_tty=True)
         if isinstance(output, Vt100_Output):

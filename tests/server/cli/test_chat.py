@@ -22,10 +22,11 @@ import pytest
 from models.inference.sampling_params import SamplingParams
 from models.prompt.chat_template import Message, RenderedPrompt
 from server.cli.chat import Chat, Opening, Screen, chat
-from server.cli.repl.conversation import AnswerCosts, Dialogue, OneModel
+from server.cli.repl.conversation import AnswerCosts, Dialogue
 from server.cli.repl.local import LocalModel
 from server.engine.request import StepFailed
 from tests.support.fake_engine import FakeEngine, Script, fake_model
+from tests.support.one_model import OneModel
 from tests.support.tiny_models import write
 
 

@@ -25,7 +25,6 @@ from server.cli.repl.conversation import (
     Dialogue,
     ModelChoice,
     NotAConversation,
-    OneModel,
     ParameterError,
     parse_parameter,
 )
@@ -34,6 +33,7 @@ from server.cli.repl.local import LocalModel, LocalModels
 from server.cli.repl.terminal import history_file, open_history
 from tests.support.fake_engine import FakeEngine, Script, fake_model
 from tests.support.live_server import running
+from tests.support.one_model import OneModel
 
 
 def talk(models: ModelChoice, *lines: str, dialogue: Dialogue | None = None) -> str:

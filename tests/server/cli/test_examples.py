@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 import typer
 
-from server.cli.main import COMMANDS as ENTRIES
-from server.cli.main import app, execute, load
+from server.cli.main import COMMANDS as NAMES
+from server.cli.main import app, examples_of, execute, load
 
 ROOT: Any = typer.main.get_command(app)
 ROOT.commands = {name: load(name) for name in ROOT.commands}
-EXAMPLES = {"": ("mlx-serve serve demo", "mlx-serve run demo")} | {
-    name: examples for name, (_, _, *examples) in ENTRIES.items()
-}
+EXAMPLES = {"": ["mlx-serve serve demo", "mlx-serve run demo"]} | {name: examples_of(name) for name in NAMES}
 
 
 def commands(group: Any = ROOT, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
