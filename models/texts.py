@@ -3,9 +3,11 @@
 Half a character (a lone surrogate), which JSON and a model's output can spell and UTF-8 cannot, becomes U+FFFD.
 """
 
+import base64
+import binascii
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import pydantic_core
 
@@ -51,3 +53,21 @@ def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
         else:
             high = middle - 1
     return low
+
+
+_MARK: Final = "mlx-serve-text-1:"
+
+
+def enclose(text: str) -> str:
+    """Returns a text of plain characters that holds `text`, for clients to send back; it is no secret."""
+    return _MARK + base64.b64encode(text.encode(errors="replace")).decode()
+
+
+def opened(enclosed: str) -> str | None:
+    """Returns the text that `enclose` was given; None for any other."""
+    if not enclosed.startswith(_MARK):
+        return None
+    try:
+        return base64.b64decode(enclosed.removeprefix(_MARK), validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None

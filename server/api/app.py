@@ -11,59 +11,20 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from server.api.admin.cache import (
-    CacheEdgeBody,
-    CacheStateBody,
-    ClearedBody,
-    PinnedBody,
-    PrimedBody,
-    clear_cache,
-    get_cache,
-    get_edge,
-    pin_session,
-    prime_cache,
-    unpin_session,
-)
-from server.api.admin.sessions import (
-    DeletedBody,
-    SessionDetail,
-    SessionList,
-    delete_session,
-    get_session,
-    list_sessions,
-)
-from server.api.admin.state import (
-    HealthBody,
-    ModelNameBody,
-    ModelStateBody,
-    ReadyBody,
-    ServerVersionBody,
-    StatsBody,
-    get_events,
-    get_stats,
-    health,
-    load_model,
-    metrics,
-    ready,
-    unload_model,
-    version,
-)
+from server.api.admin import cache, sessions, state
 from server.api.anthropic.api import ANTHROPIC
 from server.api.console import PAGE_ROUTES, needs_no_key
 from server.api.context import ApiContext
-from server.api.dialect import Api, find_dialect, routes_of
+from server.api.dialect import Api, Endpoint, find_dialect, routes_of, with_and_without_v1
 from server.api.guard import ErrorBoundary, KeyCheck, WebAccess, WebAccessCheck, cross_origin_layer, raise_http_error
 from server.api.llama_cpp.api import LLAMA_CPP
 from server.api.observe import Tracing
 from server.api.ollama.api import OLLAMA
 from server.api.openai.api import OPENAI
-from server.api.openai.completions import CompletionBody
-from server.api.openai.types import ChatBody
-from server.api.openapi import DescribedPath, Operation, Operations, describe
+from server.api.openapi import DescribedPath, Operation, describe
 from server.api.responses.api import RESPONSES
-from server.api.wire import JsonBody, with_and_without_v1
+from server.api.wire import JsonBody
 from server.app.config import ServerConfig
 from server.app.keys import KeyRing, read_keys
 from server.pool.members import OpenedModel, PooledEngine
@@ -73,44 +34,6 @@ from server.pool.served import ServedModel
 APIS = (OPENAI, ANTHROPIC, OLLAMA, LLAMA_CPP, RESPONSES)
 """The dialects; the first one also answers paths of none."""
 
-_ADMIN = (
-    Route("/sessions", list_sessions, methods=["GET"]),
-    Route("/sessions/{session_id:path}", get_session, methods=["GET"]),
-    Route("/sessions/{session_id:path}", delete_session, methods=["DELETE"]),
-    Route("/sessions/{session_id:path}/pin", pin_session, methods=["POST"]),
-    Route("/sessions/{session_id:path}/unpin", unpin_session, methods=["POST"]),
-    Route("/stats", get_stats, methods=["GET"]),
-    Route("/events", get_events, methods=["GET"]),
-    Route("/cache", get_cache, methods=["GET"]),
-    Route("/cache/edges/{edge_id}", get_edge, methods=["GET"]),
-    Route("/cache/clear", clear_cache, methods=["POST"]),
-    Route("/cache/prime", prime_cache, methods=["POST"]),
-    Route("/models/load", load_model, methods=["POST"]),
-    Route("/models/unload", unload_model, methods=["POST"]),
-)
-
-_SALT, _CACHE = ("cache_salt", "namespace"), ("cache_salt", "namespace", "model")
-
-ADMIN_OPERATIONS: Operations = {
-    list_sessions: Operation(answer=SessionList, query=_SALT),
-    get_session: Operation(answer=SessionDetail, query=_SALT),
-    delete_session: Operation(answer=DeletedBody, query=_SALT),
-    pin_session: Operation(answer=PinnedBody, query=_CACHE),
-    unpin_session: Operation(answer=PinnedBody, query=_CACHE),
-    get_cache: Operation(answer=CacheStateBody, query=(*_CACHE, "limit")),
-    get_edge: Operation(answer=CacheEdgeBody, query=_CACHE),
-    get_stats: Operation(answer=StatsBody, query=_SALT),
-    get_events: Operation(answer=str, answer_type="text/event-stream", query=(*_SALT, "seconds")),
-    clear_cache: Operation(answer=ClearedBody, query=_CACHE),
-    prime_cache: Operation(ChatBody | CompletionBody, PrimedBody),
-    load_model: Operation(ModelNameBody, ModelStateBody),
-    unload_model: Operation(ModelNameBody, ModelStateBody),
-    metrics: Operation(answer=str, answer_type="text/plain"),
-    health: Operation(answer=HealthBody),
-    ready: Operation(answer=ReadyBody),
-    version: Operation(answer=ServerVersionBody),
-}
-
 
 async def openapi(request: Request) -> Response:
     """Describes all of these paths."""
@@ -118,13 +41,9 @@ async def openapi(request: Request) -> Response:
 
 
 ADMIN_ROUTES = (
-    *with_and_without_v1(_ADMIN),
-    Route("/openapi.json", openapi, methods=["GET"]),
-    Route("/metrics", metrics, methods=["GET"]),
-    Route("/health", health, methods=["GET"]),
-    Route("/ready", ready, methods=["GET"]),
-    Route("/ping", health, methods=["GET", "POST"]),
-    Route("/version", version, methods=["GET"]),
+    *with_and_without_v1((*sessions.ROUTES, *cache.ROUTES, *state.V1_ROUTES)),
+    Endpoint("/openapi.json", openapi),
+    *state.ROUTES,
 )
 
 
@@ -174,12 +93,9 @@ def openapi_document(apis: Sequence[Api]) -> dict[str, Any]:
     """Returns the document of `/openapi.json`: the paths of `apis`, and the server's own."""
     entries = [
         DescribedPath(
-            route.path, route.methods or (), route.endpoint, operations.get(route.endpoint, Operation()), error
+            route.path, route.methods or (), route.endpoint, getattr(route, "operation", Operation()), error
         )
-        for routes, operations, error in (
-            *((api.routes, api.operations, api.error_body) for api in apis),
-            (ADMIN_ROUTES, ADMIN_OPERATIONS, apis[0].error_body),
-        )
+        for routes, error in (*((api.routes, api.error_body) for api in apis), (ADMIN_ROUTES, apis[0].error_body))
         for route in routes
     ]
     return describe(entries, metadata.version("mlx-serve"))

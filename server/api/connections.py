@@ -27,7 +27,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from server.api.errors import ApiError, Code, retry_later
-from server.api.openai.dialect import error_response
+from server.api.openai.dialect import OpenAiDialect
 from server.app.config import StartError
 
 logger = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ class Connection(H11Protocol):
 
     def _answer(self, error: ApiError) -> None:
         # No path is certain, hence no dialect: the error has the commonest one.
-        response = error_response(error)
+        response = OpenAiDialect().error_response(error)
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode(), b"connection: close"]
         lines += [name + b": " + value for name, value in response.raw_headers]
         self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))

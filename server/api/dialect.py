@@ -10,11 +10,11 @@ ignored.
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -26,8 +26,9 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from server.api.errors import ApiError, Code
-from server.api.openapi import Operations
+from server.api.openapi import Operation
 from server.api.session_id import resolve_session_id
+from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
 from server.pool.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 Payload: TypeAlias = Mapping[str, Any]
 
 
-class Dialect(ABC):
-    """What the endpoints of one family of clients share. Stateless."""
+class Dialect:
+    """What all endpoints of one family of clients share; OpenAI's conventions unless overridden. Stateless."""
 
     stream_media_type = "text/event-stream"
     takes_any_content_type = False
@@ -44,13 +45,14 @@ class Dialect(ABC):
     own_header: str | None = None
     """A header, in lower case, that only this dialect's clients send; their unknown paths are this dialect's."""
 
-    @abstractmethod
     def api_key(self, headers: Mapping[str, str]) -> str:
-        """Returns the key that a request was sent with, or an empty text."""
+        """Returns the key that a request was sent with, or an empty text: the bearer token."""
+        return bearer_key(headers)
 
-    @abstractmethod
     def wrong_key(self) -> ApiError:
         """Returns the error for a request with a missing or wrong key."""
+        message = "the key is missing or wrong; send it as 'Authorization: Bearer <key>'"
+        return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
 
     def session_id(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:
         """Returns the session that body or headers name, or None; raises SessionIdError."""
@@ -64,17 +66,21 @@ class Dialect(ABC):
         """Returns headers of every answer of this dialect."""
         return {}
 
-    @abstractmethod
+    def error_body(self, error: ApiError) -> Payload:
+        """Returns an error's JSON object."""
+        return {"error": error.message}
+
     def error_response(self, error: ApiError) -> Response:
         """Returns the answer to a request that cannot be served."""
+        return JsonBody(self.error_body(error), status_code=error.status, headers=dict(error.headers))
 
-    @abstractmethod
     def error_frame(self, error: ApiError) -> bytes:
         """Returns the last frame of a stream that cannot be completed."""
+        return sse_event(self.error_body(error))
 
-    @abstractmethod
     def heartbeat(self, progress: str) -> bytes:
-        """Returns a frame that keeps a silent stream open; empty if clients skip none."""
+        """Returns a frame that keeps a silent stream open; empty if clients skip none. `progress` is a few words."""
+        return sse_comment(progress)
 
     def early_heartbeat(self, progress: str) -> bytes:
         """Returns a heartbeat before the request has started, when clients may not yet accept events."""
@@ -91,29 +97,54 @@ class ModelReady:
     """Seconds that the model stays loaded after its last request; None: as it was."""
 
 
+class Endpoint(Route):
+    """A path with its function, and what it takes and gives. One with a body takes POST, another GET, unless said."""
+
+    operation = Operation()
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        operation: Operation = operation,
+        methods: Collection[str] = (),
+    ) -> None:
+        super().__init__(path, endpoint, methods=methods or ["GET" if operation.body is None else "POST"])
+        self.operation = operation
+
+
+def with_and_without_v1(endpoints: Sequence[Endpoint]) -> tuple[Endpoint, ...]:
+    """Returns each endpoint below `/v1`, then each unchanged."""
+    below = (Endpoint(f"/v1{one.path}", one.endpoint, one.operation, one.methods or ()) for one in endpoints)
+    return (*below, *endpoints)
+
+
 @dataclass(frozen=True, eq=False)
 class Api:
     """What a dialect's folder gives to the application."""
 
     dialect: Dialect
     routes: Sequence[Route]
-    operations: Operations = field(default_factory=dict)
-    """Bodies and answers of the endpoints, for `/openapi.json`."""
     error_body: Any = dict[str, Any]
     """The type of an error's body."""
     own_paths: tuple[str, ...] = ()
     """Paths at and below which errors have this API's shape."""
+
+    @property
+    def operations(self) -> Mapping[Callable[..., Any], Operation]:
+        """Bodies and answers of the endpoints, for `/openapi.json`."""
+        return {route.endpoint: route.operation for route in self.routes if isinstance(route, Endpoint)}
 
     def owns(self, path: str) -> bool:
         """Whether an unknown path belongs to this API."""
         return any(path == own or path.startswith(f"{own}/") for own in self.own_paths)
 
 
-class HeaderRoute(Route):
-    """A path shared by two dialects, for requests with this one's header."""
+class HeaderRoute(Endpoint):
+    """A path shared by two dialects: this one serves requests with its own header."""
 
-    def __init__(self, path: str, endpoint: Callable[..., Any], *, header: str, methods: Collection[str]) -> None:
-        super().__init__(path, endpoint, methods=methods)
+    def __init__(self, *given: Any, header: str, **named: Any) -> None:
+        super().__init__(*given, **named)
         self._header = header
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -181,14 +212,26 @@ def honoured(names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), Rule(Treatment.HONOURED, is_read=True))
 
 
+def read_by(kind: type[BaseModel]) -> dict[str, Rule]:
+    """Returns rules for the fields of a body's type, all of which take effect."""
+    return honoured(" ".join(kind.model_fields))
+
+
 def no_effect(why: str, names: str, *, is_read: bool = False) -> dict[str, Rule]:
     """Returns rules for fields that cannot change the answer."""
     return dict.fromkeys(names.split(), Rule(Treatment.NO_EFFECT, why, is_read=is_read))
 
 
-def refused(why: str, **neutral: tuple[Any, ...]) -> dict[str, Rule]:
-    """Returns rules for refused fields; `neutral` holds each one's accepted values."""
-    return {name: Rule(Treatment.REFUSED, why, values) for name, values in neutral.items()}
+def refused(why: str, fields: str) -> dict[str, Rule]:
+    """Returns rules for fields refused for one reason, separated by white space.
+
+    Behind a field's `=` stand, as JSON and with `|` between them, the values that ask for nothing.
+    """
+    named = (one.partition("=") for one in fields.split())
+    return {
+        name: Rule(Treatment.REFUSED, why, tuple(map(json.loads, values.split("|"))) if values else ())
+        for name, _, values in named
+    }
 
 
 def refuse_fields(fields: Mapping[str, Any], rules: Rules, place: str = "") -> None:
@@ -227,7 +270,7 @@ Whole = Annotated[int, BeforeValidator(as_whole)]
 """A whole number; 16.0 is accepted."""
 
 
-def parse_body(kind: type[Body], raw: dict[str, Any], rules: Rules) -> Body:
+def parse_body(kind: type[Body], raw: Mapping[str, Any], rules: Rules = MappingProxyType({})) -> Body:
     """Returns the checked body; raises ApiError (400) that names the first wrong field."""
     refuse_fields(raw, rules)
     body = validated(kind, raw)

@@ -133,6 +133,11 @@ def context_exceeded(num_tokens: int, max_tokens: int, param: str | None, *, is_
     return ContextExceeded(Code.CONTEXT_EXCEEDED, message, param, num_tokens=num_tokens, max_tokens=max_tokens)
 
 
+def wrong(param: str, why: str, code: Code = Code.INVALID_VALUE) -> ApiError:
+    """Returns the error of a field: its name, and why."""
+    return ApiError(code, f"{param}: {why}", param)
+
+
 def retry_later(code: Code, message: str, seconds: int) -> ApiError:
     """Returns an error for a request that may succeed after `seconds`."""
     return ApiError(code, message, headers={"Retry-After": str(seconds)})

@@ -31,11 +31,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api import PRODUCT
 from server.api.context import context_of
-from server.api.dialect import Dialect, dialect_of
+from server.api.dialect import Body, Dialect, Rules, dialect_of, parse_body
 from server.api.errors import ApiError, Code, explain
 from server.api.openapi import explain_unknown_path, find_other_api
 from server.api.session_id import ascii_text
 from server.api.sessions import Origin, Refusal
+from server.api.wire import parse_object, read_body
 from server.app.config import ServerConfig
 from server.app.keys import ApiKey, namespace_of_key
 from server.app.log_events import MAX_PATH_LENGTH, MAX_REASON_LENGTH, RequestRefused, cut
@@ -245,6 +246,16 @@ def is_owner(request: Request, config: ServerConfig) -> bool:
     if dialect_of(request).api_key(request.headers):
         return False
     return is_from_this_machine(request)
+
+
+async def read_owners_body(request: Request, kind: type[Body], rules: Rules, what: str) -> Body:
+    """Returns the checked body of a request that only the owner of the server may send; raises ApiError."""
+    config = context_of(request).config
+    if not is_owner(request, config):
+        message = f"only who runs the server {what}: on its own machine, or by an operator's key"
+        raise ApiError(Code.OPERATOR_ONLY, message)
+    fields, _ = parse_object(await read_body(request, config.max_body_bytes))
+    return parse_body(kind, fields, rules)
 
 
 def is_from_this_machine(request: Request) -> bool:

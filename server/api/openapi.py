@@ -1,8 +1,7 @@
-"""The OpenAPI document of a server, made of its routes and the types of bodies and answers. Pure.
+"""The OpenAPI document, made of routes and the types of bodies and answers; names of other APIs' paths. Pure.
 
-pydantic describes both. If a field accepts more shapes than its type and does not declare them
-(`json_schema_input_type`), the document leaves its shape open. `OTHER_APIS` names the API of paths that are not
-served, so users learn why their client fails; a path that becomes served leaves that table.
+A field that takes more shapes than its type declares (`json_schema_input_type`) is left open. A path that becomes
+served leaves `OTHER_APIS`.
 """
 
 import inspect
@@ -20,24 +19,20 @@ Schema: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Operation:
-    """The types of an endpoint's body and answer. Without a body type it takes no body."""
+    """What an endpoint takes and gives; None: it takes no body."""
 
     body: Any = None
     answer: Any = dict[str, Any]
     stream: Any = None
-    """The type of a stream's events or lines; None if the endpoint never streams."""
+    """The type of a stream's events or lines."""
     stream_type: str = "text/event-stream"
     answer_type: str = "application/json"
     query: tuple[str, ...] = ()
 
 
-Operations: TypeAlias = Mapping[Callable[..., Any], Operation]
-"""Keyed by the endpoint's function."""
-
-
 @dataclass(frozen=True)
 class DescribedPath:
-    """A path with its methods, its endpoint, and the shape of its errors."""
+    """A path, and the type of its errors."""
 
     path: str
     methods: Collection[str]
@@ -47,7 +42,7 @@ class DescribedPath:
 
 
 class _Schemas(GenerateJsonSchema):
-    """Describes what a body may hold before validation converts it, and answers, which have no other fields."""
+    """Describes bodies before conversion, and answers without other fields."""
 
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JsonSchemaValue:
         taken = schema.get("json_schema_input_schema")
@@ -175,7 +170,7 @@ OTHER_APIS = (
     OtherApi("text-generation-inference's own API", ("generate", "generate_stream")),
     OtherApi("a scoring API", ("reranking", "score")),
 )
-"""The first match counts, so narrower paths must precede wider ones."""
+"""The first match counts."""
 
 
 def find_other_api(path: str) -> OtherApi | None:
@@ -188,7 +183,7 @@ def find_other_api(path: str) -> OtherApi | None:
 
 
 def explain_unknown_path(method: str, path: str) -> str:
-    """Returns a sentence for an unknown path: the API that it belongs to, or how to correct the address."""
+    """Returns whose an unknown path is, or how to correct it."""
     said = f"there is no {method} {path[:200]} here"
     api = find_other_api(path)
     if api is not None:

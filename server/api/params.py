@@ -1,18 +1,22 @@
 """Turns a body's wishes, in no dialect's names, into the engine's request and the grammar that binds its answer.
 
-Grammars for tool calls follow the model's own format, as far as its calls are JSON. Runs off the event loop.
+Grammars that force, forbid or restrict tool calls follow the model's own format, as far as its calls are JSON. Fields
+of sampling that dialects share are here too: all are optional, null means absent, a seed below 0 is none, `top_k`
+outside the vocabulary keeps all tokens, and a nucleus of 0 is greedy. Runs off the event loop.
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Final
 
+from pydantic import Field
 from starlette.requests import Request
 
 from models.errors import GrammarFailed, InvalidGrammar
-from models.inference.sampling_params import SamplingParams
+from models.inference.sampling_params import MAX_WINDOW, SamplingParams
 from models.output.grammar import (
     JSON_STYLE,
     CompiledGrammar,
@@ -27,10 +31,12 @@ from models.output.tool_formats import BareFormat, HarmonyFormat
 from models.prompt.chat_template import RenderedPrompt
 from server.api.context import context_of
 from server.api.conversation import Conversation
-from server.api.dialect import dialect_of
+from server.api.dialect import BodyModel, Rules, Whole, dialect_of, no_effect, read_by
 from server.api.errors import ApiError, Code, context_exceeded
 from server.engine.request import GenerationRequest, Priority
 from server.pool.served import ServedModel
+
+logger = logging.getLogger(__name__)
 
 ANY_OBJECT: Final[Mapping[str, Any]] = {"type": "object"}
 
@@ -330,3 +336,104 @@ def _schema(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_NAMED_OPTIONS = 500
+"""Characters of unknown options shown in the log."""
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+Window = Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)]
+CacheSalt = Annotated[str, Field(max_length=256)]
+"""Only requests with the same salt share state."""
+
+PLAIN_FIELDS = {field.name for field in fields(SamplingParams)} - {
+    *("logit_bias", "allowed_token_ids", "bad_words", "dry_breakers", "min_tokens", "top_logprobs")
+}
+"""Fields that need no conversion."""
+
+
+class SampledBody(BodyModel):
+    """Fields of OpenAI's bodies and Ollama's options."""
+
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repeat_last_n: Window | None = None
+    """Tokens that the penalties look at; -1 is all, 0 none."""
+
+
+class Options(SampledBody):
+    """Ollama's `options`."""
+
+    num_predict: Whole | None = None
+    """0 and below mean no limit."""
+    top_k: Whole | None = None
+    """0 and below keep all tokens."""
+    typical_p: Share | None = None
+    """0 and 1 keep all tokens."""
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    """Below 0 means no seed."""
+    stop: (
+        Annotated[list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOP_STRINGS)]
+        | None
+    ) = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return tuple(text for text in self.stop or () if text)
+
+
+IN_OPTIONS: Rules = {
+    **read_by(Options),
+    **no_effect("the context is as long as the server's, see --context", "num_ctx"),
+    **no_effect("tokens are never shifted or dropped from the context", "num_keep"),
+    **no_effect("it could only save time", "draft_num_predict"),
+    **no_effect(
+        "the model is loaded already",
+        """
+        num_batch num_gpu main_gpu num_thread use_mmap use_mlock numa low_vram f16_kv logits_all vocab_only
+        embedding_only
+        """,
+    ),
+    **no_effect("Ollama itself no longer has it", "tfs_z mirostat mirostat_tau mirostat_eta penalize_newline"),
+}
+
+
+def options_sampling(options: Options | None, model: ServedModel) -> SamplingParams:
+    """Returns the model's defaults, changed by the options; logs unknown ones."""
+    if options is None:
+        return model.sampling
+    unknown = sorted((options.model_extra or {}).keys() - IN_OPTIONS.keys())
+    if unknown:
+        logger.warning("options without meaning here: %s", repr(unknown)[:MAX_NAMED_OPTIONS])
+    return changed_sampling(model.sampling, options, model.vocab_size, repetition_penalty=options.repeat_penalty)
+
+
+def changed_sampling(defaults: SamplingParams, body: BodyModel, vocab_size: int, **others: Any) -> SamplingParams:
+    """Returns `defaults`, changed by a checked body and `others`; None changes nothing."""
+    wishes = {**{name: getattr(body, name) for name in PLAIN_FIELDS & type(body).model_fields.keys()}, **others}
+    given = {name: value for name, value in wishes.items() if value is not None}
+    if given.get("seed", 0) < 0:
+        given["seed"] = None
+    if "top_k" in given and not 0 < given["top_k"] < vocab_size:
+        given["top_k"] = 0
+    if "top_n_sigma" in given:
+        given["top_n_sigma"] = max(given["top_n_sigma"], 0.0)
+    if given.get("top_p") == 0:
+        # A mass of 0 leaves only the likeliest token.
+        given |= {"top_p": 1.0, "top_k": 1}
+    if given.get("typical_p") == 0:
+        given["typical_p"] = 1.0
+    return replace(defaults, **given)

@@ -9,30 +9,25 @@ import asyncio
 import json
 import re
 import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, Final, TypeVar, cast
 
 import pydantic_core
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from models.texts import well_formed
 from server.api.errors import ApiError, Code
 from server.api.session_id import header_text
+
+Answer = TypeVar("Answer")
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:
     """Returns a request's bearer token, or an empty text."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return header_text(given) if scheme.lower() == "bearer" else ""
-
-
-def wrong_bearer_key() -> ApiError:
-    """Returns the error that asks for a bearer token."""
-    message = "the key is missing or wrong; send it as 'Authorization: Bearer <key>'"
-    return ApiError(Code.INVALID_API_KEY, message, headers={"WWW-Authenticate": "Bearer"})
 
 
 _GZIP: Final = 16 + zlib.MAX_WBITS
@@ -225,6 +220,13 @@ class JsonBody(JSONResponse):
         return json_text(content).encode()
 
 
+def body_of(kind: type[Answer], source: object, **others: Any) -> Answer:
+    """Returns a TypedDict of `others`, and for its other fields the attributes of `source` that have their names."""
+    fields = getattr(kind, "__annotations__", {})
+    assert others.keys() <= fields.keys(), "every value is of a field"
+    return cast(Answer, {name: others[name] if name in others else getattr(source, name) for name in fields})
+
+
 SEPARATOR = "\n"
 
 
@@ -243,8 +245,3 @@ def sse_text(text: str, name: str | None = None) -> bytes:
 def sse_comment(text: str) -> bytes:
     """Returns a comment."""
     return ServerSentEvent(comment=text, sep=SEPARATOR).encode()
-
-
-def with_and_without_v1(routes: Sequence[Route]) -> tuple[Route, ...]:
-    """Returns each route below `/v1`, then each unchanged."""
-    return (*(Route(f"/v1{route.path}", route.endpoint, methods=route.methods) for route in routes), *routes)

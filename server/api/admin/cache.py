@@ -1,41 +1,40 @@
-"""`/v1/cache`: lists, clears, pins and primes the state of a namespace.
+"""`/v1/cache`: lists, clears, pins and primes the state of the namespace of a request's key and `?cache_salt=`.
 
-A path reads and changes one namespace: the one of the request's key and of its `?cache_salt=`. The owner of the
-server may name another with `?namespace=`, and sees the sums of all. `?model=` names one of several models. Edges
-keep their numbers while they exist.
+The owner of the server may name another with `?namespace=`, and sees the sums of all. `?model=` names one of several
+models. Edges keep their numbers while they exist.
 
-`POST /v1/cache/prime` evaluates a prefix for later requests, and generates nothing. A conversation is rendered
-without a generation prompt, and only as far as no later message can change its tokens: an answer follows a user's or
-tool's message, a user's message follows any other.
+Priming evaluates a prefix, and generates nothing. A conversation is rendered only as far as no later message can
+change its tokens: an answer follows a user's or tool's message, a user's message any other.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from cache.budget import PinLimit
-from cache.disk.index import DiskWrites
 from cache.snapshots import RestorePointKind
-from cache.views import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView, StateBytes
+from cache.views import CacheView, DiskNodeView, EdgeDetail, EdgeView, NamespaceView, NodeView
 from models.adapter import client_namespace
 from server.api.answer import Answer, Exchange, Question
 from server.api.call import generate
 from server.api.context import ApiContext, context_of
 from server.api.conversation import cut_at_last_point
-from server.api.dialect import Payload, parse_body
-from server.api.errors import ApiError, Code
+from server.api.dialect import Endpoint, Payload, parse_body
+from server.api.errors import ApiError, Code, wrong
 from server.api.guard import is_owner, namespace_of, visible_namespace
 from server.api.openai.chat import read_conversation
 from server.api.openai.completions import CompletionBody, text_prompt
 from server.api.openai.fields import IN_CHAT_PRIME, IN_TEXT_PRIME
 from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody
+from server.api.openapi import Operation
 from server.api.params import Incoming, build_request
-from server.api.wire import JsonBody
+from server.api.wire import JsonBody, body_of
 from server.engine.commands import (
     ClearCache,
     DescribeCache,
@@ -53,8 +52,10 @@ from server.pool.served import EnginePort, ServedModel
 MAX_NODES = 256
 MAX_NODES_LIMIT = 10_000
 MAX_EDGE_TOKENS = 1024
-"""Tokens of one edge shown as text, at most."""
 MAX_DIGITS = 18
+
+View = TypeVar("View", bound=EdgeView)
+Edge = TypeVar("Edge")
 
 
 class CacheBytesBody(TypedDict):
@@ -68,7 +69,7 @@ class CacheBytesBody(TypedDict):
 
 
 class EdgeBody(TypedDict):
-    """What an edge in memory and one on disk have in common."""
+    """What edges in memory and on disk share."""
 
     id: int
     parent: int | None
@@ -100,18 +101,18 @@ class DiskNodeBody(EdgeBody):
 
 
 class DiskWritesBody(TypedDict):
-    """What was written to disk in the current day."""
+    """Bytes written to disk today."""
 
     today_bytes: int
     budget_bytes: int | None
 
 
 class NamespaceBody(TypedDict):
-    """What one namespace holds of a model, or of one of its adapters."""
+    """What a namespace holds of a model or an adapter."""
 
     namespace: str
     adapter: str | None
-    """The adapter's name; its digest if no adapter has this digest any more."""
+    """The digest of one that is no longer served."""
     num_nodes: int
     num_tokens: int
     num_disk_nodes: int
@@ -119,7 +120,7 @@ class NamespaceBody(TypedDict):
 
 
 class CacheStateBody(TypedDict):
-    """What is held for one namespace; for the owner of the server, also the sums of all."""
+    """What is held for one namespace, and for the owner the sums of all."""
 
     object: str
     model: str
@@ -139,7 +140,7 @@ class CacheStateBody(TypedDict):
 
 
 class CacheEdgeBody(TypedDict):
-    """One edge in memory, looked at closely."""
+    """One edge in memory."""
 
     object: str
     id: int
@@ -152,7 +153,7 @@ class CacheEdgeBody(TypedDict):
     uses: int
     sessions: list[str]
     seconds: float | None
-    """Time to evaluate the edge's tokens again; None until a long prompt was evaluated."""
+    """Time to evaluate the edge again; None until a long prompt was evaluated."""
 
 
 class ClearedBody(TypedDict):
@@ -175,25 +176,20 @@ class PinnedBody(TypedDict):
 
 
 async def get_cache(request: Request) -> Response:
-    """Describes what is held for the request's namespace; `?limit=` bounds the edges that are listed."""
+    """Describes a namespace's state; `?limit=` bounds the edges."""
     model, engine = _model_and_engine(request)
     namespace = _namespace(request)
     view: CacheView = await engine.execute(DescribeCache(model.state_namespace(namespace), _limit(request)))
     is_of_all = is_owner(request, context_of(request).config) and "cache_salt" not in request.query_params
     every: list[NamespaceView] | None = await engine.execute(ListNamespaces()) if is_of_all else None
     names = {one.adapter.digest: one.id for one in context_of(request).pool.served if one.adapter is not None}
+    bodies = None if every is None else [_namespace_body(one, names) for one in every]
     # Writing a large tree takes a while, which must not block the event loop.
-    return await asyncio.to_thread(_state_response, model, namespace, view, _namespace_bodies(every, names))
-
-
-def _state_response(
-    model: ServedModel, namespace: str, view: CacheView, every: list[NamespaceBody] | None
-) -> Response:
-    return JsonBody(_state_body(model, namespace, view, every))
+    return await asyncio.to_thread(lambda: JsonBody(_state_body(model, namespace, view, bodies)))
 
 
 async def get_edge(request: Request) -> Response:
-    """Describes one edge in memory; raises ApiError (404) where it is there no more."""
+    """Describes one edge in memory; raises ApiError (404)."""
     model, engine = _model_and_engine(request)
     given = request.path_params["edge_id"]
     number = int(given) if given.isascii() and given.isdecimal() and len(given) <= MAX_DIGITS else -1
@@ -202,24 +198,23 @@ async def get_edge(request: Request) -> Response:
     if edge is None:
         raise ApiError(Code.EDGE_NOT_FOUND, f"there is no edge {given[:32]!r}; it may have been joined or evicted")
     num_tokens = edge.stop - edge.start
-    body: CacheEdgeBody = {
-        "object": "cache.edge",
-        "id": number,
-        "model": model.id,
-        "start": edge.start,
-        "stop": edge.stop,
-        "tokens": num_tokens,
-        "text": await asyncio.to_thread(model.token_texts.text, edge.first_tokens.tolist()),
-        "truncated": num_tokens > len(edge.first_tokens),
-        "uses": edge.num_uses,
-        "sessions": edge.sessions,
-        "seconds": context_of(request).activity.pace.seconds(model.id, num_tokens),
-    }
+    body = body_of(
+        CacheEdgeBody,
+        edge,
+        object="cache.edge",
+        id=number,
+        model=model.id,
+        tokens=num_tokens,
+        text=await asyncio.to_thread(model.token_texts.text, edge.first_tokens.tolist()),
+        truncated=num_tokens > len(edge.first_tokens),
+        uses=edge.num_uses,
+        seconds=context_of(request).activity.pace.seconds(model.id, num_tokens),
+    )
     return JsonBody(body)
 
 
 async def clear_cache(request: Request) -> Response:
-    """Forgets what is held for the request's namespace, but for what running requests use."""
+    """Forgets a namespace's state, but for what running requests use."""
     namespace = _namespace(request)
     try:
         model, engine = _model_and_engine(request)
@@ -231,12 +226,10 @@ async def clear_cache(request: Request) -> Response:
 
 
 def _clear_unloaded(request: Request, source: ModelSource, namespace: str) -> Response:
-    """Clears the memory state of a model that is not loaded; only a running engine reads and changes the disk."""
+    """Only a running engine changes the disk."""
     context = context_of(request)
-    if context.config.cache_disk_bytes is not None:
-        raise ModelNotLoaded(source)
-    if source.adapter is not None:
-        # The states of an adapter are known only once the adapter is loaded.
+    # The states of an adapter are known only once the adapter is loaded.
+    if context.config.cache_disk_bytes is not None or source.adapter is not None:
         raise ModelNotLoaded(source)
     num_tokens, num_bytes = context.pool.forget_unloaded(source, namespace)
     context.conversations.note_cleared(namespace)
@@ -255,7 +248,7 @@ def _cleared(model_id: str, freed: Freed) -> Response:
 
 
 async def pin_session(request: Request) -> Response:
-    """Keeps a session's state from being evicted; raises ApiError (404, 409)."""
+    """Pins a session's state; raises ApiError (404, 409)."""
     model, engine = _model_and_engine(request)
     session_id = request.path_params["session_id"]
     try:
@@ -269,7 +262,7 @@ async def pin_session(request: Request) -> Response:
 
 
 async def unpin_session(request: Request) -> Response:
-    """Ends a session's pin; raises ApiError (404) where there is none."""
+    """Ends a session's pin; raises ApiError (404)."""
     model, engine = _model_and_engine(request)
     session_id = request.path_params["session_id"]
     if not await engine.execute(UnpinSession(model.state_namespace(_namespace(request)), session_id)):
@@ -290,112 +283,80 @@ def _namespace(request: Request) -> str:
 def _limit(request: Request) -> int:
     given = request.query_params.get("limit", str(MAX_NODES))
     if not given.isascii() or not given.isdecimal() or len(given) > 9 or int(given) > MAX_NODES_LIMIT:
-        raise ApiError(Code.INVALID_VALUE, f"limit: must be a number from 0 to {MAX_NODES_LIMIT}", "limit")
+        raise wrong("limit", f"must be a number from 0 to {MAX_NODES_LIMIT}")
     return int(given)
 
 
 def _state_body(
     model: ServedModel, namespace: str, view: CacheView, every: list[NamespaceBody] | None
 ) -> CacheStateBody:
-    previews, disk_previews = (
-        model.previews.texts(edge.first_tokens for edge in edges) for edges in (view.nodes, view.disk_nodes)
+    return body_of(
+        CacheStateBody,
+        view,
+        object="cache",
+        model=model.id,
+        namespace=namespace,
+        namespaces=every,
+        bytes=body_of(CacheBytesBody, view.state, point=view.state.recurrent),
+        disk_writes=None if view.disk_writes is None else body_of(DiskWritesBody, view.disk_writes),
+        evictions=view.num_evictions,
+        pinned_sessions=list(view.pinned),
+        truncated=len(view.nodes) < view.num_nodes or view.is_disk_truncated,
+        nodes=_edges(model, view.nodes, _node_body),
+        disk_nodes=_edges(model, view.disk_nodes, _disk_node_body),
     )
-    order, disk_order = _ranks(view.nodes), _ranks(view.disk_nodes)
-    return {
-        "object": "cache",
-        "model": model.id,
-        "namespace": namespace,
-        "namespaces": every,
-        "budget_bytes": view.budget_bytes,
-        "bytes": _bytes_body(view.state),
-        "disk_writes": _writes_body(view.disk_writes),
-        "evictions": view.num_evictions,
-        "pinned_sessions": list(view.pinned),
-        "num_nodes": view.num_nodes,
-        "num_tokens": view.num_tokens,
-        "num_disk_nodes": view.num_disk_nodes,
-        "truncated": len(view.nodes) < view.num_nodes or view.is_disk_truncated,
-        "nodes": [
-            _node_body(node, order[node.last_used], text) for node, text in zip(view.nodes, previews, strict=True)
-        ],
-        "disk_nodes": [
-            _disk_node_body(node, disk_order[node.last_used], text)
-            for node, text in zip(view.disk_nodes, disk_previews, strict=True)
-        ],
-    }
-
-
-def _namespace_bodies(every: Sequence[NamespaceView] | None, names: Mapping[str, str]) -> list[NamespaceBody] | None:
-    """Returns what each namespace holds; `names` maps digests of adapters to their names."""
-    return None if every is None else [_namespace_body(one, names) for one in every]
 
 
 def _namespace_body(view: NamespaceView, names: Mapping[str, str]) -> NamespaceBody:
+    """`names` maps adapters' digests to their names."""
     namespace, digest = client_namespace(view.namespace)
-    return {
-        "namespace": namespace,
-        # An adapter that was changed or is no longer served has only its digest.
-        "adapter": names.get(digest, digest) if digest is not None else None,
-        "num_nodes": view.num_nodes,
-        "num_tokens": view.num_tokens,
-        "num_disk_nodes": view.num_disk_nodes,
-        "bytes": _bytes_body(view.state),
-    }
+    # An adapter that was changed or is no longer served has only its digest.
+    adapter = names.get(digest, digest) if digest is not None else None
+    return body_of(
+        NamespaceBody,
+        view,
+        namespace=namespace,
+        adapter=adapter,
+        bytes=body_of(CacheBytesBody, view.state, point=view.state.recurrent),
+    )
 
 
-def _ranks(nodes: Iterable[EdgeView]) -> dict[int, int]:
-    """Returns the rank of each clock reading. The readings would reveal how many requests other clients made."""
-    return {time: rank for rank, time in enumerate(sorted({node.last_used for node in nodes}), 1)}
+def _edges(model: ServedModel, edges: Sequence[View], write: Callable[[View, EdgeBody], Edge]) -> list[Edge]:
+    previews = model.previews.texts(edge.first_tokens for edge in edges)
+    # Readings of the clock would reveal how many requests other clients made.
+    ranks = {time: rank for rank, time in enumerate(sorted({edge.last_used for edge in edges}), 1)}
+    return [
+        write(
+            edge,
+            body_of(
+                EdgeBody,
+                edge,
+                id=edge.number,
+                tokens=edge.stop - edge.start,
+                last_used=ranks[edge.last_used],
+                bytes=edge.num_bytes,
+                preview=preview,
+            ),
+        )
+        for edge, preview in zip(edges, previews, strict=True)
+    ]
 
 
-def _bytes_body(state: StateBytes) -> CacheBytesBody:
-    return {
-        "span": state.span,
-        "window": state.window,
-        "point": state.recurrent,
-        "live": state.live,
-        "disk": state.disk,
-    }
+def _node_body(node: NodeView, edge: EdgeBody) -> NodeBody:
+    return body_of(
+        NodeBody,
+        node,
+        **edge,
+        tier="live" if node.is_live else "memory",
+        restore_point=node.kind.value if node.kind is not None else None,
+        explicit=node.is_explicit,
+        pinned=node.is_pinned,
+        uses=node.num_uses,
+    )
 
 
-def _writes_body(writes: DiskWrites | None) -> DiskWritesBody | None:
-    if writes is None:
-        return None
-    return {"today_bytes": writes.today_bytes, "budget_bytes": writes.budget_bytes}
-
-
-def _edge_body(edge: EdgeView, last_used: int, preview: str) -> EdgeBody:
-    return {
-        "id": edge.number,
-        "parent": edge.parent,
-        "start": edge.start,
-        "stop": edge.stop,
-        "tokens": edge.stop - edge.start,
-        "last_used": last_used,
-        "bytes": edge.num_bytes,
-        "preview": preview,
-    }
-
-
-def _node_body(node: NodeView, last_used: int, preview: str) -> NodeBody:
-    return {
-        **_edge_body(node, last_used, preview),
-        "tier": "live" if node.is_live else "memory",
-        "restore_point": node.kind.value if node.kind is not None else None,
-        "explicit": node.is_explicit,
-        "pinned": node.is_pinned,
-        "uses": node.num_uses,
-        "disk_tokens": node.disk_tokens,
-    }
-
-
-def _disk_node_body(node: DiskNodeView, last_used: int, preview: str) -> DiskNodeBody:
-    return {
-        **_edge_body(node, last_used, preview),
-        "snapshot": node.has_snapshot,
-        "memory_tokens": node.memory_tokens,
-        "memory_id": node.memory_number,
-    }
+def _disk_node_body(node: DiskNodeView, edge: EdgeBody) -> DiskNodeBody:
+    return body_of(DiskNodeBody, node, **edge, snapshot=node.has_snapshot, memory_id=node.memory_number)
 
 
 def _pinned(session_id: str, num_tokens: int) -> Response:
@@ -422,7 +383,7 @@ class PrimedBody(TypedDict):
 
 
 async def prime_cache(request: Request) -> Response:
-    """Evaluates a prefix. A client that leaves ends it; what was computed until then stays."""
+    """Evaluates a prefix; what a client that leaves had computed stays."""
     return await generate(request, "prime-", open_prime, may_stream=False)
 
 
@@ -430,7 +391,7 @@ def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
     """Returns the checked request; raises ApiError and the renderer's errors."""
     is_chat = "messages" in incoming.fields
     if is_chat == ("prompt" in incoming.fields):
-        raise ApiError(Code.MISSING_PARAMETER, "messages: send either messages or a prompt to prime", "messages")
+        raise wrong("messages", "send either messages or a prompt to prime", Code.MISSING_PARAMETER)
     rules = IN_CHAT_PRIME if is_chat else IN_TEXT_PRIME
     kind: type[ChatBody | CompletionBody] = ChatBody if is_chat else CompletionBody
     body = parse_body(kind, dict(incoming.fields), rules)
@@ -440,7 +401,7 @@ def open_prime(context: ApiContext, incoming: Incoming) -> Exchange:
         prefix = read_conversation(body, incoming, model, context.config, namespace).stable_prefix()
     else:
         if len(body.prompt) != 1:
-            raise ApiError(Code.INVALID_VALUE, "prompt: one prompt is primed at a time", "prompt")
+            raise wrong("prompt", "one prompt is primed at a time")
         prefix = cut_at_last_point(text_prompt(body.prompt[0], model), (RestorePointKind.PROMPT_END,))
     place = "messages" if is_chat else "prompt"
     params = replace(read_params(body, model), max_tokens=0, prompt_param=place)
@@ -472,3 +433,16 @@ class PrimeExchange(Exchange):
             "evaluated_tokens": finished.timings.evaluated_tokens,
             "ms": finished.timings.prompt_ms,
         }
+
+
+_QUERY = ("cache_salt", "namespace", "model")
+ROUTES = (
+    Endpoint("/sessions/{session_id:path}/pin", pin_session, Operation(answer=PinnedBody, query=_QUERY), ["POST"]),
+    Endpoint(
+        "/sessions/{session_id:path}/unpin", unpin_session, Operation(answer=PinnedBody, query=_QUERY), ["POST"]
+    ),
+    Endpoint("/cache", get_cache, Operation(answer=CacheStateBody, query=(*_QUERY, "limit"))),
+    Endpoint("/cache/edges/{edge_id}", get_edge, Operation(answer=CacheEdgeBody, query=_QUERY)),
+    Endpoint("/cache/clear", clear_cache, Operation(answer=ClearedBody, query=_QUERY), ["POST"]),
+    Endpoint("/cache/prime", prime_cache, Operation(ChatBody | CompletionBody, PrimedBody)),
+)

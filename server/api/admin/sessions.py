@@ -1,7 +1,6 @@
-"""`/v1/sessions`: lists, describes and forgets sessions: what each turn cost, and why.
+"""`/v1/sessions`: sessions, what each turn cost, and why.
 
-A request sees only the sessions of its own namespace, given by its key and `?cache_salt=`; others are answered as
-unknown. The owner of the server (see `server.api.guard.is_owner`) sees all, or those of `?namespace=`.
+A request sees the sessions of its own namespace only. The owner of the server sees all, or those of `?namespace=`.
 """
 
 import contextlib
@@ -11,11 +10,13 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from server.api.context import context_of
+from server.api.dialect import Endpoint
 from server.api.errors import ApiError, Code
 from server.api.guard import listed_namespace, visible_namespace
+from server.api.openapi import Operation
 from server.api.record import MissBody, miss_body, miss_of
-from server.api.sessions import Refusal, SessionRecord, TurnRecord
-from server.api.wire import JsonBody
+from server.api.sessions import SessionRecord, TurnRecord
+from server.api.wire import JsonBody, body_of
 from server.app.keys import KeyRing
 from server.engine.commands import ForgetSession
 from server.engine.request import EngineStopped
@@ -43,7 +44,7 @@ class TurnBody(TypedDict):
 
 
 class SessionBody(TypedDict):
-    """A session in a list: its sums and its last state."""
+    """A session's sums and last state."""
 
     id: str
     object: str
@@ -71,7 +72,7 @@ class SessionDetail(SessionBody):
 
 
 class RefusalBody(TypedDict):
-    """Requests that were refused for the same reason, by the last of them."""
+    """Equal refusals, by the last of them."""
 
     id: str
     namespace: str
@@ -86,7 +87,7 @@ class RefusalBody(TypedDict):
 
 
 class SessionList(TypedDict):
-    """The sessions of one namespace, the last used first, and what was refused."""
+    """Sessions, the last used first, and refusals."""
 
     object: str
     data: list[SessionBody]
@@ -94,7 +95,7 @@ class SessionList(TypedDict):
 
 
 class DeletedBody(TypedDict):
-    """What is said of a session that was forgotten."""
+    """A session that was forgotten."""
 
     id: str
     object: str
@@ -102,7 +103,7 @@ class DeletedBody(TypedDict):
 
 
 async def list_sessions(request: Request) -> Response:
-    """Lists the sessions of the request's namespace; of all namespaces for who owns the server."""
+    """Lists the namespace's sessions, for the owner all."""
     context = context_of(request)
     namespace = listed_namespace(request, context.config)
     sessions = context.sessions.all_sessions() if namespace is None else context.sessions.sessions(namespace)
@@ -110,7 +111,12 @@ async def list_sessions(request: Request) -> Response:
     body: SessionList = {
         "object": "list",
         "data": [_session_body(session, context.keys) for session in sessions],
-        "refused": [_refusal_body(refusal) for refusal in refused],
+        "refused": [
+            body_of(
+                RefusalBody, one, id=one.request_id, namespace=one.origin.namespace, session_id=one.origin.session_id
+            )
+            for one in refused
+        ],
     }
     return JsonBody(body)
 
@@ -150,66 +156,45 @@ async def delete_session(request: Request) -> Response:
 
 
 def _not_found(session_id: str) -> ApiError:
-    if not session_id:
-        message = "the path names no session; GET /v1/sessions lists them"
-        return ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
-    return ApiError(Code.SESSION_NOT_FOUND, f"there is no session {session_id[:256]!r}", "session_id")
-
-
-def _refusal_body(refusal: Refusal) -> RefusalBody:
-    return {
-        "id": refusal.request_id,
-        "namespace": refusal.origin.namespace,
-        "session_id": refusal.origin.session_id,
-        "ended": refusal.ended,
-        "path": refusal.path,
-        "status": refusal.status,
-        "code": refusal.code,
-        "param": refusal.param,
-        "message": refusal.message,
-        "count": refusal.count,
-    }
+    unnamed = "the path names no session; GET /v1/sessions lists them"
+    message = f"there is no session {session_id[:256]!r}" if session_id else unnamed
+    return ApiError(Code.SESSION_NOT_FOUND, message, "session_id")
 
 
 def _session_body(session: SessionRecord, keys: KeyRing) -> SessionBody:
-    last = session.turns[-1]
-    return {
-        "id": session.name.id,
-        "object": "session",
-        "named": session.name.is_named,
-        "namespace": session.name.namespace,
-        "key": keys.name_of(session.name.namespace),
-        "model": session.model_id,
-        "created": session.created,
-        "last_used": last.ended,
-        "num_turns": session.num_turns,
-        "prompt_tokens": session.prompt_tokens,
-        "cached_tokens": session.cached_tokens,
-        "evaluated_tokens": session.evaluated_tokens,
-        "completion_tokens": session.predicted_tokens,
-        "lost_tokens": session.lost_tokens,
-        "lost_seconds": session.lost_seconds,
-        "kept": last.kept,
-        "last_miss": miss_of(session.last_miss),
-    }
+    last, namespace = session.turns[-1], session.name.namespace
+    return body_of(
+        SessionBody,
+        session,
+        id=session.name.id,
+        object="session",
+        named=session.name.is_named,
+        namespace=namespace,
+        key=keys.name_of(namespace),
+        model=session.model_id,
+        last_used=last.ended,
+        completion_tokens=session.predicted_tokens,
+        kept=last.kept,
+        last_miss=miss_of(session.last_miss),
+    )
 
 
 def _turn_body(turn: TurnRecord) -> TurnBody:
-    return {
-        "id": turn.request_id,
-        "previous": turn.previous_id,
-        "model": turn.model_id,
-        "ended": turn.ended,
-        "finish": turn.finish,
-        "prompt_tokens": turn.prompt_tokens,
-        "cached_tokens": turn.cached_tokens,
-        "evaluated_tokens": turn.evaluated_tokens,
-        "completion_tokens": turn.predicted_tokens,
-        "prompt_ms": turn.prompt_ms,
-        "tier": turn.tier,
-        "kept": turn.kept,
-        "lost_tokens": turn.lost_tokens,
-        "lost_seconds": turn.lost_seconds,
-        "miss": miss_of(turn.miss),
-        "misses": [miss_body(miss) for miss in turn.misses],
-    }
+    return body_of(
+        TurnBody,
+        turn,
+        id=turn.request_id,
+        previous=turn.previous_id,
+        model=turn.model_id,
+        completion_tokens=turn.predicted_tokens,
+        miss=miss_of(turn.miss),
+        misses=[miss_body(miss) for miss in turn.misses],
+    )
+
+
+_QUERY = ("cache_salt", "namespace")
+ROUTES = (
+    Endpoint("/sessions", list_sessions, Operation(answer=SessionList, query=_QUERY)),
+    Endpoint("/sessions/{session_id:path}", get_session, Operation(answer=SessionDetail, query=_QUERY)),
+    Endpoint("/sessions/{session_id:path}", delete_session, Operation(answer=DeletedBody, query=_QUERY), ["DELETE"]),
+)

@@ -1,11 +1,7 @@
-"""The state of the server: health, statistics, metrics, events; and loading models.
+"""The state of the server: health, statistics, metrics, events; loading models by hand.
 
-`GET /health` (`/ping`), `/ready`, `/v1/stats` and `/metrics` answer at once, without waiting for any worker.
-`GET /version` names the release, as vLLM does. `GET /v1/events` streams what happens; a slow reader loses events and
-is told how many. `POST /v1/models/load` and `/v1/models/unload` load a model and free its memory.
-
-A request sees requests, sums and events of its own namespace; the owner of the server (see
-`server.api.guard.is_owner`) sees all, or those of `?namespace=`. Everybody sees what models do.
+Statistics answer at once, without waiting for a worker. A slow reader of events is told how many it lost. A request
+sees its own namespace; the owner of the server sees all, or `?namespace=`. Everybody sees what models do.
 """
 
 import asyncio
@@ -24,13 +20,14 @@ from typing_extensions import TypedDict
 from cache.journal import CacheStats
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
-from server.api.dialect import BodyModel, parse_body
-from server.api.errors import ApiError, Code, stopped
-from server.api.guard import is_authorised, is_owner, listed_namespace
+from server.api.dialect import BodyModel, Endpoint
+from server.api.errors import ApiError, Code, stopped, wrong
+from server.api.guard import is_authorised, is_owner, listed_namespace, read_owners_body
 from server.api.live.activity import Sums
 from server.api.live.event_log import EventLog, Listener, LiveEvent, Lost, frame_of
+from server.api.openapi import Operation
 from server.api.record import OpenRequest
-from server.api.wire import JsonBody, parse_object, read_body, sse_comment
+from server.api.wire import JsonBody, body_of, sse_comment
 from server.engine.request import EngineStats
 from server.pool.names import ModelSource
 
@@ -44,7 +41,7 @@ class RequestCountsBody(TypedDict):
 
 
 class CacheCountsBody(TypedDict):
-    """What one engine's cache holds, of all namespaces together."""
+    """What one engine's cache holds."""
 
     nodes: int
     stored_bytes: int
@@ -69,13 +66,11 @@ class HealthBody(TypedDict):
     """The state of the server."""
 
     status: str
-    """"ok", "draining" (running answers finish, new requests are refused) or "stopped"."""
+    """"ok", "draining" (new requests are refused) or "stopped"."""
     models: list[str]
-    """Ids of the loaded models."""
     loading: list[str]
-    """Ids of the models being loaded."""
     engines: NotRequired[dict[str, EngineBody]]
-    """Counters and gauges by model; shown only to those who may send requests."""
+    """By model; only for those who may send requests."""
 
 
 class ReadyBody(TypedDict):
@@ -98,7 +93,7 @@ async def version(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Answers with status 200 while requests are taken, else 503. Needs no key."""
+    """Answers 200 while requests are taken, else 503. Needs no key."""
     context = context_of(request)
     status = status_of(context)
     body: HealthBody = {"status": status, "models": list(context.models), "loading": list(context.pool.loading)}
@@ -108,7 +103,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Answers with status 200 if one more request would be taken now, by every model, else 503. Needs no key."""
+    """Answers 200 if every model would take one more request, else 503. Needs no key."""
     context = context_of(request)
     status = status_of(context)
     max_open = context.config.slots + context.config.max_waiting
@@ -127,35 +122,26 @@ def status_of(context: ApiContext) -> str:
 
 
 def _engine_body(stats: EngineStats) -> EngineBody:
-    requests = stats.requests
     return {
-        "requests": {
-            "waiting": requests.waiting,
-            "prefilling": requests.prefilling,
-            "decoding": requests.decoding,
-        },
+        "requests": body_of(RequestCountsBody, stats.requests),
         "preemptions": stats.num_preempted,
-        "cache": cache_counts(stats.cache),
+        "cache": _cache_counts(stats.cache),
         "open_requests": stats.num_open,
     }
 
 
-def cache_counts(cache: CacheStats) -> CacheCountsBody:
-    """Returns a cache's counts in the form of the reports."""
-    return {
-        "nodes": cache.num_nodes,
-        "stored_bytes": cache.stored_bytes,
-        "live_bytes": cache.live_bytes,
-        "budget_bytes": cache.budget_bytes,
-        "evictions": cache.num_evictions,
-        "keeps_on_disk": cache.keeps_on_disk,
-        "disk_bytes": cache.disk_bytes,
-        "disk_files_gone": cache.num_disk_files_gone,
-    }
+def _cache_counts(cache: CacheStats) -> CacheCountsBody:
+    return body_of(
+        CacheCountsBody,
+        cache,
+        nodes=cache.num_nodes,
+        evictions=cache.num_evictions,
+        disk_files_gone=cache.num_disk_files_gone,
+    )
 
 
 class SlotCountsBody(TypedDict):
-    """Slots of one model by what they do."""
+    """A model's slots by what they do."""
 
     total: int
     prefilling: int
@@ -164,7 +150,7 @@ class SlotCountsBody(TypedDict):
 
 
 class MovedBody(TypedDict):
-    """What of a model's state was moved since it was loaded."""
+    """State moved since the model was loaded."""
 
     page_ins: int
     page_outs: int
@@ -173,7 +159,7 @@ class MovedBody(TypedDict):
 
 
 class ModelStatsBody(TypedDict):
-    """What one loaded model does and holds, for all namespaces together."""
+    """What a loaded model does and holds."""
 
     id: str
     waiting: int
@@ -186,7 +172,7 @@ class ModelStatsBody(TypedDict):
 
 
 class LoadingBody(TypedDict):
-    """A model on its way, and what is being done."""
+    """A model being loaded."""
 
     id: str
     step: str
@@ -215,7 +201,7 @@ class OpenRequestBody(TypedDict):
 
 
 class RestoredBody(TypedDict):
-    """Prompt tokens that were restored, by the tier in which their state was."""
+    """Restored tokens by tier."""
 
     live: int
     memory: int
@@ -223,7 +209,7 @@ class RestoredBody(TypedDict):
 
 
 class LostBody(TypedDict):
-    """How often and how many tokens were evaluated again, for one reason."""
+    """Tokens evaluated again for one reason."""
 
     reason: str
     count: int
@@ -231,7 +217,7 @@ class LostBody(TypedDict):
 
 
 class TotalsBody(TypedDict):
-    """Sums of the requests that have ended since the server's start."""
+    """Sums of ended requests since the start."""
 
     requests: int
     succeeded: int
@@ -257,7 +243,7 @@ class StatsBody(TypedDict):
     version: str
     uptime_seconds: float
     scope: str
-    """`namespace` if requests, totals and sessions belong to one namespace, else `all`."""
+    """`namespace` if all is of one namespace, else `all`."""
     models: list[ModelStatsBody]
     loading: list[LoadingBody]
     requests: list[OpenRequestBody]
@@ -266,7 +252,7 @@ class StatsBody(TypedDict):
 
 
 async def get_stats(request: Request) -> Response:
-    """Answers at once, whatever the engines are doing."""
+    """Tells what the server is doing."""
     context = context_of(request)
     namespace = listed_namespace(request, context.config)
     now = time.monotonic()
@@ -295,19 +281,9 @@ def _model_body(context: ApiContext, model_id: str, stats: EngineStats) -> Model
         "waiting": requests.waiting,
         "open_requests": stats.num_open,
         "preemptions": stats.num_preempted,
-        "slots": {
-            "total": total,
-            "prefilling": requests.prefilling,
-            "decoding": requests.decoding,
-            "idle": max(total - busy, 0),
-        },
-        "cache": cache_counts(stats.cache),
-        "moved": {
-            "page_ins": moved.num_page_ins,
-            "page_outs": moved.num_page_outs,
-            "disk_written_bytes": moved.disk_written_bytes,
-            "disk_read_bytes": moved.disk_read_bytes,
-        },
+        "slots": body_of(SlotCountsBody, requests, total=total, idle=max(total - busy, 0)),
+        "cache": _cache_counts(stats.cache),
+        "moved": body_of(MovedBody, moved, page_ins=moved.num_page_ins, page_outs=moved.num_page_outs),
         "disk_budget_bytes": context.config.cache_disk_bytes if stats.cache.keeps_on_disk else None,
     }
 
@@ -333,28 +309,19 @@ def _request_body(one: OpenRequest, now: float) -> OpenRequestBody:
 
 
 def _totals_body(sums: Sums) -> TotalsBody:
-    restored = sums.restored
-    lost: list[LostBody] = [
-        {"reason": reason, "count": one.count, "tokens": one.tokens} for reason, one in sums.lost.items()
-    ]
-    return {
-        "requests": sums.requests,
-        "succeeded": sums.succeeded,
-        "failed": sums.failed,
-        "cancelled": sums.cancelled,
-        "prompt_tokens": sums.prompt_tokens,
-        "cached_tokens": sums.cached_tokens,
-        "evaluated_tokens": sums.evaluated_tokens,
-        "completion_tokens": sums.completion_tokens,
-        "lost_tokens": sum(one["tokens"] for one in lost),
-        "saved_seconds": round(sums.saved_seconds, 3),
-        "restored_tokens": {"live": restored["live"], "memory": restored["memory"], "disk": restored["disk"]},
-        "misses": sorted(lost, key=lambda one: -one["tokens"]),
-    }
+    lost = [body_of(LostBody, one, reason=reason) for reason, one in sums.lost.items()]
+    return body_of(
+        TotalsBody,
+        sums,
+        lost_tokens=sum(one["tokens"] for one in lost),
+        saved_seconds=round(sums.saved_seconds, 3),
+        restored_tokens=sums.restored,
+        misses=sorted(lost, key=lambda one: -one["tokens"]),
+    )
 
 
 async def metrics(request: Request) -> Response:
-    """Answers at once, whatever the engines are doing; raises ApiError (403) for a key that is no operator's."""
+    """Tells Prometheus; raises ApiError (403) for a key that is no operator's."""
     context = context_of(request)
     # A key shared by all clients does not tell who asks.
     if context.config.api_keys_file is not None and not is_owner(request, context.config):
@@ -365,11 +332,10 @@ async def metrics(request: Request) -> Response:
 
 MAX_LISTENERS = 64
 RETRY_MS = 2000
-"""Milliseconds that clients shall wait before they reconnect."""
 
 
 async def get_events(request: Request) -> Response:
-    """Streams until the client leaves or the server stops; raises ApiError (503) where too many listen."""
+    """Streams what happens; raises ApiError (503) if too many listen."""
     context = context_of(request)
     log = context.activity.log
     if log.num_listeners >= MAX_LISTENERS:
@@ -382,12 +348,12 @@ async def get_events(request: Request) -> Response:
 
 
 def _seconds(request: Request) -> float | None:
-    """Returns how long the stream lasts; None until its client leaves."""
+    """Returns how long the stream lasts; None for ever."""
     given = request.query_params.get("seconds")
     if given is None:
         return None
     if not given.isascii() or not given.isdecimal() or len(given) > 4:
-        raise ApiError(Code.INVALID_VALUE, "seconds: must be a whole number from 0 to 9999", "seconds")
+        raise wrong("seconds", "must be a whole number from 0 to 9999")
     return float(given)
 
 
@@ -417,17 +383,17 @@ class ModelNameBody(BodyModel):
 
 
 class ModelStateBody(TypedDict):
-    """A model, and whether it is in memory now."""
+    """A model's state."""
 
     id: str
     object: str
     loaded: bool
     changed: bool
-    """Whether this request loaded or unloaded the model."""
+    """Whether this request loaded or unloaded it."""
 
 
 async def load_model(request: Request) -> Response:
-    """Answers once the model is loaded; raises ApiError (403, 404, 503)."""
+    """Loads a model; raises ApiError (403, 404, 503)."""
     context, source = await _asked(request)
     was_loaded = source.id in context.models
     (await context.pool.load(source)).close()
@@ -435,21 +401,15 @@ async def load_model(request: Request) -> Response:
 
 
 async def unload_model(request: Request) -> Response:
-    """Answers once the model is unloaded; raises ApiError (403, 404), and 409 while it answers requests."""
+    """Unloads a model; raises ApiError (403, 404), and 409 while it answers requests."""
     context, source = await _asked(request)
     return _state(source, is_loaded=False, has_changed=await context.pool.unload(source))
 
 
 async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
-    """Returns the model that the body names; only the owner of the server may ask."""
+    """Returns the named model; only the owner may ask."""
     context = context_of(request)
-    if not is_owner(request, context.config):
-        message = (
-            "only who runs the server loads and unloads models by hand: on its own machine, or by an operator's key"
-        )
-        raise ApiError(Code.OPERATOR_ONLY, message)
-    fields, _ = parse_object(await read_body(request, context.config.max_body_bytes))
-    name = parse_body(ModelNameBody, dict(fields), {}).model
+    name = (await read_owners_body(request, ModelNameBody, {}, "loads and unloads models by hand")).model
     if context.is_draining:
         raise stopped()
     return context, await asyncio.to_thread(context.pool.source_of, name)
@@ -458,3 +418,21 @@ async def _asked(request: Request) -> tuple[ApiContext, ModelSource]:
 def _state(source: ModelSource, *, is_loaded: bool, has_changed: bool) -> Response:
     body: ModelStateBody = {"id": source.id, "object": "model.state", "loaded": is_loaded, "changed": has_changed}
     return JsonBody(body)
+
+
+_QUERY = ("cache_salt", "namespace")
+V1_ROUTES = (
+    Endpoint("/stats", get_stats, Operation(answer=StatsBody, query=_QUERY)),
+    Endpoint(
+        "/events", get_events, Operation(answer=str, answer_type="text/event-stream", query=(*_QUERY, "seconds"))
+    ),
+    Endpoint("/models/load", load_model, Operation(ModelNameBody, ModelStateBody)),
+    Endpoint("/models/unload", unload_model, Operation(ModelNameBody, ModelStateBody)),
+)
+ROUTES = (
+    Endpoint("/metrics", metrics, Operation(answer=str, answer_type="text/plain")),
+    Endpoint("/health", health, Operation(answer=HealthBody)),
+    Endpoint("/ready", ready, Operation(answer=ReadyBody)),
+    Endpoint("/ping", health, Operation(answer=HealthBody), ["GET", "POST"]),
+    Endpoint("/version", version, Operation(answer=ServerVersionBody)),
+)

@@ -1,9 +1,7 @@
-"""The paths, models, errors and conventions of Anthropic's dialect.
+"""The paths, models and conventions of Anthropic's dialect.
 
-Paths are served with and without the `/v1` that its clients add. Its clients use `x-api-key`, named events and
-`request-id`; errors are `{"type": "error", "error": {"type", "message", "details"}}`. `GET /v1/models` lists models
-in Anthropic's form for requests with `anthropic-version`. `POST /v1/messages/count_tokens` counts a prompt's tokens
-exactly; it evaluates nothing.
+Its clients send `x-api-key`, and read named events and `request-id`. `GET /v1/models` has Anthropic's form for
+requests with `anthropic-version`.
 """
 
 import asyncio
@@ -13,22 +11,20 @@ from typing import Any, Final, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from server.api.anthropic.conversation import find_model, read_conversation
-from server.api.anthropic.fields import IN_COUNT
 from server.api.anthropic.messages import MessageAnswer, create_message
-from server.api.anthropic.types import MessagesBody, PromptBody
+from server.api.anthropic.types import IN_COUNT, MessagesBody, PromptBody
 from server.api.call import inspect
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Api, Dialect, HeaderRoute, Payload, parse_body
+from server.api.dialect import Api, Dialect, Endpoint, HeaderRoute, Payload, parse_body, with_and_without_v1
 from server.api.errors import ApiError, Code, ContextExceeded
 from server.api.guard import namespace_of
-from server.api.openapi import Operation, Operations
+from server.api.openapi import Operation
 from server.api.params import Incoming
 from server.api.session_id import header_text
-from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, with_and_without_v1
+from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event
 from server.pool.served import ListedModel
 
 
@@ -46,7 +42,7 @@ class ModelInfoBody(TypedDict):
 
 
 class ModelPage(TypedDict):
-    """All models that requests may name, on one page."""
+    """All models, on one page."""
 
     data: list[ModelInfoBody]
     has_more: bool
@@ -55,7 +51,7 @@ class ModelPage(TypedDict):
 
 
 async def list_models(request: Request) -> Response:
-    """Lists the models that requests may name. All are on one page, whatever `limit` says."""
+    """Lists all models on one page, whatever `limit` says."""
     models = [_body(model) for model in await asyncio.to_thread(context_of(request).pool.listed)]
     first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
     page: ModelPage = {"data": models, "has_more": False, "first_id": first, "last_id": last}
@@ -63,7 +59,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """Describes one model; its id may hold slashes. Without an id, only a slash, it is the list."""
+    """Describes one model, whose id may hold slashes; without an id, lists all."""
     model_id = request.path_params["model_id"]
     if not model_id:
         return await list_models(request)
@@ -94,11 +90,11 @@ _TYPES: Final[Mapping[int, str]] = {
 
 
 _NO_THREADS: Final = "thread_unsupported_request"
-"""With this code Anthropic's packages send the whole conversation instead of a thread."""
+"""With this code Anthropic's packages send the whole conversation."""
 
 
 class ErrorDetails(TypedDict):
-    """What programs tell errors of one type apart by."""
+    """Tells errors of one type apart."""
 
     error_code: str
 
@@ -112,22 +108,10 @@ class MessagesErrorObject(TypedDict):
 
 
 class MessagesErrorBody(TypedDict):
-    """The body of every answer that is not a success, and the data of an `error` event."""
+    """An error's body, and the data of an `error` event."""
 
     type: str
     error: MessagesErrorObject
-
-
-def error_body(error: ApiError) -> MessagesErrorBody:
-    """Returns an error's JSON body."""
-    code = _NO_THREADS if error.param == "thread" else error.code.value
-    kind, details = error_type(error.status), ErrorDetails(error_code=code)
-    return {"type": "error", "error": {"type": kind, "message": _message(error), "details": details}}
-
-
-def error_response(error: ApiError) -> Response:
-    """Returns an error's HTTP answer."""
-    return JsonBody(error_body(error), status_code=error.status, headers=dict(error.headers))
 
 
 def error_type(status: int) -> str:
@@ -162,16 +146,18 @@ class AnthropicDialect(Dialect):
         return ApiError(Code.INVALID_API_KEY, "the key is missing or wrong; send it as x-api-key or as bearer token")
 
     def answer_headers(self, request_id: str) -> Mapping[str, str]:
-        """Returns the request's id in the header that Anthropic's clients read."""
+        """Returns the request's id in Anthropic's header."""
         return {"request-id": request_id}
 
-    def error_response(self, error: ApiError) -> Response:
-        """Returns an answer with an error object."""
-        return error_response(error)
+    def error_body(self, error: ApiError) -> MessagesErrorBody:
+        """Returns Anthropic's error object, with this server's code."""
+        code = _NO_THREADS if error.param == "thread" else error.code.value
+        kind, details = error_type(error.status), ErrorDetails(error_code=code)
+        return {"type": "error", "error": {"type": kind, "message": _message(error), "details": details}}
 
     def error_frame(self, error: ApiError) -> bytes:
         """Returns an `error` event; no `message_stop` follows it."""
-        return sse_event(error_body(error), "error")
+        return sse_event(self.error_body(error), "error")
 
     def heartbeat(self, progress: str) -> bytes:
         """Returns a `ping`."""
@@ -189,7 +175,7 @@ class TokenCountBody(TypedDict):
 
 
 async def count_tokens(request: Request) -> Response:
-    """Counts the tokens of a prompt, those of the template included."""
+    """Counts a prompt's tokens; evaluates nothing."""
     return await inspect(request, _count)
 
 
@@ -202,17 +188,11 @@ def _count(context: ApiContext, incoming: Incoming) -> Payload:
 
 
 _ROUTES = (
-    Route("/messages", create_message, methods=["POST"]),
-    Route("/messages/count_tokens", count_tokens, methods=["POST"]),
+    Endpoint("/messages", create_message, Operation(MessagesBody, MessageAnswer, dict[str, Any])),
+    Endpoint("/messages/count_tokens", count_tokens, Operation(PromptBody, TokenCountBody)),
 )
 _SHARED_PATHS = (
-    HeaderRoute("/v1/models", list_models, header=VERSION_HEADER, methods=["GET"]),
-    HeaderRoute("/v1/models/{model_id:path}", get_model, header=VERSION_HEADER, methods=["GET"]),
+    HeaderRoute("/v1/models", list_models, Operation(answer=ModelPage), header=VERSION_HEADER),
+    HeaderRoute("/v1/models/{model_id:path}", get_model, Operation(answer=ModelInfoBody), header=VERSION_HEADER),
 )
-_OPERATIONS: Operations = {
-    create_message: Operation(MessagesBody, MessageAnswer, dict[str, Any]),
-    count_tokens: Operation(PromptBody, TokenCountBody),
-    list_models: Operation(answer=ModelPage),
-    get_model: Operation(answer=ModelInfoBody),
-}
-ANTHROPIC = Api(AnthropicDialect(), (*with_and_without_v1(_ROUTES), *_SHARED_PATHS), _OPERATIONS, MessagesErrorBody)
+ANTHROPIC = Api(AnthropicDialect(), (*with_and_without_v1(_ROUTES), *_SHARED_PATHS), MessagesErrorBody)

@@ -1,4 +1,4 @@
-"""Turns a body of the Messages API into a conversation for chat templates and into the engine's parameters."""
+"""From a body of the Messages API to a conversation and the engine's parameters."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from models.inference.sampling_params import SamplingParams, check
+from models.inference.sampling_params import check
 from models.prompt.chat_template import Message
 from models.prompt.tool_definitions import Tool
 from server.api.anthropic.content import thought_of
@@ -15,19 +15,17 @@ from server.api.anthropic.types import (
     InputMessage,
     MessagesBody,
     PromptBody,
-    ServerToolUseBlock,
     TextBlock,
     ThinkingBlock,
-    ToolAdditionBlock,
+    ToolChangeBlock,
     ToolDefinition,
-    ToolRemovalBlock,
     ToolResultBlock,
     ToolSearchResultBlock,
     ToolUseBlock,
 )
 from server.api.context import ApiContext
 from server.api.conversation import Conversation, check_continuable
-from server.api.errors import ApiError, Code
+from server.api.errors import ApiError, Code, wrong
 from server.api.params import (
     AnswerGrammar,
     ForcedCalls,
@@ -35,6 +33,7 @@ from server.api.params import (
     answer_or_calls,
     calls_in_text,
     can_forbid_calls,
+    changed_sampling,
     forced_calls,
     json_grammar,
 )
@@ -45,11 +44,11 @@ from server.pool.served import ServedModel
 _ERROR_PREFIX = "Error: "
 
 Define: TypeAlias = Callable[[Sequence[str], Mapping[str, Tool], str], str]
-"""Takes names, tools by name and the place in the conversation; returns the tools' definitions."""
+"""From names, tools by name and a place in the conversation to definitions."""
 
 
 def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig, namespace: str) -> Conversation:
-    """Returns the prompt's source; raises ApiError for content that no conversation may hold."""
+    """Returns the prompt's source; raises ApiError."""
     last = body.messages[-1]
     # The answer continues after the results of its own search, as after any result.
     continues = last.role == "assistant" and not (
@@ -60,12 +59,12 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
     num_points = body.num_cache_points()
     if num_points > MAX_CACHE_POINTS:
         found = f"at most {MAX_CACHE_POINTS} blocks may hold cache_control, and {num_points} do"
-        raise ApiError(Code.INVALID_VALUE, f"messages: {found}", "messages")
+        raise wrong("messages", found)
     # Forms of clients send an empty text for no system prompt.
     has_system = any(block.text for block in body.system or ())
     system = [{"role": "system", "content": _parts(body.system or ())}] if has_system else []
     if body.tools and not body.forbids_calls and not model.renderer.reads_tools:
-        raise ApiError(Code.UNSUPPORTED_PARAMETER, f"tools: the model {model.id!r} takes none", "tools")
+        raise wrong("tools", f"the model {model.id!r} takes none", Code.UNSUPPORTED_PARAMETER)
     reader = _Reader(body.tools or (), _definer(body, model, namespace))
     messages = [*system, *reader.read(body.messages)]
     is_hidden = body.forbids_calls and not can_forbid_calls(model)
@@ -82,10 +81,10 @@ def read_conversation(body: PromptBody, model: ServedModel, config: ServerConfig
 
 
 def _check_begun(body: PromptBody, model: ServedModel) -> None:
-    """Raises ApiError if the last message is the assistant's and cannot be continued."""
+    """Raises ApiError if the assistant's last message cannot be continued."""
     check_continuable(model)
     blocks = body.messages[-1].content
-    if any(isinstance(block, ToolUseBlock) for block in blocks):
+    if any(block.type == "tool_use" for block in blocks):
         raise _cannot_begin("it holds tool_use, whose tool_result is to follow in a message of the user's")
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     if not text:
@@ -97,12 +96,11 @@ def _check_begun(body: PromptBody, model: ServedModel) -> None:
 
 
 def _cannot_begin(why: str) -> ApiError:
-    message = f"messages: the last one is the assistant's, and cannot be continued: {why}"
-    return ApiError(Code.INVALID_VALUE, message, "messages")
+    return wrong("messages", f"the last one is the assistant's, and cannot be continued: {why}")
 
 
 class _Reader:
-    """Converts messages for templates, each result to a message of its own, and tracks which tools may be called."""
+    """Converts messages for templates, and tracks which tools may be called."""
 
     def __init__(self, tools: Sequence[ToolDefinition], define: Define) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -110,7 +108,7 @@ class _Reader:
         self._callable = {name for name, tool in self._tools.items() if not tool.defer_loading}
 
     def callable_tools(self) -> list[Tool]:
-        """Returns the tools that may be called after the messages read so far."""
+        """Returns the tools callable after the messages read so far."""
         return [as_function(tool) for name, tool in self._tools.items() if name in self._callable]
 
     def read(self, messages: Sequence[InputMessage]) -> list[Message]:
@@ -125,17 +123,17 @@ class _Reader:
                     yield _message(message.role, said)
                     said = []
                 yield self._result(block)
-            elif isinstance(block, ToolAdditionBlock | ToolRemovalBlock):
+            elif isinstance(block, ToolChangeBlock):
                 said.append(self._changed(block, f"{place}.{number}"))
             else:
                 said.append(block)
         if said or not message.content:
             yield _message(message.role, said)
 
-    def _changed(self, block: ToolAdditionBlock | ToolRemovalBlock, place: str) -> TextBlock:
-        """Adds or removes a tool; returns the text that tells the model."""
+    def _changed(self, block: ToolChangeBlock, place: str) -> TextBlock:
+        """Adds or removes a tool; returns what the model is told."""
         name = block.tool.tool_name
-        if isinstance(block, ToolRemovalBlock):
+        if block.type == "tool_removal":
             self._callable.discard(name)
             return TextBlock(type="text", text=f"{name} is no longer available.", cache_control=block.cache_control)
         if block.tool.definition is not None:
@@ -144,7 +142,7 @@ class _Reader:
         return TextBlock(type="text", text=self._loaded([name], place), cache_control=block.cache_control)
 
     def _loaded(self, names: Sequence[str], place: str) -> str:
-        """Returns the definitions of tools, which may be called from here on."""
+        """Makes tools callable; returns their definitions."""
         self._callable.update(name for name in names if name in self._tools)
         return self._define(
             names, {name: as_function(self._tools[name]) for name in names if name in self._tools}, place
@@ -166,7 +164,7 @@ class _Reader:
         )
 
     def _result_parts(self, block: ToolResultBlock) -> list[dict[str, Any]]:
-        """Returns texts unchanged, and neighbouring references as one block of definitions."""
+        """Returns texts, and neighbouring references as one block of definitions."""
         parts: list[dict[str, Any]] = []
         for kind, group in groupby(block.content or (), type):
             found: list[Any] = list(group)
@@ -180,7 +178,7 @@ class _Reader:
 
 
 def template_messages(messages: Sequence[InputMessage]) -> list[Message]:
-    """Returns messages in the form of chat templates, without changes of tools."""
+    """Returns messages for templates, without changes of tools."""
     return _Reader((), lambda names, tools, place: "").read(messages)
 
 
@@ -189,10 +187,14 @@ def _message(role: str, blocks: Sequence[Any]) -> Message:
 
 
 def _assistant_message(blocks: Sequence[Any]) -> Message:
-    """Returns an earlier answer: its thought, all its text, then its calls."""
+    """Returns thought, text and calls of an earlier answer."""
     thoughts = [thought_of(one.thinking, one.signature or "") for one in blocks if isinstance(one, ThinkingBlock)]
     texts = [one.text for one in blocks if isinstance(one, TextBlock)]
-    calls = [_call(one) for one in blocks if isinstance(one, ToolUseBlock | ServerToolUseBlock)]
+    calls = [
+        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.input}}
+        for one in blocks
+        if isinstance(one, ToolUseBlock)
+    ]
     # Text may be split into blocks anywhere, so its parts are joined unchanged.
     message: dict[str, Any] = {"role": "assistant", "content": [{"text": "".join(texts)}] if texts else []}
     if any(thoughts):
@@ -203,12 +205,8 @@ def _assistant_message(blocks: Sequence[Any]) -> Message:
     return {**message, "cache_control": marks[-1].model_dump()} if marks else message
 
 
-def _call(block: ToolUseBlock | ServerToolUseBlock) -> dict[str, Any]:
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input}}
-
-
 def _as_error(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a result marked as an error in its text: templates have no field for errors."""
+    """Marks a result as an error in its text: templates have no field for it."""
     first, *others = parts or [{"text": ""}]
     says_so = first["text"].lstrip().lower().startswith("error")
     return [first if says_so else {**first, "text": _ERROR_PREFIX + first["text"]}, *others]
@@ -219,7 +217,7 @@ def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:
 
 
 def as_function(tool: ToolDefinition) -> dict[str, Any]:
-    """Returns a tool in the form of chat templates."""
+    """Returns a tool for chat templates."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -230,17 +228,13 @@ def as_function(tool: ToolDefinition) -> dict[str, Any]:
 
 
 def _definer(body: PromptBody, model: ServedModel, namespace: str) -> Define:
-    """Returns the writer of definitions; namespace and first message identify the conversation."""
 
     def define(names: Sequence[str], tools: Mapping[str, Tool], place: str) -> str:
-        first = hashlib.sha256(repr(_texts_of(body.messages[0])).encode()).digest()
+        texts = [block.text for block in body.messages[0].content if isinstance(block, TextBlock)]
+        first = hashlib.sha256(repr(texts).encode()).digest()
         return model.renderer.tool_definitions(names, tools, (namespace, first, place))
 
     return define
-
-
-def _texts_of(message: InputMessage) -> list[str]:
-    return [block.text for block in message.content if isinstance(block, TextBlock)]
 
 
 _OWN_NAMES = "claude-"
@@ -248,10 +242,9 @@ _OWN_NAMES = "claude-"
 
 
 def find_model(context: ApiContext, name: str | None) -> ServedModel:
-    """Returns the model that a body names; raises ApiError (404, 400).
+    """Returns the named model; raises ApiError (404, 400).
 
-    Clients send names of Anthropic's models by default, so these mean the model of requests without a name, unless a
-    model or an alias has that name.
+    An unknown name of Anthropic's, which clients send by default, means the model of requests without a name.
     """
     try:
         return context.find_model(name)
@@ -262,11 +255,8 @@ def find_model(context: ApiContext, name: str | None) -> ServedModel:
 
 
 def read_params(body: MessagesBody, conversation: Conversation, model: ServedModel) -> GenerationParams:
-    """Returns the generation parameters of a checked body with this `conversation`.
-
-    Raises ApiError or InvalidParameter.
-    """
-    sampling = _sampling(body, model)
+    """Returns a checked body's parameters; raises ApiError or InvalidParameter."""
+    sampling = changed_sampling(model.sampling, body, model.vocab_size)
     check(sampling, model.vocab_size)
     return GenerationParams(
         sampling,
@@ -278,17 +268,6 @@ def read_params(body: MessagesBody, conversation: Conversation, model: ServedMod
         and body.tool_choice.is_single,
         grammar=_grammar(body, conversation, model),
     )
-
-
-def _sampling(body: MessagesBody, model: ServedModel) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k")
-    given: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
-    if given.get("top_k", 0) >= model.vocab_size:
-        given["top_k"] = 0
-    if given.get("top_p") == 0:
-        # A mass of 0 leaves only the likeliest token.
-        given |= {"top_p": 1.0, "top_k": 1}
-    return replace(model.sampling, **given)
 
 
 def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel) -> AnswerGrammar | None:
@@ -305,8 +284,7 @@ def _grammar(body: MessagesBody, conversation: Conversation, model: ServedModel)
 def _output_format(body: MessagesBody) -> AnswerGrammar | None:
     newer = body.output_config.format if body.output_config is not None else None
     if newer is not None and body.output_format is not None:
-        message = "output_format: it is another name of output_config.format, which is given too"
-        raise ApiError(Code.INVALID_VALUE, message, "output_format")
+        raise wrong("output_format", "it is another name of output_config.format, which is given too")
     if newer is not None:
         return AnswerGrammar("output_config.format.schema", json_grammar(newer.schema_))
     if body.output_format is not None:

@@ -17,10 +17,8 @@ from server.api.anthropic.content import (
     AnswerContent,
     BlockBody,
     BlockEvent,
-    SearchFailed,
     ServerToolUseBody,
     ToolSearchResultBody,
-    find_tools,
 )
 from server.api.anthropic.conversation import (
     as_function,
@@ -29,8 +27,8 @@ from server.api.anthropic.conversation import (
     read_params,
     template_messages,
 )
-from server.api.anthropic.fields import IN_MESSAGES
-from server.api.anthropic.types import InputMessage, MessagesBody
+from server.api.anthropic.tool_search import SearchFailed, find_tools
+from server.api.anthropic.types import IN_MESSAGES, InputMessage, MessagesBody
 from server.api.call import generate
 from server.api.context import ApiContext
 from server.api.dialect import Payload, parse_body

@@ -1,4 +1,4 @@
-"""Types of what the bodies of the Messages API may hold."""
+"""Bodies of the Messages API."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -7,34 +7,37 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from server.api.anthropic.content import SEARCH_TOOLS
-from server.api.anthropic.content import VERSION as SEARCH_VERSION
+from server.api.anthropic.tool_search import SEARCH_TOOLS, VERSION
 from server.api.conversation import ThinkingWish
-from server.api.dialect import BodyModel
+from server.api.dialect import BodyModel, Rules, no_effect, read_by, refused
+from server.api.params import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, CacheSalt, Share
 
 MAX_CACHE_POINTS: Final = 4
 """Blocks with `cache_control` in one request."""
-MAX_STOP_SEQUENCES: Final = 16
-MAX_STOP_CHARACTERS: Final = 1024
 
 _EFFORTS: Final = {"xhigh": "high", "max": "high"}
 """Levels that chat templates do not know."""
 
 
 class CacheControl(BodyModel):
-    """Where the prompt shall be restorable: at the end of the block that holds this."""
+    """Makes the prompt restorable behind what holds this."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
-    """Without effect: state stays while it is worth its memory."""
+    """Without effect."""
 
 
-class TextBlock(BodyModel):
+class MarkedBody(BodyModel):
+    """What the prompt may be restorable behind."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(MarkedBody):
     """A text."""
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
 
 
 def _as_blocks(value: Any) -> Any:
@@ -46,13 +49,13 @@ _READ: Final = (
     *("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
     *("tool_reference", "tool_addition", "tool_removal", "server_tool_use", "tool_search_tool_result"),
 )
-"""Types of blocks with a type of their own."""
 
 
 def _known(value: Any) -> Any:
-    """Returns an unknown block as its text; refuses content that a text model cannot read."""
+    """Returns an unknown block as its text; refuses what is no text."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str) or (kind in _READ and not _runs_elsewhere(value)):
+    is_elsewhere = kind == "server_tool_use" and value.get("name") not in SEARCH_TOOLS
+    if not isinstance(kind, str) or (kind in _READ and not is_elsewhere):
         return value
     if kind in _NOT_TEXT:
         raise PydanticCustomError("no_images", "this model takes no images and no documents, only text")
@@ -65,12 +68,8 @@ def _known(value: Any) -> Any:
     return {"type": "text", "text": text, "cache_control": value.get("cache_control")}
 
 
-def _runs_elsewhere(block: dict[str, Any]) -> bool:
-    return block["type"] == "server_tool_use" and block.get("name") not in SEARCH_TOOLS
-
-
 def _text_of(block: dict[str, Any]) -> str | None:
-    """Returns the text of an unknown block; None if it holds anything else."""
+    """Returns an unknown block's text, if it holds nothing else."""
     held = block.get("text", block.get("content"))
     if isinstance(held, str):
         return held
@@ -79,12 +78,11 @@ def _text_of(block: dict[str, Any]) -> str | None:
     return "\n".join(texts) if texts and len(texts) == len(parts) else None
 
 
-class ToolReferenceBlock(BodyModel):
-    """A tool that was found, and may be called from here on."""
+class ToolReferenceBlock(MarkedBody):
+    """A tool that was found."""
 
     type: Literal["tool_reference"]
     tool_name: str
-    cache_control: CacheControl | None = None
 
 
 ResultContent: TypeAlias = Annotated[
@@ -93,24 +91,22 @@ ResultContent: TypeAlias = Annotated[
 TextOnly: TypeAlias = Annotated[TextBlock, BeforeValidator(_known)]
 
 
-class ToolResultBlock(BodyModel):
+class ToolResultBlock(MarkedBody):
     """What a tool answered."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Annotated[list[ResultContent] | None, BeforeValidator(_as_blocks)] = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
 
 
-class ToolUseBlock(BodyModel):
-    """A call that the assistant made."""
+class ToolUseBlock(MarkedBody):
+    """A call of the client's tool, or of a search that ran here."""
 
-    type: Literal["tool_use"]
+    type: Literal["tool_use", "server_tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(BodyModel):
@@ -135,26 +131,23 @@ def _own_tool(kind: Any) -> Any:
     return kind
 
 
-class ToolDefinition(BodyModel):
-    """A tool that the model may call, and the client runs, but for searches for tools."""
+class ToolDefinition(MarkedBody):
+    """A tool of the client, or a search that runs here."""
 
     type: Annotated[str | None, BeforeValidator(_own_tool)] = None
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    """Whether a forced call with unknown keywords in its schema is refused."""
+    """Whether unknown keywords in the schema of a forced call are refused."""
     defer_loading: bool | None = None
-    """Whether the tool is left out of the prompt until the conversation refers to it."""
-    cache_control: CacheControl | None = None
-    """Only counted: the end of the tools is always a restore point."""
+    """Left out of the prompt until the conversation refers to it."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_function(cls, value: Any) -> Any:
-        """Returns a tool search as the function shown to the model."""
         kind = value.get("type") if isinstance(value, dict) else None
-        name = kind.removesuffix(SEARCH_VERSION) if isinstance(kind, str) else ""
+        name = kind.removesuffix(VERSION) if isinstance(kind, str) else ""
         if name not in SEARCH_TOOLS:
             return value
         return {"cache_control": value.get("cache_control"), **SEARCH_TOOLS[name], "type": name, "name": name}
@@ -164,35 +157,24 @@ class ToolDefinition(BodyModel):
         return self.type in SEARCH_TOOLS
 
 
-class ServerToolUseBlock(BodyModel):
-    """A search for tools that the assistant made, and that ran here."""
-
-    type: Literal["server_tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-    cache_control: CacheControl | None = None
-
-
 class FoundTools(BodyModel):
-    """What a search for tools has found, or why it failed."""
+    """What a search has found, or why it failed."""
 
     type: str
     tool_references: list[ToolReferenceBlock] = Field(default_factory=list)
     error_code: str | None = None
 
 
-class ToolSearchResultBlock(BodyModel):
+class ToolSearchResultBlock(MarkedBody):
     """What came of a search for tools."""
 
     type: Literal["tool_search_tool_result"]
     tool_use_id: str
     content: FoundTools
-    cache_control: CacheControl | None = None
 
 
 class ChangedTool(BodyModel):
-    """A tool that is added or removed: by its name, or as it is defined."""
+    """A tool by its name or definition."""
 
     type: Literal["tool_reference", "tool_definition"]
     name: str | None = None
@@ -210,20 +192,11 @@ class ChangedTool(BodyModel):
         return self
 
 
-class ToolAdditionBlock(BodyModel):
-    """A tool that may be called from here on."""
+class ToolChangeBlock(MarkedBody):
+    """A tool that becomes callable, or stops being so."""
 
-    type: Literal["tool_addition"]
+    type: Literal["tool_addition", "tool_removal"]
     tool: ChangedTool
-    cache_control: CacheControl | None = None
-
-
-class ToolRemovalBlock(BodyModel):
-    """A tool that may not be called any more."""
-
-    type: Literal["tool_removal"]
-    tool: ChangedTool
-    cache_control: CacheControl | None = None
 
 
 _Block: TypeAlias = (
@@ -232,10 +205,8 @@ _Block: TypeAlias = (
     | ToolUseBlock
     | ThinkingBlock
     | RedactedThinkingBlock
-    | ServerToolUseBlock
     | ToolSearchResultBlock
-    | ToolAdditionBlock
-    | ToolRemovalBlock
+    | ToolChangeBlock
 )
 ContentBlock: TypeAlias = Annotated[Annotated[_Block, Field(discriminator="type")], BeforeValidator(_known)]
 
@@ -301,7 +272,7 @@ class JsonFormat(BodyModel):
 
 
 class OutputConfig(BodyModel):
-    """How hard the model tries, and the form of its answer."""
+    """The effort and form of the answer."""
 
     effort: str | None = None
     format: JsonFormat | None = None
@@ -314,8 +285,8 @@ class RequestMetadata(BodyModel):
     """Agents put the session here."""
 
 
-class PromptBody(BodyModel):
-    """Body of `POST /v1/messages/count_tokens`: what the prompt is made of."""
+class PromptBody(MarkedBody):
+    """Body of `POST /v1/messages/count_tokens`."""
 
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1)]
@@ -326,8 +297,6 @@ class PromptBody(BodyModel):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = None
     """Another name of `output_config.format`."""
-    cache_control: CacheControl | None = None
-    """Same as on the last block of the prompt."""
 
     @property
     def effort(self) -> str | None:
@@ -339,7 +308,7 @@ class PromptBody(BodyModel):
         return self.tool_choice is not None and self.tool_choice.type == "none"
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the body's wishes for thoughts; the template decides the rest."""
+        """Returns the body's wishes for thoughts."""
         option = self.thinking
         is_enabled = {"enabled": True, "disabled": False}.get(option.type) if option is not None else None
         budget = option.budget_tokens if option is not None and option.type == "enabled" else None
@@ -353,14 +322,13 @@ class PromptBody(BodyModel):
         yield from self.system or ()
         for message in self.messages:
             for block in message.content:
-                if not isinstance(block, ThinkingBlock | RedactedThinkingBlock):
+                if isinstance(block, MarkedBody):
                     yield block
                 if isinstance(block, ToolResultBlock):
                     yield from block.content or ()
 
 
 _StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_UnitShare = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class MessagesBody(PromptBody):
@@ -369,18 +337,64 @@ class MessagesBody(PromptBody):
     max_tokens: Annotated[int, Field(ge=0)]
     """0 only evaluates the prompt."""
     stream: bool | None = None
-    stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_SEQUENCES)] | None = None
-    temperature: _UnitShare | None = None
-    top_p: _UnitShare | None = None
+    stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Share | None = None
+    top_p: Share | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     """0 keeps all tokens."""
     metadata: RequestMetadata | None = None
     session_id: str | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    """State is shared only between requests with the same salt."""
+    cache_salt: CacheSalt | None = None
     context_management: dict[str, Any] | None = None
-    """Without effect: nothing is removed from a conversation, and the answer says so."""
+    """Without effect, as the answer says."""
 
     @property
     def shows_thoughts(self) -> bool:
         return self.thinking is None or self.thinking.display != "omitted"
+
+
+IN_PROMPT: Rules = {
+    **read_by(PromptBody),
+    **no_effect("the turn before is found by what it holds", "diagnostics"),
+    **no_effect("it only says who asks and who pays", "user_profile_id workspace_id billing_policy"),
+    **no_effect(
+        "it only says where and how fast a request runs, and there is one engine",
+        "service_tier speed inference_geo fallbacks fallback_credit_token",
+    ),
+    **no_effect("what is in a beta there is either served here or not", "betas anthropic_beta anthropic_version"),
+    **no_effect("nothing is removed from a conversation by the server", "compaction"),
+    **refused("tools run where the client runs, and none on the server", "container mcp_servers=[]"),
+    **refused("a request holds its whole conversation", "thread previous_response_id conversation"),
+    **refused("the prompt is made of system, messages and tools only", 'prompt input instructions=""'),
+    **refused("its newer names are tools and tool_choice", 'functions=[] function_call="none"'),
+    **refused("its name here is output_config.effort", "reasoning_effort reasoning={}"),
+    **refused("its name here is output_config.format", "response_format"),
+}
+"""Fields of both endpoints."""
+
+IN_MESSAGES: Rules = {
+    **read_by(MessagesBody),
+    **IN_PROMPT,
+    **refused(
+        "its name here is max_tokens",
+        "max_completion_tokens max_output_tokens max_new_tokens max_tokens_to_sample n_predict",
+    ),
+    **refused("its name here is stop_sequences", "stop=[]"),
+    **refused(
+        "this API samples by temperature, top_p and top_k only; /v1/chat/completions has more",
+        """
+        min_p=0 seed=-1 repetition_penalty=1 repeat_penalty=1 presence_penalty=0 frequency_penalty=0 logit_bias={}
+        ignore_eos=false
+        """,
+    ),
+    **refused("a request has one answer", "n=1"),
+    **refused("answers hold text, without data on single tokens", "logprobs=false top_logprobs=0"),
+    **refused("this API has no field for it; /v1/chat/completions has", "cache_prompt=true priority=0"),
+}
+"""Fields of `POST /v1/messages`."""
+
+IN_COUNT: Rules = {
+    **IN_PROMPT,
+    **no_effect("no answer is given", " ".join(name for name in MessagesBody.model_fields if name not in IN_PROMPT)),
+}
+"""Fields of `POST /v1/messages/count_tokens`."""

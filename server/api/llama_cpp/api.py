@@ -1,4 +1,4 @@
-"""llama.cpp's dialect: `/completion`, `/tokenize`, `/detokenize`, `/apply-template`, `/slots` and `/props`.
+"""llama.cpp's dialect.
 
 `/apply-template` and `/v1/chat/completions/input_tokens` take the body of a chat completion. `/slots` and `/props`
 show nothing of any request: whoever asks may not be its sender.
@@ -12,7 +12,6 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from models.inference.sampling_params import SamplingParams
@@ -26,12 +25,14 @@ from server.api.dialect import (
     Api,
     BodyModel,
     Dialect,
+    Endpoint,
     Payload,
     Rules,
     honoured,
     no_effect,
     parse_body,
     refused,
+    with_and_without_v1,
 )
 from server.api.errors import ApiError, Code, retry_later
 from server.api.guard import namespace_of
@@ -40,10 +41,10 @@ from server.api.openai.completions import text_prompt
 from server.api.openai.fields import IN_CHAT, IN_TEXT
 from server.api.openai.params import read_params
 from server.api.openai.types import ChatBody, GenerationBody, as_limit
-from server.api.openapi import Operation, Operations
+from server.api.openapi import Operation
 from server.api.params import Incoming, build_request, check_token_ids
 from server.api.record import CacheBody, TimingsBody, costs_of
-from server.api.wire import JsonBody, bearer_key, sse_comment, sse_event, with_and_without_v1, wrong_bearer_key
+from server.api.wire import JsonBody, body_of, sse_event
 from server.engine.commands import DescribeSlots, SlotState
 from server.engine.request import Delta, Finished, FinishReason, Started
 from server.pool.served import ServedModel, TokenReader
@@ -65,7 +66,7 @@ class LlamaCppError(TypedDict):
 
 
 class LlamaCppErrorBody(TypedDict):
-    """The body of every answer that is not a success."""
+    """An error's body."""
 
     error: LlamaCppError
 
@@ -73,30 +74,11 @@ class LlamaCppErrorBody(TypedDict):
 class LlamaCppDialect(Dialect):
     """llama.cpp's endpoints beside those of OpenAI."""
 
-    def api_key(self, headers: Mapping[str, str]) -> str:
-        """Returns the bearer token."""
-        return bearer_key(headers)
-
-    def wrong_key(self) -> ApiError:
-        """Returns the error that asks for a bearer token."""
-        return wrong_bearer_key()
-
-    def error_response(self, error: ApiError) -> Response:
-        """Returns an answer with an error object."""
-        return JsonBody(_error_body(error), status_code=error.status, headers=dict(error.headers))
-
-    def error_frame(self, error: ApiError) -> bytes:
-        """Returns an event with an error object."""
-        return sse_event(_error_body(error))
-
-    def heartbeat(self, progress: str) -> bytes:
-        """Returns a comment."""
-        return sse_comment(progress)
-
-
-def _error_body(error: ApiError) -> LlamaCppErrorBody:
-    kind = ERROR_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"code": error.status, "message": error.message, "type": kind}}
+    def error_body(self, error: ApiError) -> LlamaCppErrorBody:
+        """Returns an object whose `code` is the status."""
+        other = "server_error" if error.status >= 500 else "invalid_request_error"
+        kind = ERROR_TYPES.get(error.status, other)
+        return {"error": {"code": error.status, "message": error.message, "type": kind}}
 
 
 NO_LIMIT: Final = -1
@@ -113,7 +95,7 @@ class SlotBody(TypedDict):
 
 
 class DefaultParams(TypedDict):
-    """The sampling of a request, or of one that says nothing of it."""
+    """A request's sampling, or the default."""
 
     n_predict: int
     temperature: float
@@ -135,7 +117,7 @@ class DefaultParams(TypedDict):
 
 
 class GenerationSettings(TypedDict):
-    """What holds for a request that says nothing."""
+    """The defaults of requests."""
 
     n_ctx: int
     params: DefaultParams
@@ -163,7 +145,7 @@ class PropsBody(TypedDict):
 
 
 async def slots(request: Request) -> Response:
-    """Lists the slots; with `?fail_on_no_slot=1` it answers 503 while none is free."""
+    """Lists the slots; with `?fail_on_no_slot=1` answers 503 while none is free."""
     context = context_of(request)
     model = context.find_model(request.query_params.get("model"))
     found: tuple[SlotState, ...] = await context.running_engine(model).execute(DescribeSlots())
@@ -200,26 +182,9 @@ def _slot(slot: SlotState, model: ServedModel) -> SlotBody:
 
 
 def params_body(sampling: SamplingParams, n_predict: int = NO_LIMIT, stop: Sequence[str] = ()) -> DefaultParams:
-    """Returns the parameters of sampling, the limit and the stop texts."""
-    return {
-        "n_predict": n_predict,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "top_n_sigma": sampling.top_n_sigma,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "repeat_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "dry_multiplier": sampling.dry_multiplier,
-        "dry_base": sampling.dry_base,
-        "dry_allowed_length": sampling.dry_allowed_length,
-        "dry_penalty_last_n": sampling.dry_penalty_last_n,
-        "stop": list(stop),
-    }
+    """Returns sampling, limit and stop texts."""
+    repeat, texts = sampling.repetition_penalty, list(stop)
+    return body_of(DefaultParams, sampling, n_predict=n_predict, repeat_penalty=repeat, stop=texts)
 
 
 class TemplateText(TypedDict):
@@ -235,29 +200,17 @@ class InputTokensBody(TypedDict):
 
 
 async def apply_template(request: Request) -> Response:
-    """Answers with the prompt that a conversation becomes."""
-    return await inspect(request, prompt_of)
+    """Answers with a conversation's prompt."""
+    return await inspect(request, lambda *given: TemplateText(prompt=rendered(*given).text))
 
 
 async def count_input_tokens(request: Request) -> Response:
-    """Answers with the number of tokens that a conversation becomes."""
-    return await inspect(request, input_tokens_of)
-
-
-def prompt_of(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns the prompt's text; raises ApiError and the renderer's errors."""
-    answer: TemplateText = {"prompt": rendered(context, incoming).text}
-    return answer
-
-
-def input_tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns the number of the prompt's tokens; raises ApiError and the renderer's errors."""
-    answer: InputTokensBody = {"input_tokens": len(rendered(context, incoming).tokens)}
-    return answer
+    """Answers with the length of a conversation's prompt."""
+    return await inspect(request, lambda *given: InputTokensBody(input_tokens=len(rendered(*given).tokens)))
 
 
 def rendered(context: ApiContext, incoming: Incoming) -> RenderedPrompt:
-    """Returns a conversation's prompt; raises ApiError and the renderer's errors."""
+    """Returns a conversation's prompt; raises ApiError."""
     body = parse_body(ChatBody, dict(incoming.fields), IN_CHAT)
     model = context.find_model(body.model)
     namespace = namespace_of(incoming.http, body.cache_salt)
@@ -272,9 +225,9 @@ class TokenizeBody(BodyModel):
     prompt: str | None = None
     """The text, as vLLM calls it."""
     add_special_tokens: bool | None = None
-    """vLLM's name for `add_special`; with `prompt` it is true by default."""
+    """vLLM's name for `add_special`, true by default with `prompt`."""
     add_special: bool | None = None
-    """Whether to add the tokens that the tokenizer puts around a prompt."""
+    """Adds the tokens that begin a prompt."""
     parse_special: bool | None = None
     """False: names of special tokens are read as text."""
     with_pieces: bool | None = None
@@ -288,14 +241,14 @@ class DetokenizeBody(BodyModel):
 
 
 class TokenPiece(TypedDict):
-    """A token with its text, or with its bytes where they are no text."""
+    """A token and its text, or its bytes."""
 
     id: int
     piece: str | list[int]
 
 
 class TokensBody(TypedDict):
-    """The tokens of a text; some fields are for vLLM's clients."""
+    """A text's tokens, and what vLLM says beside them."""
 
     tokens: list[int] | list[TokenPiece]
     count: NotRequired[int]
@@ -303,7 +256,7 @@ class TokensBody(TypedDict):
 
 
 class ContentBody(TypedDict):
-    """The text of tokens, by the names that llama.cpp and vLLM have for it."""
+    """The text of tokens, in llama.cpp's and vLLM's name."""
 
     content: str
     prompt: str
@@ -320,7 +273,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def tokens_of(context: ApiContext, incoming: Incoming) -> Payload:
-    """Returns the tokens of a text or a conversation; raises ApiError and the renderer's errors."""
+    """Returns the tokens of a text or a conversation; raises ApiError."""
     body = parse_body(TokenizeBody, dict(incoming.fields), {})
     model = context.find_model(body.model)
     if "messages" in incoming.fields:
@@ -367,10 +320,10 @@ IN_COMPLETION: Rules = {
     **honoured("return_tokens"),
     **no_effect("the last object of a stream has all counts", "stream_options", is_read=True),
     **no_effect("tokens are told by their ids", "return_tokens_as_token_ids", is_read=True),
-    **refused("there is one answer to one prompt; /v1/completions gives several", n=(1,)),
-    **refused("its name here is return_tokens", return_token_ids=(False,)),
-    **refused("an answer has the text behind the prompt, and its tokens", echo=(False,), logprobs=()),
-    **refused("prompts are text only", image_data=([],)),
+    **refused("there is one answer to one prompt; /v1/completions gives several", "n=1"),
+    **refused("its name here is return_tokens", "return_token_ids=false"),
+    **refused("an answer has the text behind the prompt, and its tokens", "echo=false logprobs"),
+    **refused("prompts are text only", "image_data=[]"),
 }
 
 
@@ -526,27 +479,19 @@ class LlamaCompletionExchange(Exchange):
 
 
 _ROUTES = (
-    Route("/tokenize", tokenize, methods=["POST"]),
-    Route("/detokenize", detokenize, methods=["POST"]),
-    Route("/apply-template", apply_template, methods=["POST"]),
-    Route("/completion", complete, methods=["POST"]),
-    Route("/slots", slots, methods=["GET"]),
-    Route("/props", props, methods=["GET"]),
-    *with_and_without_v1([Route("/chat/completions/input_tokens", count_input_tokens, methods=["POST"])]),
+    Endpoint("/tokenize", tokenize, Operation(TokenizeBody, TokensBody)),
+    Endpoint("/detokenize", detokenize, Operation(DetokenizeBody, ContentBody)),
+    Endpoint("/apply-template", apply_template, Operation(ChatBody, TemplateText)),
+    Endpoint("/completion", complete, Operation(LlamaCompletionBody, LlamaCompletion, stream=LlamaCompletion)),
+    Endpoint("/slots", slots, Operation(answer=list[SlotBody], query=("model", "fail_on_no_slot"))),
+    Endpoint("/props", props, Operation(answer=PropsBody, query=("model",))),
+    *with_and_without_v1(
+        [Endpoint("/chat/completions/input_tokens", count_input_tokens, Operation(ChatBody, InputTokensBody))]
+    ),
 )
-_OPERATIONS: Operations = {
-    tokenize: Operation(TokenizeBody, TokensBody),
-    detokenize: Operation(DetokenizeBody, ContentBody),
-    apply_template: Operation(ChatBody, TemplateText),
-    complete: Operation(LlamaCompletionBody, LlamaCompletion, stream=LlamaCompletion),
-    slots: Operation(answer=list[SlotBody], query=("model", "fail_on_no_slot")),
-    props: Operation(answer=PropsBody, query=("model",)),
-    count_input_tokens: Operation(ChatBody, InputTokensBody),
-}
 LLAMA_CPP = Api(
     LlamaCppDialect(),
     _ROUTES,
-    _OPERATIONS,
     LlamaCppErrorBody,
     own_paths=("/slots", "/infill", "/lora-adapters", "/embedding"),
 )

@@ -28,6 +28,11 @@ from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_js
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
 from server.api.ollama.dialect import (
+    IN_CHAT,
+    IN_EMBED,
+    IN_EMBEDDING,
+    IN_GENERATE,
+    IN_MESSAGE,
     KeepAlive,
     OllamaBody,
     answer_loading,
@@ -39,7 +44,6 @@ from server.api.ollama.dialect import (
     read_params,
     template_arguments,
 )
-from server.api.ollama.fields import IN_CHAT, IN_EMBED, IN_EMBEDDING, IN_GENERATE, IN_MESSAGE
 from server.api.params import AnswerGrammar, Incoming, answer_or_calls, build_request
 from server.api.record import CacheBody, costs_of
 from server.engine.embeddings import Vector

@@ -1,13 +1,11 @@
-"""Makes, copies, deletes and pulls models by name, for the owner of the server.
+"""Makes, copies, deletes and pulls models, for the owner of the server.
 
-`POST /api/create` and `/api/copy` add names, `DELETE /api/delete` removes one, and `POST /api/pull` downloads a model
-and reports progress in lines. A name is never taken for a path, creating and copying download nothing, and weights
-are never deleted.
+A name is never taken for a path, creating and copying download nothing, and weights are never deleted.
 """
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NotRequired, TypeVar
 
 from pydantic import Field
@@ -16,21 +14,21 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from models.errors import ModelError, ModelfileError, ModelNotFound, RepositoryNotFound, StoreError
-from models.hub import PullChecking, PullEvent, PullPlanned, PullProgress, pull
+from models.hub import PullChecking, PullEvent, PullProgress, pull
 from models.names import BUILT_IN, find_stored, folder_of, installed_place, parse_repository, shorten, suggest
 from models.short_names import find_family, largest
 from models.store import library
 from models.store.library import Making, parse_free_name
 from models.store.modelfile import parse_modelfile
-from models.store.stored_model import ExampleMessage, StoredModel, WeightsPlace
+from models.store.stored_model import ExampleMessage, WeightsPlace
 from server.api.call import AnswerStream
 from server.api.context import ApiContext, context_of
-from server.api.dialect import Body, BodyModel, Rules, parse_body
-from server.api.errors import ApiError, Code
-from server.api.guard import is_owner
+from server.api.dialect import BodyModel, Endpoint, no_effect, refused
+from server.api.errors import ApiError, Code, wrong
+from server.api.guard import read_owners_body
 from server.api.ollama.dialect import OllamaDialect, line
-from server.api.ollama.fields import IN_COPY, IN_CREATE, IN_DELETE, IN_PULL
-from server.api.wire import JsonBody, parse_object, read_body
+from server.api.openapi import Operation
+from server.api.wire import JsonBody
 from server.app.config import ServerConfig
 from server.app.memory_budget import comfortable_weights_bytes, largest_weights_bytes, this_machine
 from server.app.pulls import Pulls
@@ -40,7 +38,7 @@ from server.pool.names import LATEST, ModelSource
 Result = TypeVar("Result")
 
 STEPS = ("reading model metadata", "creating system layer", "writing manifest", "success")
-"""The steps reported while a model is made; clients show them."""
+"""Clients show these while a model is made."""
 
 
 class CopyBody(BodyModel):
@@ -59,7 +57,7 @@ class DeleteBody(BodyModel):
 
 
 class FirstMessage(BodyModel):
-    """A message that stands before those of each conversation."""
+    """A message at the head of each conversation."""
 
     role: str = Field(pattern="^(system|user|assistant)$")
     content: str
@@ -72,15 +70,23 @@ class CreateBody(BodyModel):
     name: str | None = None
     """Older name of `model`."""
     from_: str | None = Field(default=None, alias="from")
-    """The base model."""
     modelfile: str | None = None
-    """An older form of all following fields and of `from`."""
+    """Older form of `from` and the following fields."""
     system: str | None = None
     parameters: dict[str, Any] | None = None
     messages: list[FirstMessage] | None = None
     license: str | list[str] | None = None
     stream: bool | None = None
-    """Steps are sent as lines unless this is false."""
+    """Steps are sent as lines unless false."""
+
+
+_IN_CREATE = {
+    **refused("a model's template comes with its files, and is written in Jinja, not in Go", 'template=""'),
+    **refused("start the server with --adapter NAME=FOLDER to serve a LoRA adapter beside a model", "adapters={}"),
+    **refused("weights stay as they are; pull a quantized model instead", 'quantize="" quantization=""'),
+    **refused("a model is pulled, or made from one that is here", 'files={} path=""'),
+}
+_IN_PULL = no_effect("the hub is asked as HF_ENDPOINT and HF_TOKEN say", "insecure username password")
 
 
 class CreateStatus(TypedDict):
@@ -91,8 +97,8 @@ class CreateStatus(TypedDict):
 
 async def create_model(request: Request) -> Response:
     """Makes a model from another, with defaults of its own; raises ApiError (400, 403, 404)."""
-    context, body = await _read(request, CreateBody, IN_CREATE)
-    await asyncio.to_thread(_create, context, body)
+    body = await read_owners_body(request, CreateBody, _IN_CREATE, "names models")
+    await asyncio.to_thread(_create, context_of(request), body)
     if body.stream is False:
         return JsonBody(CreateStatus(status=STEPS[-1]))
     lines = b"".join(line(CreateStatus(status=step)) for step in STEPS)
@@ -100,33 +106,23 @@ async def create_model(request: Request) -> Response:
 
 
 async def copy_model(request: Request) -> Response:
-    """Gives a model another name; one of that name makes way. Raises ApiError (400, 403, 404)."""
-    context, body = await _read(request, CopyBody, IN_COPY)
-
-    def copy() -> StoredModel:
-        name = _free(context, body.destination, "destination")
-        source = _source(context, body.source, "source")
-        return _done(lambda: library.create(name, _place(source), source.name, Making()), "destination")
-
-    await asyncio.to_thread(copy)
+    """Gives a model another name, whatever had it. Raises ApiError (400, 403, 404)."""
+    body = await read_owners_body(request, CopyBody, {}, "names models")
+    await asyncio.to_thread(_copy, context_of(request), body)
     return JsonBody({})
 
 
 async def delete_model(request: Request) -> Response:
     """Removes a name, and no weights; raises ApiError (400, 403, 404)."""
-    context, body = await _read(request, DeleteBody, IN_DELETE)
-    await asyncio.to_thread(_delete, context, _required(body.model or body.name))
+    body = await read_owners_body(request, DeleteBody, {}, "names models")
+    await asyncio.to_thread(_delete, context_of(request), _required(body.model or body.name))
     return JsonBody({})
 
 
-async def _read(request: Request, kind: type[Body], rules: Rules) -> tuple[ApiContext, Body]:
-    """Returns the checked body; only the owner of the server may send it."""
-    context = context_of(request)
-    if not is_owner(request, context.config):
-        message = "only who runs the server names models: on its own machine, or by an operator's key"
-        raise ApiError(Code.OPERATOR_ONLY, message)
-    fields, _ = parse_object(await read_body(request, context.config.max_body_bytes))
-    return context, parse_body(kind, dict(fields), rules)
+def _copy(context: ApiContext, body: CopyBody) -> None:
+    name = _free(context, body.destination, "destination")
+    source = _source(context, body.source, "source")
+    _done(lambda: library.create(name, _place(source), source.name, Making()), "destination")
 
 
 def _create(context: ApiContext, body: CreateBody) -> None:
@@ -137,15 +133,15 @@ def _create(context: ApiContext, body: CreateBody) -> None:
 
 
 def _asked(body: CreateBody) -> tuple[str, Making]:
-    """Returns the base model and the new model's settings; raises ApiError."""
+    """Returns base and settings of the new model; raises ApiError."""
     if body.modelfile:
         try:
             told = parse_modelfile(body.modelfile)
         except ModelfileError as error:
-            raise ApiError(Code.INVALID_VALUE, f"modelfile: {error}", "modelfile") from error
+            raise wrong("modelfile", str(error)) from error
         return told.base, Making(told.parameters, told.system, told.messages, told.license)
     if not body.from_:
-        raise ApiError(Code.MISSING_PARAMETER, "from: name the model that it is made from", "from")
+        raise wrong("from", "name the model that it is made from", Code.MISSING_PARAMETER)
     messages = [ExampleMessage(one.role, one.content) for one in body.messages or ()]
     text = "\n".join(body.license) if isinstance(body.license, list) else body.license
     return body.from_, Making(list((body.parameters or {}).items()), body.system, messages, text)
@@ -170,17 +166,16 @@ def _free(context: ApiContext, name: str, param: str) -> str:
     try:
         free = parse_free_name(name)
     except StoreError as error:
-        raise ApiError(Code.INVALID_VALUE, f"{param}: {error}", param) from error
+        raise wrong(param, str(error)) from error
     short = free.removesuffix(LATEST)
     if any(model.adapter_name == short for model in context.pool.served):
         # Requests for this name would still mean the adapter.
-        message = f"{param}: {short} is an adapter that this server was started with; choose another name"
-        raise ApiError(Code.INVALID_VALUE, message, param)
+        raise wrong(param, f"{short} is an adapter that this server was started with; choose another name")
     return free
 
 
 def _source(context: ApiContext, name: str, param: str) -> ModelSource:
-    """Returns the model that a request names and may use; raises ApiError (404)."""
+    """Returns the named model; raises ApiError (404)."""
     try:
         source = context.pool.source_of(name or None)
     except (ModelUnknown, ModelNameNeeded) as error:
@@ -189,13 +184,12 @@ def _source(context: ApiContext, name: str, param: str) -> ModelSource:
     except PoolError as error:
         raise ApiError(Code.MODEL_UNUSABLE, str(error), param) from error
     if source.adapter is not None:
-        message = f"{param}: {source.adapter} is an adapter, which has no name but the one of --adapter"
-        raise ApiError(Code.INVALID_VALUE, message, param)
+        raise wrong(param, f"{source.adapter} is an adapter, which has no name but the one of --adapter")
     return source
 
 
 def _place(source: ModelSource) -> WeightsPlace:
-    """Returns the place of a served model's weights: its name if the name leads to its folder, else the folder."""
+    """Returns where weights are: their name if it leads to their folder, else the folder."""
     place = installed_place(source.name) or installed_place(source.id)
     folder = os.path.realpath(source.path)
     if place is not None and os.path.realpath(folder_of(place)) == folder:
@@ -204,26 +198,13 @@ def _place(source: ModelSource) -> WeightsPlace:
 
 
 def _done(work: Callable[[], Result], param: str) -> Result:
-    """Returns the result of work with the manifest; raises ApiError (400, 503)."""
+    """Returns the result; raises ApiError (400, 503)."""
     try:
         return work()
     except ModelfileError as error:
-        raise ApiError(Code.INVALID_VALUE, f"{param}: {error}", param) from error
+        raise wrong(param, str(error)) from error
     except ModelError as error:
         raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
-
-
-def shown_name(name: str) -> StoredModel | None:
-    """Returns the manifest's entry for a name; None if there is none or it cannot be read."""
-    try:
-        return find_stored(name)
-    except StoreError:
-        return None
-
-
-def messages_of(stored: StoredModel) -> list[Mapping[str, str]]:
-    """Returns the first messages of a model, as clients write them."""
-    return [{"role": one.role, "content": one.content} for one in stored.defaults.messages]
 
 
 class PullBody(BodyModel):
@@ -237,30 +218,27 @@ class PullBody(BodyModel):
 
 
 class PullStatus(TypedDict):
-    """One line: what is being done, and how far it is."""
+    """One line of progress."""
 
     status: str
     digest: NotRequired[str]
-    """`sha256:` and the digest of the file being downloaded."""
+    """`sha256:` and the file's digest."""
     total: NotRequired[int]
-    """Bytes of the file."""
     completed: NotRequired[int]
-    """Bytes already downloaded."""
 
 
 async def pull_model(request: Request) -> Response:
-    """Answers while a model is downloaded; raises ApiError (400, 403, 404)."""
+    """Downloads a model; raises ApiError (400, 403, 404)."""
+    body = await read_owners_body(request, PullBody, _IN_PULL, "downloads models")
     context = context_of(request)
-    if not is_owner(request, context.config):
-        message = "only who runs the server downloads models: on its own machine, or by an operator's key"
-        raise ApiError(Code.OPERATOR_ONLY, message)
-    fields, _ = parse_object(await read_body(request, context.config.max_body_bytes))
-    body = parse_body(PullBody, dict(fields), IN_PULL)
-    name = _wanted(body.model or body.name)
+    name = _wanted(_required(body.model or body.name))
     steps = context.kept(pulls_of).steps(name)
+    lines = _lines(steps)
     if body.stream is False:
-        return JsonBody(await _last(steps))
-    return AnswerStream(request, _lines(steps), lambda: b"")
+        async for _ in lines:
+            pass
+        return JsonBody(PullStatus(status="success"))
+    return AnswerStream(request, lines, lambda: b"")
 
 
 def pulls_of(config: ServerConfig) -> Pulls:
@@ -268,15 +246,11 @@ def pulls_of(config: ServerConfig) -> Pulls:
     return Pulls(pull, lambda: largest_weights_bytes(this_machine()))
 
 
-def _wanted(name: str | None) -> str:
-    """Returns the name to download, for a family the largest model that fits; raises ApiError (400, 404)."""
-    if not name:
-        raise ApiError(Code.MISSING_PARAMETER, "model is required", "model")
-    plain = name.removesuffix(":latest")
-    family = find_family(name)
+def _wanted(name: str) -> str:
+    """Returns the name to download, of a family the largest that fits; raises ApiError (404)."""
+    family, plain = find_family(name), name.removesuffix(LATEST)
     if family:
-        found = largest(family, comfortable_weights_bytes(this_machine())) or family[0]
-        return found.name
+        return (largest(family, comfortable_weights_bytes(this_machine())) or family[0]).name
     if plain not in BUILT_IN and parse_repository(plain) is None:
         reason = f"pull model manifest: {shorten(plain)[:200]!r}: {suggest(plain)}"
         raise ApiError(Code.MODEL_NOT_FOUND, reason, "model")
@@ -284,24 +258,18 @@ def _wanted(name: str | None) -> str:
 
 
 async def _lines(steps: AsyncIterator[PullEvent]) -> AsyncIterator[bytes]:
+    """Yields progress; raises ApiError for wrong names, and failures of machine or hub."""
     yield line(PullStatus(status="pulling manifest"))
     try:
         async for event in steps:
             for status in _told(event):
                 yield line(status)
+    except (ModelNotFound, RepositoryNotFound) as error:
+        raise ApiError(Code.MODEL_NOT_FOUND, f"pull model manifest: {error}", "model") from error
     except ModelError as error:
-        raise _as_api_error(error) from error
+        raise ApiError(Code.MODEL_UNUSABLE, str(error), "model") from error
     yield line(PullStatus(status="writing manifest"))
     yield line(PullStatus(status="success"))
-
-
-async def _last(steps: AsyncIterator[PullEvent]) -> PullStatus:
-    try:
-        async for _ in steps:
-            pass
-    except ModelError as error:
-        raise _as_api_error(error) from error
-    return {"status": "success"}
 
 
 def _told(event: PullEvent) -> list[PullStatus]:
@@ -312,12 +280,17 @@ def _told(event: PullEvent) -> list[PullStatus]:
             return [{"status": status, "digest": digest, "total": file.num_bytes, "completed": here}]
         case PullChecking():
             return [{"status": "verifying sha256 digest"}]
-        case PullPlanned() | PullProgress():
+        case _:
             return []
 
 
-def _as_api_error(error: ModelError) -> ApiError:
-    """Returns the client's error: a wrong name, or a failure of this machine or the hub."""
-    if isinstance(error, ModelNotFound | RepositoryNotFound):
-        return ApiError(Code.MODEL_NOT_FOUND, f"pull model manifest: {error}", "model")
-    return ApiError(Code.MODEL_UNUSABLE, str(error), "model")
+ROUTES = (
+    Endpoint("/api/pull", pull_model, Operation(PullBody, PullStatus, PullStatus, OllamaDialect.stream_media_type)),
+    Endpoint(
+        "/api/create",
+        create_model,
+        Operation(CreateBody, CreateStatus, CreateStatus, OllamaDialect.stream_media_type),
+    ),
+    Endpoint("/api/copy", copy_model, Operation(CopyBody)),
+    Endpoint("/api/delete", delete_model, Operation(DeleteBody), ["DELETE"]),
+)

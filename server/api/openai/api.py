@@ -1,26 +1,22 @@
-"""The paths of OpenAI's dialect, with and without the `/v1` that many base URLs lack, and its lists of models.
-
-`GET /v1/models` and `/v1/models/{id}` are OpenAI's, `/api/v1/models` is LM Studio's.
-"""
+"""The paths of OpenAI's dialect, and its lists of models: OpenAI's own and LM Studio's."""
 
 import asyncio
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from server.api import PRODUCT
 from server.api.context import context_of
-from server.api.dialect import Api
+from server.api.dialect import Api, Endpoint, with_and_without_v1
 from server.api.openai.chat import create_chat_completion
 from server.api.openai.completions import CompletionBody, TextCompletion, create_completion
 from server.api.openai.dialect import ErrorBody, OpenAiDialect
 from server.api.openai.types import ChatBody, ChatChunk, ChatCompletion
-from server.api.openai.vectors import EmbeddingList, EmbeddingsBody, RankedList, RerankBody, create_embeddings, rerank
-from server.api.openapi import Operation, Operations
-from server.api.wire import JsonBody, with_and_without_v1
+from server.api.openai.vectors import ROUTES
+from server.api.openapi import Operation
+from server.api.wire import JsonBody
 from server.pool.served import ListedModel
 
 
@@ -32,11 +28,10 @@ class ModelBody(TypedDict):
     created: int
     owned_by: str
     root: str
-    """The model with the same weights: itself, unless this one has an adapter."""
+    """The model with the same weights, without an adapter."""
     parent: str | None
-    """The base model of one with an adapter."""
     loaded: bool
-    """Whether the model is in memory; otherwise the first request that names it loads it."""
+    """Otherwise the first request that names it loads it."""
     context_length: int | None
     tool_calls: str | None
     """None until the model is loaded."""
@@ -52,19 +47,17 @@ class ModelList(TypedDict):
 
 
 class LmStudioModel(TypedDict):
-    """One model that requests may name, in LM Studio's words."""
+    """One model in LM Studio's words."""
 
     type: str
     publisher: str
     key: str
-    """The name in requests."""
     display_name: str
     architecture: str
     quantization: dict[str, Any] | None
     size_bytes: int
     params_string: str | None
     loaded_instances: list[dict[str, Any]]
-    """One instance of the same name if the model is loaded."""
     max_context_length: int | None
     format: str
     capabilities: dict[str, bool]
@@ -72,13 +65,13 @@ class LmStudioModel(TypedDict):
 
 
 class LmStudioModels(TypedDict):
-    """All models that requests may name, in LM Studio's words."""
+    """All models in LM Studio's words."""
 
     models: list[LmStudioModel]
 
 
 async def list_models_as_lm_studio(request: Request) -> Response:
-    """Lists the models that requests may name, for clients that read lengths of contexts as LM Studio tells them."""
+    """Lists the models as LM Studio does."""
     listed = await asyncio.to_thread(context_of(request).pool.listed)
     body: LmStudioModels = {"models": [_lm_studio_model(model) for model in listed]}
     return JsonBody(body)
@@ -92,7 +85,7 @@ async def list_models(request: Request) -> Response:
 
 
 async def get_model(request: Request) -> Response:
-    """Describes one model; its id may hold slashes. Without an id, only a slash, it is the list."""
+    """Describes one model, whose id may hold slashes; without an id, lists all."""
     model_id = request.path_params["model_id"]
     if not model_id:
         return await list_models(request)
@@ -139,21 +132,11 @@ def _lm_studio_model(model: ListedModel) -> LmStudioModel:
 
 
 _ROUTES = (
-    Route("/chat/completions", create_chat_completion, methods=["POST"]),
-    Route("/completions", create_completion, methods=["POST"]),
-    Route("/embeddings", create_embeddings, methods=["POST"]),
-    Route("/rerank", rerank, methods=["POST"]),
-    Route("/models", list_models, methods=["GET"]),
-    Route("/models/{model_id:path}", get_model, methods=["GET"]),
+    *ROUTES,
+    Endpoint("/chat/completions", create_chat_completion, Operation(ChatBody, ChatCompletion, ChatChunk)),
+    Endpoint("/completions", create_completion, Operation(CompletionBody, TextCompletion, TextCompletion)),
+    Endpoint("/models", list_models, Operation(answer=ModelList)),
+    Endpoint("/models/{model_id:path}", get_model, Operation(answer=ModelBody)),
 )
-_OPERATIONS: Operations = {
-    create_chat_completion: Operation(ChatBody, ChatCompletion, ChatChunk),
-    create_completion: Operation(CompletionBody, TextCompletion, TextCompletion),
-    create_embeddings: Operation(EmbeddingsBody, EmbeddingList),
-    rerank: Operation(RerankBody, RankedList),
-    list_models: Operation(answer=ModelList),
-    get_model: Operation(answer=ModelBody),
-    list_models_as_lm_studio: Operation(answer=LmStudioModels),
-}
-_LM_STUDIO = Route("/api/v1/models", list_models_as_lm_studio, methods=["GET"])
-OPENAI = Api(OpenAiDialect(), (*with_and_without_v1(_ROUTES), _LM_STUDIO), _OPERATIONS, ErrorBody)
+_LM_STUDIO = Endpoint("/api/v1/models", list_models_as_lm_studio, Operation(answer=LmStudioModels))
+OPENAI = Api(OpenAiDialect(), (*with_and_without_v1(_ROUTES), _LM_STUDIO), ErrorBody)

@@ -22,16 +22,15 @@ from server.api.dialect import parse_body
 from server.api.errors import ApiError, Code
 from server.api.guard import namespace_of
 from server.api.openai.choices import ChoiceExchange, num_choices, request_of_choice
-from server.api.openai.dialect import ErrorObject
 from server.api.openai.fields import IN_TEXT
 from server.api.openai.params import read_params, refuse_lone_stream_options
 from server.api.openai.types import GenerationBody, as_limit
 from server.api.openai.usage import (
     AnswerHead,
+    ChoiceEnd,
     PromptIds,
     TextLogprobs,
     TextLogprobsWriter,
-    TokenIds,
     Usage,
     finish_reason,
 )
@@ -83,18 +82,13 @@ class CompletionBody(GenerationBody):
         return self.logprobs if is_scored else None
 
 
-class TextChoice(TokenIds, PromptIds):
+class TextChoice(ChoiceEnd, PromptIds):
     """One choice of an answer, or what a chunk adds to it."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
     finish_reason: str | None
-    stop_reason: NotRequired[str | int | None]
-    matched_stop: NotRequired[str | int | None]
-    """What ended a successful choice: see `StopFound`."""
-    error: NotRequired[ErrorObject]
-    """The error of a failed choice, if others succeeded."""
 
 
 class TextCompletion(AnswerHead):

@@ -1,10 +1,10 @@
-"""Types of the bodies and answers of OpenAI's generation endpoints, and of fields that similar servers add.
+"""Bodies and answers of OpenAI's generation endpoints, with fields that similar servers add.
 
-All fields that the endpoints share are optional, and null means absent. A body binds its answer by at most one field,
-whichever server's name it has. DRY's sequence breakers and bad words are turned into tokens here.
+All fields that the endpoints share are optional, and null means absent. At most one field binds the answer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
@@ -12,62 +12,59 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 from typing_extensions import TypedDict
 
-from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS, MAX_WINDOW
+from models.inference.sampling_params import MAX_REPEATED, MAX_TOP_LOGPROBS
 from models.output.grammar import Grammar, GrammarKind
 from models.prompt.chat_template import Message
 from models.texts import read_object
 from server.api.conversation import ThinkingWish
 from server.api.dialect import BodyModel, Whole, as_whole
-from server.api.errors import ApiError, Code
-from server.api.ollama.dialect import Options
-from server.api.openai.dialect import ErrorObject
-from server.api.openai.usage import AnswerHead, ChatLogprobs, PromptIds, TokenIds, Usage
-from server.api.params import ANY_OBJECT, AnswerGrammar, choice_grammar, json_grammar
+from server.api.errors import Code, wrong
+from server.api.openai.usage import AnswerHead, ChatLogprobs, ChoiceEnd, PromptIds, Usage
+from server.api.params import (
+    ANY_OBJECT,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    AnswerGrammar,
+    CacheSalt,
+    Options,
+    RepetitionPenalty,
+    SampledBody,
+    Share,
+    Window,
+    choice_grammar,
+    json_grammar,
+)
 from server.api.record import CacheBody, TimingsBody
 from server.pool.served import ServedModel
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")
-"""Texts that end a repetition, the defaults of llama.cpp and koboldcpp."""
+"""The defaults of llama.cpp."""
 
 
 def breaker_tokens(texts: Sequence[str] | None, model: ServedModel) -> tuple[int, ...]:
-    """Returns the tokens that hold one of `texts`, or of the defaults for None, in ascending order.
-
-    A text that no single token holds is represented by its last token.
-    """
-    wanted = DEFAULT_BREAKERS if texts is None else texts
-    return tuple(sorted({token for text in wanted if text for token in _tokens_of(text, model)}))
-
-
-def _tokens_of(text: str, model: ServedModel) -> Sequence[int]:
-    last = model.renderer.tokenize(text)[-1:]
-    return model.token_search.containing(text) or [token for token in last if token < model.vocab_size]
+    """Returns, sorted, the tokens that hold one of `texts`, or the last token of a text that none holds."""
+    found: set[int] = set()
+    for text in DEFAULT_BREAKERS if texts is None else filter(None, texts):
+        last = model.renderer.tokenize(text)[-1:]
+        found.update(model.token_search.containing(text) or [token for token in last if token < model.vocab_size])
+    return tuple(sorted(found))
 
 
 def bad_word_tokens(texts: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
-    """Returns each text's tokens, both at the start of a line and after a blank."""
+    """Returns each text's tokens at the start of a line and after a blank."""
     forms = {form: None for text in texts for form in (text.lstrip(), " " + text.lstrip()) if text.strip()}
     found = dict.fromkeys(tuple(model.renderer.tokenize(form)) for form in forms)
     return tuple(ids for ids in found if ids and max(ids) < model.vocab_size)
 
 
 def _schema(value: Any) -> Any:
-    """Some clients send a schema as JSON text, an empty text for none."""
+    """Takes JSON text too, and an empty text for none."""
     if value in (None, ""):
         return None
     schema = read_object(value) if isinstance(value, str) else value
     if isinstance(schema, dict):
         return schema
     raise PydanticCustomError("schema_type", "Input should be a JSON schema, an object")
-
-
-def _grammar_text(value: Any) -> Any:
-    """Returns None for an empty text, which forms of clients send."""
-    return None if value == "" else value
-
-
-def _ollama_format(value: Any) -> Any:
-    return dict(ANY_OBJECT) if value == "json" else _schema(value)
 
 
 def _required_schema(value: Any) -> Any:
@@ -77,7 +74,7 @@ def _required_schema(value: Any) -> Any:
 
 
 Schema = Annotated[dict[str, Any] | None, BeforeValidator(_schema)]
-GrammarText = Annotated[str | None, BeforeValidator(_grammar_text)]
+GrammarText = Annotated[str | None, BeforeValidator(lambda value: None if value == "" else value)]
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
@@ -90,7 +87,7 @@ class SchemaFormat(BodyModel):
     description: str | None = None
     schema_: Annotated[dict[str, Any], BeforeValidator(_required_schema), Field(alias="schema")]
     strict: bool | None = None
-    """True: an unknown keyword in the schema is an error; else it binds nothing."""
+    """True: an unknown keyword is an error; else it binds nothing."""
 
 
 class ResponseFormat(BodyModel):
@@ -116,13 +113,13 @@ class StructuredOutputs(BodyModel):
 
 
 class BoundBody(BodyModel):
-    """The fields that bind an answer. At most one of them may be given."""
+    """The fields that bind an answer, of which at most one may be given."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     json_schema: Schema = None
     guided_json: Schema = None
-    format: Annotated[dict[str, Any] | None, BeforeValidator(_ollama_format)] = None
+    format: Annotated[Schema, BeforeValidator(lambda value: dict(ANY_OBJECT) if value == "json" else value)] = None
     """"json" for any object, or a schema."""
     guided_regex: GrammarText = None
     regex: GrammarText = None
@@ -132,12 +129,18 @@ class BoundBody(BodyModel):
     ebnf: GrammarText = None
 
     def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns the grammar of the answer; raises ApiError if several fields bind it."""
-        wanted = [*self._of_response_format(), *self._of_structured_outputs(), *self._of_plain_fields()]
+        """Returns the answer's grammar; raises ApiError if several fields bind it."""
+        structured = self.structured_outputs or StructuredOutputs()
+        if structured.json_object:
+            structured = structured.model_copy(update={"json_": dict(ANY_OBJECT)})
+        wanted = [
+            *self._of_response_format(),
+            *(AnswerGrammar("structured_outputs", grammar) for _, grammar in _made(structured)),
+            *(AnswerGrammar(name, grammar) for name, grammar in _made(self)),
+        ]
         if len(wanted) > 1:
             first, second = wanted[0].param, wanted[1].param
-            message = f"{second}: an answer is bound by one field only, and {first} is given too"
-            raise ApiError(Code.INVALID_VALUE, message, second)
+            raise wrong(second, f"an answer is bound by one field only, and {first} is given too")
         return wanted[0] if wanted else None
 
     def _of_response_format(self) -> Iterator[AnswerGrammar]:
@@ -147,84 +150,60 @@ class BoundBody(BodyModel):
         if wanted.type == "json_object":
             yield AnswerGrammar("response_format", json_grammar(wanted.schema_ or ANY_OBJECT))
         elif wanted.json_schema is None:
-            message = "response_format.json_schema: Field required with this type"
-            raise ApiError(Code.MISSING_PARAMETER, message, "response_format.json_schema")
+            raise wrong("response_format.json_schema", "Field required with this type", Code.MISSING_PARAMETER)
         else:
             schema = json_grammar(wanted.json_schema.schema_, is_strict=wanted.json_schema.strict is True)
             yield AnswerGrammar("response_format.json_schema.schema", schema)
 
-    def _of_structured_outputs(self) -> Iterator[AnswerGrammar]:
-        wanted = self.structured_outputs or StructuredOutputs()
-        schema = dict(ANY_OBJECT) if wanted.json_object else wanted.json_
-        yield from _read("structured_outputs", schema, wanted.regex, wanted.choice, wanted.grammar)
 
-    def _of_plain_fields(self) -> Iterator[AnswerGrammar]:
-        for name in ("json_schema", "guided_json", "format"):
-            yield from _read(name, schema=getattr(self, name))
-        for name in ("guided_regex", "regex"):
-            yield from _read(name, regex=getattr(self, name))
-        yield from _read("guided_choice", choice=self.guided_choice)
-        for name in ("guided_grammar", "grammar", "ebnf"):
-            yield from _read(name, grammar=getattr(self, name))
+_MAKERS: Mapping[str, Callable[[Any], Grammar]] = {
+    **dict.fromkeys(("json_", "json_schema", "guided_json", "format"), json_grammar),
+    **dict.fromkeys(("guided_regex", "regex"), partial(Grammar, GrammarKind.REGEX)),
+    **dict.fromkeys(("choice", "guided_choice"), choice_grammar),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), partial(Grammar, GrammarKind.GBNF_OR_LARK)),
+}
 
 
-def _read(
-    param: str,
-    schema: Mapping[str, Any] | None = None,
-    regex: str | None = None,
-    choice: list[str] | None = None,
-    grammar: str | None = None,
-) -> Iterator[AnswerGrammar]:
-    if schema is not None:
-        yield AnswerGrammar(param, json_grammar(schema))
-    if regex is not None:
-        yield AnswerGrammar(param, Grammar(GrammarKind.REGEX, regex))
-    if choice is not None:
-        yield AnswerGrammar(param, choice_grammar(choice))
-    if grammar is not None:
-        yield AnswerGrammar(param, Grammar(GrammarKind.GBNF_OR_LARK, grammar))
+def _made(fields: BodyModel) -> Iterator[tuple[str, Grammar]]:
+    """Yields each field that binds the answer, and its grammar."""
+    for name, make in _MAKERS.items():
+        if name in type(fields).model_fields and (value := getattr(fields, name)) is not None:
+            yield name, make(value)
 
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 128
 MAX_BREAKERS = 64
 MAX_BREAKER_CHARACTERS = 64
 RANDOM_SEED = -1
-"""Clients send this for "no seed"."""
+"""Means "no seed"."""
 
 NO_LIMIT = -1
-"""Clients send this for "until the context is full"."""
+"""Means "until the context is full"."""
 
 
 def as_limit(value: Any) -> Any:
-    """Returns a token limit, which may be written as 16.0; None for "no limit"."""
+    """Returns a limit, as a whole number; None for -1."""
     whole = as_whole(value)
     return None if whole == NO_LIMIT else whole
 
 
 def _stop_strings(value: Any) -> Any:
-    """Returns one text as a list, and leaves out empty texts, which forms of clients send."""
+    """Returns a list without empty texts."""
     texts = [value] if isinstance(value, str) else value
     return [text for text in texts if text != ""] if isinstance(texts, list) else texts
 
 
 def _priority(value: Any) -> Any:
-    """Returns a priority; other servers number them, and 0 is the default."""
     return None if value == 0 and not isinstance(value, bool) else value
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Breaker = Annotated[str, Field(max_length=MAX_BREAKER_CHARACTERS)]
 _BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
-_Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-_NonzeroShare = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
-_RepetitionPenalty = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
-_Window = Annotated[Whole, Field(ge=-1, le=MAX_WINDOW)]
+_Mass = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 _MinTokens = Annotated[Whole, Field(ge=0, lt=2**63)] | None
 _Limit = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(as_limit)]
 
@@ -233,19 +212,36 @@ class StreamOptions(BodyModel):
     """What a stream holds beside the text."""
 
     include_usage: bool | None = None
-    """Send a chunk with the token counts before the end."""
+    """Send the token counts in a last chunk."""
     include_obfuscation: bool | None = None
-    """Without effect: nothing is obfuscated here."""
+    """Without effect."""
     continuous_usage_stats: bool | None = None
-    """Where usage is included, send the counts so far in every chunk."""
+    """Then send the counts so far in every chunk."""
 
 
-class GenerationBody(BoundBody):
-    """Fields of a request for text, whatever the prompt looks like."""
+class SharedBody(BodyModel):
+    """Fields that the Responses API has, too."""
 
     model: str | None = None
-    """Id of a served model; may be left out where only one is served."""
+    """May be left out if only one model is served."""
     stream: bool | None = None
+    session_id: str | None = None
+    cache_prompt: bool | None = None
+    """False: neither reuse nor keep this prompt's state."""
+    cache_salt: CacheSalt | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    priority: Annotated[Literal["interactive", "background"] | None, BeforeValidator(_priority)] = None
+    service_tier: str | None = None
+    """"flex" means `priority: background`."""
+    user: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+
+
+class GenerationBody(BoundBody, SampledBody, SharedBody):
+    """Fields of a request for text."""
+
     stream_options: StreamOptions | None = None
     max_tokens: _Limit = None
     """-1 means no limit."""
@@ -254,43 +250,32 @@ class GenerationBody(BoundBody):
     n_predict: _Limit = None
     """Other names of `max_tokens`; the smallest counts."""
     n: Annotated[Whole, Field(ge=1)] | None = None
-    """Number of answers to each prompt."""
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: _Share | None = None
     top_k: Annotated[Whole, Field(ge=-1)] | None = None
     """-1 and 0 keep all tokens."""
-    min_p: _Share | None = None
-    typical_p: _NonzeroShare | None = None
+    typical_p: _Mass | None = None
     top_n_sigma: Annotated[float, Field(ge=-1, le=100, allow_inf_nan=False)] | None = None
     """0 and below keep all tokens."""
-    xtc_probability: _Share | None = None
-    xtc_threshold: _Share | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
     seed: Annotated[Whole, Field(ge=RANDOM_SEED, lt=2**63)] | None = None
     """-1 means no seed."""
-    repetition_penalty: _RepetitionPenalty | None = None
-    repeat_penalty: _RepetitionPenalty | None = None
-    """Another name of `repetition_penalty`; the two must not differ."""
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    repeat_last_n: _Window | None = None
-    """How many of the last tokens the penalties look at; -1 is all, 0 none."""
-    repetition_context_size: _Window | None = None
-    presence_context_size: _Window | None = None
-    frequency_context_size: _Window | None = None
-    """mlx-lm's windows, one for each penalty; the windows of active penalties must not differ."""
+    repetition_penalty: RepetitionPenalty | None = None
+    """`repeat_penalty` is another name; the two must not differ."""
+    repetition_context_size: Window | None = None
+    presence_context_size: Window | None = None
+    frequency_context_size: Window | None = None
+    """mlx-lm's windows; those of active penalties must not differ."""
     dry_multiplier: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     """0 switches DRY off."""
     dry_base: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None
     dry_allowed_length: Annotated[Whole, Field(ge=1, le=MAX_REPEATED)] | None = None
-    dry_penalty_last_n: _Window | None = None
+    dry_penalty_last_n: Window | None = None
     dry_sequence_breakers: Annotated[list[_Breaker], Field(max_length=MAX_BREAKERS)] | None = None
-    """Texts that end a repetition."""
     logit_bias: dict[str, _Bias] | None = None
-    """Maps token ids, as texts, to biases."""
+    """Keyed by token ids."""
     allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
-    """Only these tokens are sampled."""
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    """Texts excluded from the answer, as far as it spells them with the tokenizer's usual tokens."""
+    """Texts excluded, as far as the answer spells them with the usual tokens."""
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), BeforeValidator(_stop_strings)] | None = (
         None
     )
@@ -303,27 +288,14 @@ class GenerationBody(BoundBody):
     no_stop_trim: bool | None = None
     """Another name of it."""
     min_tokens: _MinTokens = None
-    """Neither the model nor a stop text or token ends the answer earlier."""
+    """Nothing ends the answer earlier."""
     min_new_tokens: _MinTokens = None
     """Another name of `min_tokens`; the larger counts."""
     ignore_eos: bool | None = None
     """Generate until `max_tokens`, whatever is sampled."""
-    session_id: str | None = None
-    cache_prompt: bool | None = None
-    """False: neither reuse nor keep this prompt's state."""
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    """Only requests with the same salt share state."""
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    priority: Annotated[Literal["interactive", "background"] | None, BeforeValidator(_priority)] = None
-    service_tier: str | None = None
-    """"flex" means `priority: background`."""
     metadata: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    store: bool | None = None
     options: Options | None = None
-    """Ollama's fields, from clients that expect Ollama; fields of the body itself take precedence."""
+    """Ollama's fields; those of the body itself take precedence."""
 
     def num_top_logprobs(self) -> int | None:
         """Returns how many likeliest tokens to send with each token; None for no log-probabilities."""
@@ -334,25 +306,24 @@ class GenerationBody(BoundBody):
         return self.stream_options is not None and self.stream_options.include_usage is True
 
     def wants_usage_always(self) -> bool:
-        """Whether each chunk shall hold the token counts so far."""
+        """Whether each chunk holds the counts so far."""
         options = self.stream_options
         return options is not None and self.wants_usage() and options.continuous_usage_stats is True
 
     def keeps_stop(self) -> bool:
-        """Whether the stop text that ends an answer is part of it."""
+        """Whether the answer keeps the stop text."""
         return self.include_stop_str_in_output is True or self.no_stop_trim is True
 
     def least(self) -> int:
-        """Returns the fewest tokens to generate; raises ApiError if above the limit."""
+        """Returns the fewest tokens; raises ApiError if above the limit."""
         least, limit = max(self.min_tokens or 0, self.min_new_tokens or 0), self.limit()
         if limit is not None and least > limit:
             param = "min_tokens" if self.min_tokens == least else "min_new_tokens"
-            message = f"{param}: {least} tokens are more than the {limit} that the answer may have"
-            raise ApiError(Code.INVALID_VALUE, message, param)
+            raise wrong(param, f"{least} tokens are more than the {limit} that the answer may have")
         return least
 
     def limit(self) -> int | None:
-        """Returns the most tokens to generate; None if the request does not say."""
+        """Returns the most tokens, if the request says."""
         given = (self.max_tokens, self.max_completion_tokens, self.max_new_tokens, self.n_predict)
         return min(
             (limit for limit in given if limit is not None),
@@ -361,7 +332,7 @@ class GenerationBody(BoundBody):
 
 
 def _as_parts(value: Any, info: ValidationInfo) -> Any:
-    """Returns a text as one part, and a refusal of the assistant as its text."""
+    """Returns a text, or an assistant's refusal, as a part."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if isinstance(value, list) and info.data.get("role") == "assistant":
@@ -380,48 +351,43 @@ def _no_image(kind: Any) -> Any:
     return kind
 
 
-def _budget(value: Any) -> Any:
-    """Returns None for -1."""
-    whole = int(value) if isinstance(value, float) and value.is_integer() else value
-    return None if whole == -1 else whole
-
-
-_Budget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(_budget)]
+_Budget = Annotated[Annotated[int, Field(ge=0)] | None, BeforeValidator(as_limit)]
 _BUDGETS = (
-    "max_thinking_tokens",
-    "thinking_budget",
-    "thinking_budget_tokens",
-    "thinking_token_budget",
-    "reasoning_budget",
-    "reasoning_budget_tokens",
+    *("max_thinking_tokens", "thinking_budget", "thinking_budget_tokens", "thinking_token_budget"),
+    *("reasoning_budget", "reasoning_budget_tokens"),
 )
 
 
 class ToolChoice(BodyModel):
-    """What a body says of the calls that it wants."""
+    """Which calls are wanted."""
 
     mode: Literal["auto", "required", "none"] = "auto"
     names: tuple[str, ...] | None = None
-    """The tools that may be called; None for all."""
+    """None for all."""
     is_named: bool = False
-    """Whether exactly one call of a named function is wanted."""
+
+
+def read_tool_choice(value: Any, allowed: Any, name_of: Callable[[Any], str], **kinds: str) -> ToolChoice | None:
+    """Returns the choice from a mode, one tool, or the tools of `allowed`.
+
+    `kinds` says what errors call each kind of tool; `name_of` returns a tool's name.
+    """
+    if value is None or value in ("auto", "required", "none"):
+        return None if value is None else ToolChoice(mode=value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in kinds:
+        return ToolChoice(mode="required", names=(name_of(value),), is_named=True)
+    is_list = kind == "allowed_tools" and isinstance(allowed, dict) and allowed.get("mode") == "required"
+    tools = allowed.get("tools") if is_list else None
+    if isinstance(tools, list) and tools:
+        return ToolChoice(mode="required", names=tuple(map(name_of, tools)))
+    modes = ", ".join(['"auto", "required", "none"', *kinds.values(), 'or allowed_tools with the mode "required"'])
+    raise PydanticCustomError("tool_choice", "Input should be {modes}", {"modes": modes})
 
 
 def _tool_choice(value: Any) -> Any:
-    """Returns the choice from a mode, `{"type": "function"}` or `{"type": "allowed_tools"}`."""
-    if value is None:
-        return None
-    if isinstance(value, str) and value in ("auto", "required", "none"):
-        return ToolChoice.model_validate({"mode": value})
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function":
-        return ToolChoice(mode="required", names=(_named(value),), is_named=True)
-    allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
-    tools = allowed.get("tools") if isinstance(allowed, dict) and allowed.get("mode") == "required" else None
-    if isinstance(tools, list) and tools:
-        return ToolChoice(mode="required", names=tuple(_named(tool) for tool in tools))
-    modes = '"auto", "required", "none", a function, or allowed_tools with the mode "required"'
-    raise PydanticCustomError("tool_choice", "Input should be {modes}", {"modes": modes})
+    allowed = value.get("allowed_tools") if isinstance(value, dict) else None
+    return read_tool_choice(value, allowed, _named, function="a function")
 
 
 def _named(tool: Any) -> str:
@@ -433,10 +399,7 @@ def _named(tool: Any) -> str:
 
 
 def _arguments(value: Any) -> Any:
-    """Returns arguments as an object, which templates write out.
-
-    Clients send JSON text, an object, null or an empty text; other text stays text.
-    """
+    """Returns arguments as an object for templates; a text that is no object stays a text."""
     if value is None or isinstance(value, dict):
         return value or {}
     if not isinstance(value, str):
@@ -448,12 +411,12 @@ def _arguments(value: Any) -> Any:
 
 
 class ContentPart(BodyModel):
-    """A part of a message's content; only text is understood."""
+    """A part of a message's content."""
 
     type: Annotated[Literal["text"], BeforeValidator(_no_image)]
     text: str
     cache_control: dict[str, Any] | None = None
-    """Any object makes the prompt restorable at the end of this part."""
+    """Any object makes the prompt restorable behind this."""
 
 
 class FunctionCall(BodyModel):
@@ -479,7 +442,7 @@ class ChatMessage(BodyModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[ContentPart], _TakesText] | None = Field(default=None, validate_default=True)
-    """A text or a list of text parts; null only from the assistant, and from a tool without a result."""
+    """Null only from the assistant, and from a tool without a result."""
     name: str | None = None
     tool_calls: list[ToolCallEntry] | None = None
     tool_call_id: str | None = None
@@ -488,9 +451,9 @@ class ChatMessage(BodyModel):
     """Another name of `reasoning_content`, which takes precedence."""
     refusal: str | None = None
     prefix: bool | None = None
-    """On the last message only: the answer continues it."""
+    """On the last message: the answer continues it."""
     cache_control: dict[str, Any] | None = None
-    """Any object makes the prompt restorable at the end of this message."""
+    """Any object makes the prompt restorable behind this."""
     audio: None = None
     function_call: None = None
 
@@ -505,13 +468,13 @@ class ChatMessage(BodyModel):
 
 
 class FunctionSpec(BodyModel):
-    """What a tool does and takes, as the model is shown it."""
+    """A tool as the model is shown it."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Whether calls follow the schema even if not forced; unknown keywords are then refused."""
+    """Whether unforced calls follow the schema, too."""
 
 
 class ToolSpec(BodyModel):
@@ -520,11 +483,11 @@ class ToolSpec(BodyModel):
     type: Literal["function"]
     function: FunctionSpec
     cache_control: dict[str, Any] | None = None
-    """Without effect: the end of the tools is always a restore point."""
+    """Without effect."""
 
 
 class ReasoningOptions(BodyModel):
-    """`reasoning`, as OpenRouter's and OpenAI's newer interface have it."""
+    """`reasoning`, as OpenRouter and OpenAI have it."""
 
     effort: str | None = None
     max_tokens: _Budget = None
@@ -532,7 +495,7 @@ class ReasoningOptions(BodyModel):
     exclude: Literal[False] | None = None
     """Thoughts are always returned."""
     summary: str | None = None
-    """Without effect: thoughts are returned whole."""
+    """Without effect."""
 
 
 class ThinkingOptions(BodyModel):
@@ -551,9 +514,8 @@ class ChatBody(GenerationBody):
     """"auto", "required", "none", a function, or "allowed_tools"."""
     parallel_tool_calls: bool | None = None
     continue_final_message: bool | None = None
-    """The answer continues the last message, which is the assistant's."""
     add_generation_prompt: bool | None = None
-    """The opposite of `continue_final_message`; null leaves it to that."""
+    """The opposite of `continue_final_message`."""
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningOptions | None = None
@@ -569,25 +531,23 @@ class ChatBody(GenerationBody):
     """Other names of `max_thinking_tokens`; the smallest limit counts."""
     verbosity: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the model's chat template."""
     prediction: dict[str, Any] | None = None
     logprobs: bool | None = None
-    """Send the log-probability of each token of the answer."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """Also send this many of the likeliest tokens."""
+    """Likeliest tokens to send with each."""
 
     @property
     def forbids_calls(self) -> bool:
         return self.tool_choice is not None and self.tool_choice.mode == "none"
 
     def num_top_logprobs(self) -> int | None:
-        """Returns how many likeliest tokens to send with each token; raises ApiError without `logprobs`."""
+        """As in the base class; raises ApiError without `logprobs`."""
         if not self.logprobs and self.top_logprobs:
-            raise ApiError(Code.INVALID_VALUE, "top_logprobs: it needs logprobs: true", "top_logprobs")
+            raise wrong("top_logprobs", "it needs logprobs: true")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def thinking_wish(self) -> ThinkingWish:
-        """Returns the body's wishes for thoughts, under all names; the plainest name takes precedence."""
+        """Returns the wishes for thoughts; the plainest name takes precedence."""
         options, limits = self.reasoning or ReasoningOptions(), self.thinking or ThinkingOptions()
         by_type = {"enabled": True, "disabled": False}.get(limits.type or "")
         by_think = self.think if isinstance(self.think, bool) else None
@@ -601,23 +561,23 @@ class ChatBody(GenerationBody):
         )
 
     def continues(self) -> bool:
-        """Whether the answer continues the last message; raises ApiError for contradicting fields."""
+        """Whether the last message is continued; raises ApiError for contradicting fields."""
         last = self.messages[-1]
         for index, message in enumerate(self.messages):
             if message.prefix and (message is not last or message.role != "assistant"):
                 param = f"messages[{index}].prefix"
-                raise _wrong(param, "only the last message is continued, and only if it is the assistant's")
+                raise wrong(param, "only the last message is continued, and only if it is the assistant's")
         if not (self.continue_final_message or last.prefix):
             if self.add_generation_prompt is False:
                 why = "a prompt asks for an answer, so false is only taken with continue_final_message"
-                raise _wrong("add_generation_prompt", why)
+                raise wrong("add_generation_prompt", why)
             return False
         if self.add_generation_prompt:
-            raise _wrong("add_generation_prompt", "a message is either continued or answered")
+            raise wrong("add_generation_prompt", "a message is either continued or answered")
         if last.role != "assistant":
-            raise _wrong("continue_final_message", "the last message is not the assistant's")
+            raise wrong("continue_final_message", "the last message is not the assistant's")
         if last.tool_calls:
-            raise _wrong("messages", "the last message holds tool_calls, and cannot be continued")
+            raise wrong("messages", "the last message holds tool_calls, and cannot be continued")
         return True
 
     def num_explicit_points(self) -> int:
@@ -628,12 +588,8 @@ class ChatBody(GenerationBody):
         )
 
 
-def _wrong(param: str, why: str) -> ApiError:
-    return ApiError(Code.INVALID_VALUE, f"{param}: {why}", param)
-
-
 def template_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """Returns the messages in the form of chat templates."""
+    """Returns messages for chat templates."""
     return [_template_message(message) for message in messages]
 
 
@@ -652,7 +608,7 @@ def _template_message(message: ChatMessage) -> Message:
 
 
 class FunctionBody(TypedDict):
-    """A call's function: its name and its arguments as a JSON text."""
+    """A call's name and arguments."""
 
     name: str
     arguments: str
@@ -667,14 +623,14 @@ class ToolCallBody(TypedDict):
 
 
 class FunctionDelta(TypedDict):
-    """What a chunk says of a call's function: its name in the first, then more of its arguments."""
+    """The name comes first, then the arguments in parts."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """What a chunk says of a tool call; `id` and `type` stand in the first."""
+    """What a chunk adds to a call; `id` and `type` come first."""
 
     index: int
     id: NotRequired[str]
@@ -689,7 +645,7 @@ class DeltaBody(TypedDict, total=False):
     content: str
     reasoning_content: str
     reasoning: str
-    """Same as `reasoning_content`, for clients that look for this name."""
+    """Same as `reasoning_content`."""
     refusal: str | None
     tool_calls: list[ToolCallDelta]
 
@@ -702,36 +658,26 @@ class MessageBody(TypedDict):
     refusal: str | None
     reasoning_content: NotRequired[str]
     reasoning: NotRequired[str]
-    """Same as `reasoning_content`, for clients that look for this name."""
+    """Same as `reasoning_content`."""
     tool_calls: NotRequired[list[ToolCallBody]]
 
 
-class ChunkChoice(TokenIds):
+class ChunkChoice(ChoiceEnd):
     """What a chunk adds to one choice."""
 
     index: int
     delta: DeltaBody
     logprobs: ChatLogprobs | None
     finish_reason: str | None
-    stop_reason: NotRequired[str | int | None]
-    matched_stop: NotRequired[str | int | None]
-    """What ended a successful choice: see `StopFound`."""
-    error: NotRequired[ErrorObject]
-    """The error of a failed choice, if others succeeded."""
 
 
-class ChatChoice(TokenIds):
+class ChatChoice(ChoiceEnd):
     """One choice of an answer."""
 
     index: int
     message: MessageBody
     logprobs: ChatLogprobs | None
     finish_reason: str
-    stop_reason: NotRequired[str | int | None]
-    matched_stop: NotRequired[str | int | None]
-    """What ended a successful choice: see `StopFound`."""
-    error: NotRequired[ErrorObject]
-    """The error of a failed choice, if others succeeded."""
 
 
 class ChatChunk(AnswerHead, PromptIds):
@@ -750,7 +696,7 @@ class ChatAnswer(AnswerHead, PromptIds):
 
 
 class ChatCompletion(ChatAnswer):
-    """The body of an answer that is not streamed."""
+    """The body of a whole answer."""
 
     usage: Usage
     timings: TimingsBody

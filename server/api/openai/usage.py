@@ -1,4 +1,4 @@
-"""What all of OpenAI's answers hold: head, token counts, finish reason and log-probabilities."""
+"""The parts that all of OpenAI's answers share: head, token counts, finish reason, log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,13 @@ from typing import NotRequired
 from typing_extensions import TypedDict
 
 from models.output.pieces import TokenLogprob
+from server.api.openai.dialect import ErrorObject
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import TokenReader
 
 
 class AnswerHead(TypedDict):
-    """How every answer, and every chunk of one, begins."""
+    """The head of answers and chunks."""
 
     id: str
     object: str
@@ -20,7 +21,7 @@ class AnswerHead(TypedDict):
     model: str
     system_fingerprint: str
     service_tier: NotRequired[str]
-    """The tier that served the request; only if the request names one."""
+    """Only if the request names one."""
 
 
 class PromptTokensDetails(TypedDict):
@@ -36,7 +37,7 @@ class CompletionTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Token counts of one request, as OpenAI names them."""
+    """OpenAI's token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -61,7 +62,7 @@ def usage_of(finished: Finished) -> Usage:
 
 
 def usage_so_far(num_prompt: int, started: Started | None, num_predicted: int) -> Usage:
-    """Returns the token counts of an unfinished request, `started` or waiting."""
+    """Returns an unfinished request's counts."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_predicted,
@@ -71,24 +72,32 @@ def usage_so_far(num_prompt: int, started: Started | None, num_predicted: int) -
 
 
 class TokenIds(TypedDict, total=False):
-    """The tokens of a choice or of what a chunk adds to it, all that were sampled; only for requests that ask."""
+    """The tokens sampled for a choice or chunk, if requested."""
 
     token_ids: list[int]
 
 
 class PromptIds(TypedDict, total=False):
-    """The tokens of a prompt; only for requests that ask."""
+    """The prompt's tokens, if requested."""
 
     prompt_token_ids: list[int]
 
 
 class StopFound(TypedDict):
-    """What ended a choice, as vLLM and SGLang name it."""
+    """What ended a choice, in vLLM's and SGLang's words."""
 
     stop_reason: str | int | None
-    """The stop string, or the token of `stop_token_ids`; None for an end of turn or a limit."""
+    """None for an end of turn or a limit."""
     matched_stop: str | int | None
-    """The same, or the token of an end of turn."""
+    """The same, or the end of turn's token."""
+
+
+class ChoiceEnd(TokenIds, total=False):
+    """The tokens of a choice, and what ended it: a stop or an error."""
+
+    stop_reason: str | int | None
+    matched_stop: str | int | None
+    error: ErrorObject
 
 
 def stop_found(finished: Finished, request: GenerationRequest) -> StopFound:
@@ -110,11 +119,11 @@ def finish_reason(finished: Finished, *, made_calls: bool = False) -> str:
 
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON lacks."""
+"""Stands for minus infinity."""
 
 
 class LikelyToken(TypedDict):
-    """One token that was put out, or might have been."""
+    """A token that was, or might have been, put out."""
 
     token: str
     logprob: float
@@ -122,20 +131,20 @@ class LikelyToken(TypedDict):
 
 
 class TokenLogprobs(LikelyToken):
-    """One token of the answer, and the likeliest in its place."""
+    """A token, and the likeliest in its place."""
 
     top_logprobs: list[LikelyToken]
 
 
 class ChatLogprobs(TypedDict):
-    """Those of an answer or a chunk of it, in chat."""
+    """Log-probabilities of a chat's answer or chunk."""
 
     content: list[TokenLogprobs]
     refusal: None
 
 
 class TextLogprobs(TypedDict):
-    """Those of a plain completion or a chunk of it; one entry for each token in each list."""
+    """Log-probabilities of a completion or chunk, in lists by token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -152,7 +161,7 @@ class TokenNames:
     """Whether names are ids (`token_id:42`) instead of texts."""
 
     def name(self, token: int) -> str:
-        """Returns a token's name; a part of a character is named by its bytes, so names stay distinct."""
+        """Returns a token's text, or the bytes of a part of a character."""
         return f"token_id:{token}" if self.are_ids else _name(self.texts.piece(token))
 
     def likely(self, token: int, logprob: float) -> LikelyToken:
@@ -161,7 +170,7 @@ class TokenNames:
 
 
 def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogprobs:
-    """Returns the log-probabilities of some tokens, for chat."""
+    """Returns log-probabilities for chat."""
     content: list[TokenLogprobs] = []
     for one in told:
         top = [names.likely(token, logprob) for token, logprob in one.top]
@@ -170,13 +179,13 @@ def chat_logprobs(told: Sequence[TokenLogprob], names: TokenNames) -> ChatLogpro
 
 
 class TextLogprobsWriter:
-    """Writes the log-probabilities of one completion's tokens, in order."""
+    """Writes one completion's log-probabilities in order."""
 
     def __init__(self, names: TokenNames, num_top: int) -> None:
         self._names = names
         self._num_top = num_top
         self._before = b""
-        """The answer's text so far; token offsets count its characters."""
+        """Offsets count characters of this."""
 
     def again(self) -> "TextLogprobsWriter":
         """Returns a writer that starts at the first token."""
@@ -194,9 +203,9 @@ class TextLogprobsWriter:
         }
 
     def write_all(self, prompt: Sequence[int], scored: Sequence[TokenLogprob], num_characters: int) -> TextLogprobs:
-        """Returns the log-probabilities of an echoed prompt of `num_characters`, and of its answer.
+        """Returns those of an echoed prompt of `num_characters` and its answer.
 
-        The first token has no probability, since nothing precedes it. The tokenizer's prefix is not echoed.
+        The first token has none, and the tokenizer's prefix is not echoed.
         """
         told = self.write([TokenLogprob(prompt[0], 0.0), *scored])
         told["token_logprobs"][0] = None
@@ -207,7 +216,6 @@ class TextLogprobsWriter:
         return told
 
     def _pass(self, token: int) -> int:
-        """Returns a token's offset, and moves past it."""
         offset = len(self._before.decode(errors="ignore"))
         self._before += self._names.texts.piece(token)
         return offset

@@ -1,8 +1,6 @@
-"""`POST /v1/embeddings`: vectors of texts, as numbers or base64; `POST /v1/rerank`: documents by relevance to a
-query.
+"""`POST /v1/embeddings` and `POST /v1/rerank`, the latter as Cohere and Jina have it.
 
-A model made for reranking judges each document together with the query; any other compares their vectors by the
-cosine. Reranking has the shape of Cohere and Jina, as on similar servers.
+A model made for reranking judges each document with the query; any other compares their vectors by the cosine.
 """
 
 import base64
@@ -18,18 +16,26 @@ from typing_extensions import TypedDict
 
 from server.api.call import compute
 from server.api.context import ApiContext
-from server.api.dialect import BodyModel, Whole, parse_body
+from server.api.dialect import BodyModel, Endpoint, Rules, Whole, no_effect, parse_body, read_by, refused
 from server.api.embedding import MAX_TEXTS, EmbeddingWork, TextReader, object_json, shortened, vector_json
-from server.api.errors import ApiError, Code
-from server.api.openai.fields import IN_EMBEDDINGS, IN_RERANK
+from server.api.errors import wrong
+from server.api.openapi import Operation
 from server.api.params import Incoming
 from server.api.wire import json_text
 from server.engine.embeddings import Vector
 from server.pool.served import ServedModel
 
+_OF_VECTORS: Rules = {
+    **no_effect("it only says who asks", "user"),
+    **no_effect("vectors depend on their text only", "session_id cache_salt priority"),
+    **refused(
+        "a text that is too long is answered with an error, never cut",
+        "max_tokens_per_doc max_chunks_per_doc truncate_prompt_tokens=-1",
+    ),
+}
+
 
 def _as_list(value: Any) -> Any:
-    """Returns one text, or one text's tokens, as a list of one."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     return [value] if is_one else value
 
@@ -48,6 +54,16 @@ class EmbeddingsBody(BodyModel):
     """Shorten each vector to its first numbers."""
 
 
+IN_EMBEDDINGS: Rules = {
+    **_OF_VECTORS,
+    **read_by(EmbeddingsBody),
+    **refused("texts have the tokens that the tokenizer puts around them", "add_special_tokens=true"),
+    **refused("a vector has the length 1", "normalize=true embd_normalize=2"),
+    **refused("texts are embedded as they are, without a template", "task input_type messages=[]"),
+}
+"""Fields of `POST /v1/embeddings`."""
+
+
 class EmbeddingBody(TypedDict):
     """The vector of one text."""
 
@@ -64,7 +80,7 @@ class EmbeddingUsage(TypedDict):
 
 
 class EmbeddingList(TypedDict):
-    """The vectors of a request, in the order of its texts."""
+    """The vectors, in the order of the texts."""
 
     object: Literal["list"]
     model: str
@@ -79,7 +95,7 @@ async def create_embeddings(request: Request) -> Response:
 
 def open_embeddings(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Returns the checked texts; raises ApiError."""
-    body = parse_body(EmbeddingsBody, dict(incoming.fields), IN_EMBEDDINGS)
+    body = parse_body(EmbeddingsBody, incoming.fields, IN_EMBEDDINGS)
     reader = TextReader(context.find_model(body.model))
     texts = [reader.read(text, f"input[{place}]") for place, text in enumerate(body.input)]
     write = partial(_written_vectors, body, reader.model.id, reader.num_tokens)
@@ -120,11 +136,17 @@ class RerankBody(BodyModel):
     query: Annotated[str, Field(min_length=1)]
     documents: Annotated[list[_Document], Field(min_length=1, max_length=MAX_TEXTS - 1)]
     top_n: Annotated[Whole, Field(ge=1)] | None = None
-    """Return only the best."""
     return_documents: bool | None = None
-    """Also return the texts."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """The meaning of a match, for models that judge; by default a passage that answers a web search."""
+    """The meaning of a match, for models that judge."""
+
+
+IN_RERANK: Rules = {
+    **_OF_VECTORS,
+    **read_by(RerankBody),
+    **refused("a document is a text, or an object with a text", 'rank_fields=[]|["text"]'),
+}
+"""Fields of `POST /v1/rerank`."""
 
 
 class RankedDocument(TypedDict):
@@ -133,7 +155,7 @@ class RankedDocument(TypedDict):
     index: int
     """The document's place in the request."""
     relevance_score: float
-    """The probability of a match; without a model that judges, the cosine of the two vectors."""
+    """The probability of a match, or the cosine."""
     document: NotRequired[RankedText]
 
 
@@ -153,7 +175,7 @@ async def rerank(request: Request) -> Response:
 
 def open_rerank(context: ApiContext, incoming: Incoming) -> EmbeddingWork:
     """Returns the checked texts; raises ApiError."""
-    body = parse_body(RerankBody, dict(incoming.fields), IN_RERANK)
+    body = parse_body(RerankBody, incoming.fields, IN_RERANK)
     model = context.find_model(body.model)
     name = f"rerank-{incoming.request_id}"
     return _judging(body, model, name) if model.reranking is not None else _comparing(body, model, name)
@@ -175,8 +197,7 @@ def _judging(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
 
 def _comparing(body: RerankBody, model: ServedModel, name: str) -> EmbeddingWork:
     if body.instruction is not None:
-        reason = f"instruction: {model.id} compares vectors of texts and takes no instruction"
-        raise ApiError(Code.INVALID_VALUE, reason, "instruction")
+        raise wrong("instruction", f"{model.id} compares vectors of texts and takes no instruction")
     reader = TextReader(model)
     texts = [reader.read(body.query, "query")]
     texts += [reader.read(text, f"documents[{place}]") for place, text in enumerate(body.documents)]
@@ -207,3 +228,9 @@ def _ranked(body: RerankBody, place: int, score: float) -> RankedDocument:
     if body.return_documents:
         ranked["document"] = {"text": body.documents[place]}
     return ranked
+
+
+ROUTES = (
+    Endpoint("/embeddings", create_embeddings, Operation(EmbeddingsBody, EmbeddingList)),
+    Endpoint("/rerank", rerank, Operation(RerankBody, RankedList)),
+)

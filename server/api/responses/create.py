@@ -39,11 +39,18 @@ from server.api.params import (
     forced_calls,
 )
 from server.api.record import CacheBody, TimingsBody, costs_of
-from server.api.responses.fields import IN_COUNT, IN_RESPONSES
 from server.api.responses.items import Item, check_items, read_messages, search_outputs
 from server.api.responses.output import AnswerOutput, Event, ItemBody, ThoughtStyle, ToolSet
 from server.api.responses.store import ResponseStore, StoredResponse, store_of
-from server.api.responses.types import ENCRYPTED_THOUGHTS, InputBody, ReasoningWish, ResponsesBody, read_tools
+from server.api.responses.types import (
+    ENCRYPTED_THOUGHTS,
+    IN_COUNT,
+    IN_RESPONSES,
+    InputBody,
+    ReasoningWish,
+    ResponsesBody,
+    read_tools,
+)
 from server.api.wire import MAX_MESSAGES, sse_event
 from server.engine.request import Finished, FinishReason, GenerationRequest, Started
 from server.pool.served import ServedModel
@@ -296,7 +303,7 @@ def _not_found(message: str, param: str) -> ApiError:
 
 def parse_known(kind: type[Body], fields: Mapping[str, Any], rules: Rules) -> Body:
     """Returns the checked body; raises ApiError (400) that names the first wrong field, or one not in `rules`."""
-    unknown = sorted(fields.keys() - rules.keys())
+    unknown = sorted(fields.keys() - rules.keys() - kind.model_fields.keys())
     if unknown:
         message = f"{unknown[0][:200]} is not known here"
         raise ApiError(Code.UNSUPPORTED_PARAMETER, message, unknown[0][:200])

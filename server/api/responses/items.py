@@ -1,6 +1,6 @@
-"""Items, which make up prompts and answers of the Responses API: their types, and the messages read from them.
+"""Items of prompts and answers: their types, and the messages read from them.
 
-Everything the assistant does between two messages of others becomes one message: thought, text and calls.
+What the assistant does between two messages of others is one message.
 """
 
 import json
@@ -12,12 +12,12 @@ from pydantic_core import PydanticCustomError
 
 from models.prompt.chat_template import Message
 from server.api.dialect import BodyModel, validated
-from server.api.errors import ApiError, Code
+from server.api.errors import Code, wrong
 from server.api.openai.types import ChatMessage, template_messages
 from server.api.responses.output import SEARCH, input_arguments, joined_name, thought_of
 
 Item: TypeAlias = dict[str, Any]
-"""An item as JSON; items that were read have a `type`."""
+"""Items that were read have a `type`."""
 
 LOCAL_SHELL: Final = "local_shell"
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -52,7 +52,7 @@ class MessageItem(BodyModel):
 
 
 class FunctionCallItem(BodyModel):
-    """A call of a function that the model made."""
+    """A call of a function."""
 
     call_id: str
     name: str
@@ -61,7 +61,7 @@ class FunctionCallItem(BodyModel):
 
 
 class CustomCallItem(BodyModel):
-    """A call of a tool whose input is a text."""
+    """A call of a tool that takes a text."""
 
     call_id: str
     name: str
@@ -70,7 +70,7 @@ class CustomCallItem(BodyModel):
 
 
 class ShellCallItem(BodyModel):
-    """A call of the local shell, as older clients have it."""
+    """A call of older clients' local shell."""
 
     call_id: str
     action: dict[str, Any]
@@ -85,7 +85,7 @@ class OutputItem(BodyModel):
 
 
 class SearchCallItem(BodyModel):
-    """A search for tools that the model made, and the client ran."""
+    """A search for tools that the client ran."""
 
     call_id: str | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
@@ -134,24 +134,24 @@ SKIPPED_ITEM_TYPES: Final = (
     "mcp_list_tools",
     "compaction",
 )
-"""Items of tools that other servers run, or only they can read; left out of the prompt."""
+"""Only other servers can read these; left out of the prompt."""
 
 
 def check_items(items: Sequence[Any], param: str = "input") -> list[Item]:
-    """Returns checked items with types; raises ApiError (400) that names the first wrong item."""
+    """Returns checked items with types; raises ApiError (400)."""
     return [_checked(item, param, index) for index, item in enumerate(items)]
 
 
 def _checked(item: Any, param: str, index: int) -> Item:
     place = f"{param}[{index}]"
     if not isinstance(item, dict):
-        raise ApiError(Code.INVALID_TYPE, f"{place}: Input should be an item, an object", place)
+        raise wrong(place, "Input should be an item, an object", Code.INVALID_TYPE)
     kind = item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None)
     if isinstance(kind, str) and _is_skipped(item):
         return item
     if not isinstance(kind, str) or kind not in _KINDS:
         known = ", ".join(ITEM_TYPES)
-        raise ApiError(Code.INVALID_VALUE, f"{place}.type: Input should be one of {known}", f"{place}.type")
+        raise wrong(f"{place}.type", f"Input should be one of {known}")
     validated(_KINDS[kind], item, param, index)
     return {**item, "type": kind}
 
@@ -163,14 +163,14 @@ def _is_skipped(item: Item) -> bool:
 
 
 def search_outputs(items: Sequence[Item]) -> list[Item]:
-    """Returns the checked items with the results of the client's tool searches."""
+    """Returns the results of the client's tool searches."""
     return [item for item in items if item["type"] == "tool_search_output" and not _is_skipped(item)]
 
 
 def read_messages(items: Sequence[Item], found: Mapping[str, str] | None = None) -> list[Message]:
-    """Returns the messages of checked items for chat templates; references must be resolved.
+    """Returns checked items as messages for templates; references must be resolved.
 
-    `found` maps the call id of a tool search to the definitions of the tools it found.
+    `found` maps the call ids of tool searches to definitions.
     """
     return template_messages([ChatMessage.model_validate(message) for message in _chat_messages(items, found or {})])
 
@@ -194,7 +194,7 @@ def _chat_messages(items: Sequence[Item], found: Mapping[str, str]) -> list[dict
 
 
 def _assistant_part(item: Item) -> dict[str, Any] | None:
-    """Returns an item's part of an assistant message; None for an item of somebody else."""
+    """Returns an item's part of the assistant's message; None for somebody else's."""
     match item["type"]:
         case "message" if item["role"] == "assistant":
             return {"content": _text(item["content"])}

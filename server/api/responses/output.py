@@ -1,15 +1,9 @@
-"""The output of an answer: its items as they grow from pieces, and the stream's events. Pure.
+"""The output of an answer: its items as they grow, their events, and the client's tools. Pure.
 
-An item is announced, grows and is done before the next one begins. Events lack their `sequence_number`, which the
-sender adds. `ToolSet` maps the client's tools to the names that the model sees. `CustomInput` reads a custom tool's
-input from its growing JSON arguments.
-
-Thoughts return as encrypted content, for clients that send nothing else of them back. The content holds the thought
-itself: it is no secret here and proves nothing.
+An item is announced, grows and is done before the next begins. The sender numbers the events. Thoughts return as
+encrypted content, for clients that send nothing else of them back; it is no secret and proves nothing.
 """
 
-import base64
-import binascii
 import json
 import re
 from abc import ABC, abstractmethod
@@ -27,7 +21,7 @@ from models.output.pieces import (
     ToolCallFailed,
     ToolCallStarted,
 )
-from models.texts import read_object
+from models.texts import enclose, opened, read_object
 
 SEARCH: Final = "tool_search"
 """The model's name for the client's tool search."""
@@ -51,9 +45,8 @@ class ToolSet:
     """The tools of one request."""
 
     shown: Sequence[Mapping[str, Any]] = ()
-    """Functions at the head of the prompt, in the form of chat templates."""
+    """Functions at the head of the prompt."""
     loaded: Sequence[Mapping[str, Any]] = ()
-    """Functions found since by the client's tool search."""
     by_name: Mapping[str, ClientTool] | None = None
     """Keyed by the model's name of the tool."""
 
@@ -62,19 +55,19 @@ class ToolSet:
         return [*self.shown, *self.loaded]
 
     def with_found(self, found: "ToolSet") -> "ToolSet":
-        """Returns these tools and newly found ones; a known tool stays unchanged."""
+        """Adds found tools; a known one stays unchanged."""
         known = {tool["function"]["name"] for tool in self.callable_tools}
         new = [tool for tool in found.shown if tool["function"]["name"] not in known]
         by_name = {**(found.by_name or {}), **(self.by_name or {})}
         return ToolSet(self.shown, [*self.loaded, *new], by_name)
 
     def find(self, name: str) -> ClientTool:
-        """Returns the tool that the model calls; an unknown name is taken for a function."""
+        """Returns a called tool; an unknown name is a function's."""
         return (self.by_name or {}).get(name) or ClientTool(name)
 
 
 def joined_name(namespace: str | None, name: str) -> str:
-    """Returns the model's name for a tool in a namespace."""
+    """Returns the model's name for a tool."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
@@ -89,7 +82,7 @@ _HEAD: Final = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _WHOLE: Final = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*'
 )
-"""Text of a JSON string up to an escape that may be incomplete."""
+"""JSON text up to an escape that may be incomplete."""
 
 
 class CustomInput:
@@ -98,11 +91,11 @@ class CustomInput:
     def __init__(self) -> None:
         self._arguments = ""
         self._read_to: int | None = None
-        """Where the unread input begins in the arguments; None before the input begins."""
+        """None before the input begins."""
         self._told = ""
 
     def feed(self, arguments: str) -> str:
-        """Takes more of the arguments; returns the new part of the input."""
+        """Takes more arguments; returns the input's new part."""
         self._arguments += arguments
         if self._read_to is None:
             head = _HEAD.match(self._arguments)
@@ -117,10 +110,10 @@ class CustomInput:
         return added
 
     def finish(self) -> tuple[str, str]:
-        """Returns the whole input, and the part that `feed` has not returned.
+        """Returns the whole input, and what `feed` has not returned of it.
 
-        Arguments of another shape are the input themselves, except a single text under another name. If the arguments
-        were cut off, the input is the part returned so far.
+        Other arguments are the input themselves, but for a single text under another name. If they were cut off, the
+        input is what was returned.
         """
         values = read_object(self._arguments)
         whole = self._told if values is None else _input_of(values, self._arguments)
@@ -136,27 +129,9 @@ def _input_of(values: Mapping[str, Any], arguments: str) -> str:
     return value if isinstance(value, str) else arguments
 
 
-_MARK: Final = "mlx-serve-text-1:"
-
-
-def enclose(thought: str) -> str:
-    """Returns a thought's encrypted content."""
-    return _MARK + base64.b64encode(thought.encode(errors="replace")).decode()
-
-
 def thought_of(enclosed: str | None, content: str | None, summary: str) -> str:
-    """Returns the thought of a returned item: its encrypted content, else its content, else its summary."""
-    return (_opened(enclosed) if enclosed else None) or content or summary
-
-
-def _opened(enclosed: str) -> str | None:
-    """Returns the thought in a text made by `enclose`; None for another server's content."""
-    if not enclosed.startswith(_MARK):
-        return None
-    try:
-        return base64.b64decode(enclosed.removeprefix(_MARK), validate=True).decode()
-    except (binascii.Error, ValueError):
-        return None
+    """Returns a returned thought: its encrypted content, else content or summary."""
+    return opened(enclosed or "") or content or summary
 
 
 Event: TypeAlias = dict[str, Any]
@@ -169,9 +144,9 @@ class ThoughtStyle:
     """The form in which thoughts are returned."""
 
     is_summary: bool = False
-    """Whether thoughts are their own summary, which some clients show; else they are reasoning text."""
+    """As their own summary, which some clients show."""
     is_enclosed: bool = False
-    """Whether thoughts are repeated as encrypted content, for clients that send nothing else back."""
+    """Repeated as encrypted content."""
 
 
 class _OpenItem(ABC):
@@ -180,6 +155,11 @@ class _OpenItem(ABC):
     def __init__(self, item_id: str, index: int) -> None:
         self.id = item_id
         self._index = index
+        self._texts: list[str] = []
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
 
     @abstractmethod
     def body(self, status: Status) -> ItemBody:
@@ -189,13 +169,14 @@ class _OpenItem(ABC):
         """Returns the events that announce the item."""
         return []
 
-    @abstractmethod
     def grow(self, text: str) -> list[Event]:
-        """Takes more of the item's text; returns its events."""
+        """Takes more text; returns its events."""
+        self._texts.append(text)
+        return []
 
-    @abstractmethod
     def end(self) -> list[Event]:
         """Returns the events that end the item's parts."""
+        return []
 
     def event(self, kind: str, **fields: Any) -> Event:
         """Returns an event about this item."""
@@ -203,10 +184,6 @@ class _OpenItem(ABC):
 
 
 class _OpenMessage(_OpenItem):
-    def __init__(self, item_id: str, index: int) -> None:
-        super().__init__(item_id, index)
-        self._texts: list[str] = []
-
     def body(self, status: Status) -> ItemBody:
         content = [self._part()] if self._texts else []
         return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
@@ -215,94 +192,86 @@ class _OpenMessage(_OpenItem):
         return [self.event("content_part.added", content_index=0, part=self._part())]
 
     def grow(self, text: str) -> list[Event]:
-        self._texts.append(text)
-        return [self.event("output_text.delta", content_index=0, delta=text, logprobs=[])]
+        return [*super().grow(text), self.event("output_text.delta", content_index=0, delta=text, logprobs=[])]
 
     def end(self) -> list[Event]:
-        part = self._part()
         return [
-            self.event("output_text.done", content_index=0, text=part["text"], logprobs=[]),
-            self.event("content_part.done", content_index=0, part=part),
+            self.event("output_text.done", content_index=0, text=self._text, logprobs=[]),
+            self.event("content_part.done", content_index=0, part=self._part()),
         ]
 
     def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": "".join(self._texts), "annotations": [], "logprobs": []}
+        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
 
 class _OpenThought(_OpenItem):
     def __init__(self, item_id: str, index: int, style: ThoughtStyle) -> None:
         super().__init__(item_id, index)
         self._style = style
-        self._texts: list[str] = []
+        of_content = ("reasoning_text", "content_part", "content_index")
+        of_summary = ("reasoning_summary_text", "reasoning_summary_part", "summary_index")
+        self._kind, self._part_kind, self._place = of_summary if style.is_summary else of_content
 
     def body(self, status: Status) -> ItemBody:
         item: ItemBody = {"id": self.id, "type": "reasoning", "status": status, "summary": []}
         if self._texts:
             item["summary" if self._style.is_summary else "content"] = [self._part()]
             if self._style.is_enclosed and status != "in_progress":
-                item["encrypted_content"] = enclose("".join(self._texts))
+                item["encrypted_content"] = enclose(self._text)
         return item
 
     def begin(self) -> list[Event]:
-        if self._style.is_summary:
-            return [self.event("reasoning_summary_part.added", summary_index=0, part=self._part())]
-        return [self.event("content_part.added", content_index=0, part=self._part())]
+        return [self._event(f"{self._part_kind}.added", part=self._part())]
 
     def grow(self, text: str) -> list[Event]:
-        self._texts.append(text)
-        if self._style.is_summary:
-            return [self.event("reasoning_summary_text.delta", summary_index=0, delta=text)]
-        return [self.event("reasoning_text.delta", content_index=0, delta=text)]
+        return [*super().grow(text), self._event(f"{self._kind}.delta", delta=text)]
 
     def end(self) -> list[Event]:
-        part = self._part()
-        if self._style.is_summary:
-            return [
-                self.event("reasoning_summary_text.done", summary_index=0, text=part["text"]),
-                self.event("reasoning_summary_part.done", summary_index=0, part=part),
-            ]
         return [
-            self.event("reasoning_text.done", content_index=0, text=part["text"]),
-            self.event("content_part.done", content_index=0, part=part),
+            self._event(f"{self._kind}.done", text=self._text),
+            self._event(f"{self._part_kind}.done", part=self._part()),
         ]
 
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return self.event(kind, **{self._place: 0}, **fields)
+
     def _part(self) -> dict[str, Any]:
-        kind = "summary_text" if self._style.is_summary else "reasoning_text"
-        return {"type": kind, "text": "".join(self._texts)}
+        return {"type": "summary_text" if self._style.is_summary else "reasoning_text", "text": self._text}
 
 
-class _OpenFunctionCall(_OpenItem):
+class _OpenCall(_OpenItem):
+    kind = "function_call"
+
     def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
         super().__init__(item_id, index)
         self._call_id = call_id
         self._tool = tool
-        self._texts: list[str] = []
 
     def body(self, status: Status) -> ItemBody:
-        item = {"id": self.id, "type": "function_call", "status": status, "call_id": self._call_id}
-        return {**item, **_name_of(self._tool), "arguments": "".join(self._texts)}
+        head = {"id": self.id, "type": self.kind, "status": status, "call_id": self._call_id}
+        return {**head, **self.called()}
+
+    def called(self) -> dict[str, Any]:
+        """Returns what is called, and with what."""
+        return {**_name_of(self._tool), "arguments": self._text}
 
     def grow(self, text: str) -> list[Event]:
-        self._texts.append(text)
-        return [self.event("function_call_arguments.delta", delta=text)]
+        return [*super().grow(text), self.event("function_call_arguments.delta", delta=text)]
 
     def end(self) -> list[Event]:
-        whole = "".join(self._texts)
-        return [self.event("function_call_arguments.done", name=self._tool.name, arguments=whole)]
+        return [self.event("function_call_arguments.done", name=self._tool.name, arguments=self._text)]
 
 
-class _OpenCustomCall(_OpenItem):
+class _OpenCustomCall(_OpenCall):
+    kind = "custom_tool_call"
+
     def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        super().__init__(item_id, index)
-        self._call_id = call_id
-        self._tool = tool
+        super().__init__(item_id, index, call_id, tool)
         self._input = CustomInput()
         self._whole: str | None = None
 
-    def body(self, status: Status) -> ItemBody:
-        item = {"id": self.id, "type": "custom_tool_call", "status": status, "call_id": self._call_id}
-        text = self._whole if self._whole is not None else self._input.so_far
-        return {**item, **_name_of(self._tool), "input": text}
+    def called(self) -> dict[str, Any]:
+        return {**_name_of(self._tool), "input": self._input.so_far if self._whole is None else self._whole}
 
     def grow(self, text: str) -> list[Event]:
         return self._delta(self._input.feed(text))
@@ -315,17 +284,13 @@ class _OpenCustomCall(_OpenItem):
         return [self.event("custom_tool_call_input.delta", delta=text)] if text else []
 
 
-class _OpenSearchCall(_OpenItem):
-    """A tool search: sent whole, since the API has no events for its arguments."""
+class _OpenSearchCall(_OpenCall):
+    """Sent whole: the API has no events for its arguments."""
 
-    def __init__(self, item_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        super().__init__(item_id, index)
-        self._call_id = call_id
-        self._texts: list[str] = []
+    kind = "tool_search_call"
 
-    def body(self, status: Status) -> ItemBody:
-        item = {"id": self.id, "type": "tool_search_call", "status": status, "call_id": self._call_id}
-        return {**item, "execution": "client", "arguments": read_object("".join(self._texts)) or {}}
+    def called(self) -> dict[str, Any]:
+        return {"execution": "client", "arguments": read_object(self._text) or {}}
 
     def grow(self, text: str) -> list[Event]:
         self._texts.append(text)
@@ -347,7 +312,7 @@ class AnswerOutput:
     """The output of one answer."""
 
     def __init__(self, name: str, tools: ToolSet, thoughts: ThoughtStyle) -> None:
-        """`name` is the base of item ids; nothing else in them is random."""
+        """Nothing but `name` is random in item ids."""
         self._name = name
         self._tools = tools
         self._thoughts = thoughts
@@ -382,7 +347,7 @@ class AnswerOutput:
                 return self.add(Text(text))
 
     def close(self, status: Status = "completed") -> list[Event]:
-        """Ends the open item, if any; returns its events."""
+        """Ends the open item; returns its events."""
         if self._open is None:
             return []
         ended, self._open = self._open, None
@@ -396,14 +361,12 @@ class AnswerOutput:
         return _OpenThought(item_id, index, self._thoughts)
 
     def _begin_call(self, call_id: str, tool: ClientTool) -> list[Event]:
-        kind: type[_OpenFunctionCall | _OpenCustomCall | _OpenSearchCall] = _OpenFunctionCall
-        prefix = "fc"
+        kind, prefix = _OpenCall, "fc"
         if tool.is_custom or tool.is_search:
             kind, prefix = (_OpenCustomCall, "ctc") if tool.is_custom else (_OpenSearchCall, "tsc")
         return self._begin(prefix, lambda item_id, index: kind(item_id, index, call_id, tool))
 
     def _ready(self, kind: type[_OpenItem], prefix: str, make: _Make) -> list[Event]:
-        """Begins an item, unless one of its kind is open."""
         return [] if isinstance(self._open, kind) else self._begin(prefix, make)
 
     def _begin(self, prefix: str, make: _Make) -> list[Event]:
@@ -418,7 +381,7 @@ class AnswerOutput:
         return self._open.grow(text)
 
     def _keep(self, item: ItemBody) -> None:
-        """Keeps a finished item. Texts around a failed call are joined."""
+        """Texts around a failed call are joined."""
         last = self._done[-1] if self._done else None
         if last is not None and last["type"] == item["type"] == "message":
             text = last["content"][0]["text"] + item["content"][0]["text"]

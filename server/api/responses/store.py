@@ -1,10 +1,7 @@
-"""Stores responses and conversations in SQLite: in a file if the server keeps state on disk, else in memory.
+"""Responses and conversations in SQLite: in a file if the server keeps state on disk, else in memory.
 
-Everything belongs to a namespace, and no other sees it. Above the limits, the least recently used chain or
-conversation goes first. A response holds its own input and output; its parent's id leads to what it continues.
-
-One thread owns the database and keeps the order of calls. Each method returns a future, so callers need not wait; on
-the event loop, await it by `asyncio.wrap_future`.
+No namespace sees another's. Above the limits, the least recently used chain or conversation goes first. A response
+holds its own input and output, and its parent's id. One thread owns the database; methods return futures.
 """
 
 import json
@@ -72,12 +69,10 @@ class StoredResponse:
 
     id: str
     body: dict[str, Any]
-    """The body sent to the client."""
     input: Sequence[Item]
-    """The request's new items, without those of earlier responses."""
     parent: str | None
     session: str
-    """The conversation's name, shared by all responses of the chain."""
+    """The name of the chain."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class ResponseStore:
     def __init__(
         self, path: Path | None = None, *, max_responses: int = MAX_RESPONSES, max_bytes: int | None = None
     ) -> None:
-        """`path` is the file, None for memory; if it cannot be opened, that is logged and memory used."""
+        """`path`: None for memory, which is also used if the file cannot be opened."""
         self._path = path
         self._max_responses = max_responses
         self._max_bytes = max_bytes or (MAX_MEMORY_BYTES if path is None else MAX_DISK_BYTES)
@@ -104,22 +99,23 @@ class ResponseStore:
         self._database: sqlite3.Connection | None = None
 
     def save(self, namespace: str, response: StoredResponse, conversation: str | None = None) -> "Future[None]":
-        """Stores a response, adds its items to an existing conversation, and marks its chain as used."""
+        """Stores a response, also in an existing conversation, and marks its chain as used."""
         return self._run(lambda database: self._save(database, namespace, response, conversation))
 
     def chain(self, namespace: str, response_id: str) -> "Future[list[StoredResponse]]":
-        """Returns a response and all that it continues, oldest first; empty if there is no such response.
+        """Returns a response and all before it, oldest first; empty if it is not stored.
 
         The first one has a parent if the parent was deleted.
         """
-        return self._run(lambda database: _chain(database, namespace, response_id))
+        place = {"namespace": namespace, "id": response_id, "limit": MAX_CHAIN}
+        return self._run(lambda database: [_stored(*row) for row in database.execute(_CHAIN, place)])
 
     def find(self, namespace: str, response_id: str) -> "Future[StoredResponse | None]":
         """Returns a response."""
         return self._run(lambda database: _find(database, namespace, response_id))
 
     def delete(self, namespace: str, response_id: str) -> "Future[bool]":
-        """Forgets a response; returns whether there was one. Its continuations lose their beginning."""
+        """Forgets a response; returns whether it was there. Its continuations lose their beginning."""
         statement = "DELETE FROM responses WHERE namespace = ? AND id = ?"
         return self._forget(lambda database: database.execute(statement, (namespace, response_id)).rowcount > 0)
 
@@ -132,27 +128,27 @@ class ResponseStore:
         return self._run(lambda database: _find_conversation(database, namespace, conversation_id))
 
     def delete_conversation(self, namespace: str, conversation_id: str) -> "Future[bool]":
-        """Forgets a conversation and its items; returns whether there was one."""
+        """Forgets a conversation; returns whether it was there."""
         return self._forget(lambda database: _delete_conversation(database, namespace, conversation_id))
 
     def items(self, namespace: str, conversation_id: str) -> "Future[list[Item]]":
         """Returns the items of a conversation in order."""
-        return self._run(lambda database: _items(database, namespace, conversation_id))
+        statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
+        place = (namespace, conversation_id)
+        return self._run(lambda database: [json.loads(text) for (text,) in database.execute(statement, place)])
 
     def add_items(self, namespace: str, conversation_id: str, items: Sequence[Item]) -> "Future[bool]":
-        """Adds items, each with an id, to the end of a conversation; returns whether there is one."""
+        """Adds items with ids to a conversation; returns whether it is there."""
         return self._run(lambda database: self._add(database, namespace, conversation_id, items))
 
     def delete_item(self, namespace: str, conversation_id: str, item_id: str) -> "Future[bool]":
-        """Removes an item from a conversation; returns whether it was there."""
+        """Removes an item; returns whether it was there."""
         statement = "DELETE FROM conversation_items WHERE namespace = ? AND conversation = ? AND id = ?"
         place = (namespace, conversation_id, item_id)
         return self._forget(lambda database: database.execute(statement, place).rowcount > 0)
 
     def _forget(self, work: Callable[[sqlite3.Connection], bool]) -> "Future[bool]":
-        """Runs a deletion, then empties the log, which still holds the deleted data, unless another server reads
-        it.
-        """
+        """Deletes, then empties the log unless another server reads it."""
         forgotten = self._run(work)
         self._run(lambda database: database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
         return forgotten
@@ -198,7 +194,7 @@ class ResponseStore:
         return True
 
     def _evict(self, database: sqlite3.Connection) -> None:
-        """Forgets the least recently used data until the rest is within the limits."""
+        """Forgets least recently used data down to the limits."""
         while _is_over(database, self._max_responses, self._max_bytes) and _forget_oldest(database):
             pass
 
@@ -238,7 +234,7 @@ def _prepared(name: str) -> sqlite3.Connection:
 
 
 def _write_ahead(database: sqlite3.Connection) -> None:
-    """Sets the journal's mode; retries, since SQLite does not wait while another server sets it."""
+    """Retries, since SQLite does not wait while another server sets the mode."""
     for attempt in range(_MODE_ATTEMPTS):
         try:
             database.execute("PRAGMA journal_mode = WAL")
@@ -256,11 +252,6 @@ def _make_tables(database: sqlite3.Connection) -> None:
     for statement in _SCHEMA.split(";"):
         database.execute(statement)
     database.execute(f"PRAGMA user_version = {_VERSION}")
-
-
-def _chain(database: sqlite3.Connection, namespace: str, response_id: str) -> list[StoredResponse]:
-    place = {"namespace": namespace, "id": response_id, "limit": MAX_CHAIN}
-    return [_stored(*row) for row in database.execute(_CHAIN, place)]
 
 
 def _find(database: sqlite3.Connection, namespace: str, response_id: str) -> StoredResponse | None:
@@ -288,11 +279,6 @@ def _delete_conversation(database: sqlite3.Connection, namespace: str, conversat
     return found.rowcount > 0
 
 
-def _items(database: sqlite3.Connection, namespace: str, conversation_id: str) -> list[Item]:
-    statement = "SELECT item FROM conversation_items WHERE namespace = ? AND conversation = ? ORDER BY place"
-    return [json.loads(text) for (text,) in database.execute(statement, (namespace, conversation_id))]
-
-
 def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -> bool:
     responses = database.execute("SELECT COUNT(*), TOTAL(num_bytes) FROM responses").fetchone()
     items = database.execute("SELECT TOTAL(num_bytes) FROM conversation_items").fetchone()
@@ -301,7 +287,7 @@ def _is_over(database: sqlite3.Connection, max_responses: int, max_bytes: int) -
 
 
 def _forget_oldest(database: sqlite3.Connection) -> bool:
-    """Forgets the least recently used chain or conversation as a whole; returns False if nothing is stored."""
+    """Forgets the least recently used chain or conversation; False if none is stored."""
     statement = """
     SELECT is_chain, namespace, name FROM (
         SELECT 1 AS is_chain, namespace, session AS name, used FROM chains

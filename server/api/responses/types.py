@@ -1,8 +1,7 @@
-"""Bodies of the Responses API, and its tools as the model sees them.
+"""Bodies of the Responses API, and its tools as functions, which are all that a model knows.
 
-A model knows only functions. A custom tool, whose input is a text, becomes a function with one argument `input`; a
-namespace becomes functions with its name as prefix; a tool search run by the client becomes the function
-`tool_search`. Tools that OpenAI runs are left out or refused.
+A custom tool gets one argument `input`, a namespace is a prefix, a tool search that the client runs is `tool_search`.
+Tools that OpenAI runs are left out or refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,25 +11,15 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from server.api.conversation import ThinkingWish
-from server.api.dialect import BodyModel, validated
-from server.api.errors import ApiError, Code
-from server.api.openai.types import Schema, ToolChoice
-from server.api.params import ANY_OBJECT, AnswerGrammar, json_grammar
+from server.api.dialect import BodyModel, Rules, no_effect, read_by, refused, validated
+from server.api.errors import ApiError, Code, wrong
+from server.api.openai.types import Schema, SharedBody, ToolChoice, read_tool_choice
+from server.api.params import ANY_OBJECT, AnswerGrammar, Share, Temperature, json_grammar
 from server.api.responses.output import INPUT, SEARCH, ClientTool, ToolSet, joined_name
 
 MAX_METADATA = 16
 ENCRYPTED_THOUGHTS = "reasoning.encrypted_content"
-"""In `include`: repeat thoughts in the form in which clients send them back."""
-_SHARED = (
-    "temperature",
-    "top_p",
-    "store",
-    "prompt_cache_retention",
-    "service_tier",
-    "priority",
-    "cache_prompt",
-)
-"""Fields that mean the same as in Chat Completions."""
+"""In `include`: thoughts in the form in which clients send them back."""
 
 
 def _as_items(value: Any) -> Any:
@@ -46,17 +35,7 @@ def _conversation(value: Any) -> Any:
 
 
 def _tool_choice(value: Any) -> Any:
-    """Returns the choice from a mode, `{"type": "function" | "custom", "name"}` or `{"type": "allowed_tools"}`."""
-    if value is None or value in ("auto", "required", "none"):
-        return None if value is None else ToolChoice(mode=value)
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("function", "custom"):
-        return ToolChoice(mode="required", names=(_named(value),), is_named=True)
-    tools = value.get("tools") if kind == "allowed_tools" and value.get("mode") == "required" else None
-    if isinstance(tools, list) and tools:
-        return ToolChoice(mode="required", names=tuple(map(_named, tools)))
-    modes = '"auto", "required", "none", a function, a custom tool, or allowed_tools with the mode "required"'
-    raise PydanticCustomError("tool_choice", "Input should be {modes}", {"modes": modes})
+    return read_tool_choice(value, value, _named, function="a function", custom="a custom tool")
 
 
 def _named(tool: Any) -> str:
@@ -98,7 +77,7 @@ class ResponseStreamOptions(BodyModel):
     """`stream_options`."""
 
     include_obfuscation: bool | None = None
-    """Without effect: nothing is obfuscated here."""
+    """Without effect."""
 
 
 Metadata = Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)]
@@ -109,7 +88,7 @@ class InputBody(BodyModel):
     """What a prompt is made of."""
 
     model: str | None = None
-    """Id of a served model; may be left out where only one is served."""
+    """May be left out if only one model is served."""
     input: Items = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -131,27 +110,16 @@ class InputBody(BodyModel):
         return ThinkingWish(effort=self.reasoning.effort if self.reasoning else None)
 
 
-class ResponsesBody(InputBody):
+class ResponsesBody(InputBody, SharedBody):
     """Body of `POST /v1/responses`."""
 
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    store: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
     include: list[str] | None = None
     metadata: Metadata | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     max_tool_calls: int | None = None
-    session_id: str | None = None
-    cache_prompt: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    priority: str | int | None = None
 
     @property
     def is_stored(self) -> bool:
@@ -164,12 +132,12 @@ class ResponsesBody(InputBody):
         return (options.summary or options.generate_summary or "none") != "none"
 
     def generation(self) -> dict[str, Any]:
-        """Returns the fields shared with Chat Completions, under its names."""
-        shared = {name: getattr(self, name) for name in _SHARED}
+        """Returns the fields that Chat Completions has, under its names."""
+        shared = self.model_dump(include={*SharedBody.model_fields, "temperature", "top_p"})
         return {**shared, "max_tokens": self.max_output_tokens}
 
     def answer_grammar(self) -> AnswerGrammar | None:
-        """Returns the grammar of the answer, if the body requests one."""
+        """Returns the answer's grammar."""
         wanted = self.text.format if self.text else None
         if wanted is None or wanted.type == "text":
             return None
@@ -180,13 +148,13 @@ class ResponsesBody(InputBody):
 
 
 LEFT_OUT: Final = ("web_search", "web_search_preview", "image_generation")
-"""Tools that coding agents offer to every server; the model does not see them."""
+"""Offered by coding agents to every server; the model does not see them."""
 _QUERY: Final = {
     "type": "object",
     "properties": {"query": {"type": "string"}, "limit": {"type": "integer"}},
     "required": ["query"],
 }
-"""Arguments of a tool search, unless the client gives others."""
+"""Default arguments of a tool search."""
 
 
 class FunctionTool(BodyModel):
@@ -199,7 +167,7 @@ class FunctionTool(BodyModel):
 
 
 class InputFormat(BodyModel):
-    """What the input of a custom tool looks like."""
+    """A custom tool's input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -207,7 +175,7 @@ class InputFormat(BodyModel):
 
 
 class CustomTool(BodyModel):
-    """A tool of the client that takes a text."""
+    """A tool that takes a text."""
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     description: str | None = None
@@ -230,9 +198,9 @@ class SearchTool(BodyModel):
 
 
 def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = True) -> ToolSet:
-    """Returns the tools of a list, checked or not; raises ApiError (400).
+    """Returns a list's tools; raises ApiError (400).
 
-    `defers`: tools that ask for it are left out until a search of the client finds them.
+    `defers`: tools that ask for it are left out until a search finds them.
     """
     shown: list[Mapping[str, Any]] = []
     defers = defers and any(map(_is_client_search, tools))
@@ -241,7 +209,7 @@ def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = Tru
         function, found = _read(tool, place, namespace)
         name = function["name"]
         if name in by_name:
-            raise ApiError(Code.INVALID_VALUE, f"{place}.name: there are two tools named {name!r}", f"{place}.name")
+            raise wrong(f"{place}.name", f"there are two tools named {name!r}")
         by_name[name] = found
         if not (defers and tool.get("defer_loading") is True):
             shown.append({"type": "function", "function": function})
@@ -249,7 +217,7 @@ def read_tools(tools: Sequence[Any], param: str = "tools", *, defers: bool = Tru
 
 
 def _flattened(tools: Sequence[Any], param: str) -> list[tuple[str, Mapping[str, Any], NamespaceTool | None]]:
-    """Returns each tool with its place and namespace, without those that are left out."""
+    """Returns each tool, but those left out, with place and namespace."""
     found: list[tuple[str, Mapping[str, Any], NamespaceTool | None]] = []
     for index, tool in enumerate(tools):
         place, kind = f"{param}[{index}]", _type_of(tool)
@@ -278,7 +246,7 @@ def _type_of(tool: Any) -> Any:
 
 
 def _read(tool: Mapping[str, Any], place: str, namespace: NamespaceTool | None) -> tuple[dict[str, Any], ClientTool]:
-    """Returns the function shown to the model, and the client's tool."""
+    """Returns the function for the model, and the client's tool."""
     own_name = namespace.name if namespace is not None else None
     match _type_of(tool):
         case "function":
@@ -312,7 +280,7 @@ def _as_function(tool: CustomTool) -> dict[str, Any]:
 
 
 def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:
-    """Returns the schema of an input. A pattern binds forced calls; a Lark grammar is only shown."""
+    """A pattern binds forced calls; a Lark grammar is only shown."""
     if wanted is None or wanted.type == "text" or not wanted.definition:
         return {"type": "string"}
     if wanted.syntax == "regex":
@@ -321,3 +289,46 @@ def _input_schema(wanted: InputFormat | None) -> dict[str, Any]:
         "type": "string",
         "description": f"A text of this {wanted.syntax or 'lark'} grammar:\n{wanted.definition}",
     }
+
+
+IN_INPUT: Rules = {
+    **read_by(InputBody),
+    **no_effect("prompts are never cut; what is too long is answered with an error", "truncation", is_read=True),
+    **no_effect("no model here has personalities", "personality"),
+    **refused("prompts are not kept here; send instructions and input", "prompt"),
+    **refused("its name here is input", "messages=[]"),
+}
+"""Fields of both endpoints that take a prompt."""
+
+IN_RESPONSES: Rules = {
+    **read_by(ResponsesBody),
+    **IN_INPUT,
+    **no_effect("it only says who asks", "user safety_identifier", is_read=True),
+    **no_effect("no tools run on the server", "max_tool_calls", is_read=True),
+    **no_effect("it only labels the request", "client_metadata"),
+    **no_effect("it could only save time", "prompt_cache_options"),
+    **no_effect("nothing is removed from a conversation by the server", "context_management"),
+    **no_effect("it only says what a request may be used for", "access_programs"),
+    **no_effect("prompts are text only", "image"),
+    **refused("an answer is made while its client waits; send stream instead", "background=false"),
+    **no_effect("it belongs to a field that is refused", "background_options"),
+    **refused("nothing is looked up or judged on the side", "moderation"),
+    **refused("answers hold text, without data on single tokens", "top_logprobs=0"),
+    **refused("its name here is max_output_tokens", "max_tokens max_completion_tokens"),
+    **refused("its name here is text.format", "response_format"),
+    **refused("its name here is reasoning.effort", "reasoning_effort"),
+    **refused(
+        "this API samples by temperature and top_p only; /v1/chat/completions has more",
+        """
+        top_k=0|-1 min_p=0 seed=-1 stop=[] presence_penalty=0 frequency_penalty=0 repetition_penalty=1 logit_bias={}
+        n=1
+        """,
+    ),
+}
+"""Fields of `POST /v1/responses`."""
+
+IN_COUNT: Rules = {
+    **IN_INPUT,
+    **no_effect("no answer is given", " ".join(name for name in IN_RESPONSES if name not in IN_INPUT)),
+}
+"""Fields of `POST /v1/responses/input_tokens`."""

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.output.pieces import Piece, Reasoning, Text, ToolArguments, ToolCallEnded, ToolCallFailed, ToolCallStarted
-from server.api.anthropic.content import AnswerContent, enclose, sign, thought_of
+from models.texts import enclose
+from server.api.anthropic.content import AnswerContent, sign, thought_of
 
 CALL: list[Piece] = [ToolCallStarted("call_1", "f"), ToolArguments('{"a": '), ToolArguments("1}"), ToolCallEnded()]
 FAILED: list[Piece] = [ToolCallStarted("call_2", "g"), ToolArguments('{"a": '), ToolCallFailed("<tool_call>{")]

@@ -4,7 +4,6 @@ import re
 from typing import Any, get_type_hints
 
 from server.api.anthropic.api import TokenCountBody, error_type
-from server.api.anthropic.fields import IN_MESSAGES
 from server.api.anthropic.messages import (
     CacheMissReason,
     ContextManagementBody,
@@ -13,7 +12,7 @@ from server.api.anthropic.messages import (
     MessagesUsage,
     OutputTokensDetails,
 )
-from server.api.anthropic.types import MessagesBody, PromptBody
+from server.api.anthropic.types import IN_MESSAGES, MessagesBody, PromptBody
 from server.api.dialect import Treatment
 from server.api.errors import STATUS
 from tests.server.api.test_docs import reasons, rows, table

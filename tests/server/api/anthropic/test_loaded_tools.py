@@ -1,6 +1,7 @@
 """Tools that are loaded when they are needed: what the model is shown of them, where, and what it may call."""
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from starlette.testclient import TestClient
 
 from models.names import DEMO
 from server.api.anthropic import messages as messages_module
-from server.api.anthropic.content import BM25, MAX_FOUND, REGEX, SearchFailed, find_tools
+from server.api.anthropic.tool_search import BM25, MAX_FOUND, MAX_SECONDS, REGEX, SearchFailed, find_tools
 from server.api.app import create_app
 from server.app.config import ServerConfig
 from tests.server.api.anthropic.test_messages import COUNT, HI, Served
@@ -276,6 +277,16 @@ def test_a_search_that_cannot_run_says_why(query: Any, code: str) -> None:
     functions = [{"function": {"name": "a" * 60, "description": "a" * 9000}}]
     with pytest.raises(SearchFailed, match=code):
         find_tools(REGEX, {"query": query}, functions)
+
+
+@pytest.mark.parametrize("search", [REGEX, BM25])
+def test_a_search_as_a_whole_takes_a_second_at_most(search: str) -> None:
+    many = [{"function": {"name": "other"}}] * 100 + [{"function": {"name": "weather"}}]
+    assert find_tools(search, {"query": "weather"}, many, now=lambda: 7.0) == ["weather"]
+    readings = itertools.count(7.0, 0.01)
+    with pytest.raises(SearchFailed, match="execution_time_exceeded"):
+        find_tools(search, {"query": "weather"}, many, now=lambda: next(readings))
+    assert next(readings) == pytest.approx(7.0 + MAX_SECONDS, abs=0.03)
 
 
 def searching(search: str, query: str) -> Script:

@@ -9,7 +9,8 @@ from starlette.testclient import TestClient
 
 from models.output.grammar import CompiledGrammar, Grammar
 from models.output.reasoning import ReasoningFormat
-from server.api.anthropic.content import enclose, sign
+from models.texts import enclose
+from server.api.anthropic.content import sign
 from server.api.anthropic.conversation import read_conversation, read_params
 from server.api.anthropic.types import MAX_CACHE_POINTS, MessagesBody
 from server.api.app import create_app

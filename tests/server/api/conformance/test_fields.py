@@ -14,24 +14,22 @@ from openai.types.responses import input_token_count_params, response_create_par
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from server.api.anthropic.fields import IN_COUNT as IN_MESSAGE_COUNT
-from server.api.anthropic.fields import IN_MESSAGES, IN_PROMPT
-from server.api.anthropic.types import MessagesBody, PromptBody
+from server.api.anthropic.types import IN_COUNT as IN_MESSAGE_COUNT
+from server.api.anthropic.types import IN_MESSAGES, IN_PROMPT, MessagesBody, PromptBody
 from server.api.app import create_app
 from server.api.dialect import Rules, Treatment
 from server.api.llama_cpp.api import IN_COMPLETION, LlamaCompletionBody
-from server.api.ollama.dialect import OllamaBody, Options
-from server.api.ollama.fields import IN_BOTH as IN_OLLAMA
-from server.api.ollama.fields import IN_CHAT as IN_OLLAMA_CHAT
-from server.api.ollama.fields import IN_GENERATE, IN_OPTIONS
-from server.api.ollama.fields import IN_MESSAGE as IN_OLLAMA_MESSAGE
+from server.api.ollama.dialect import IN_BOTH as IN_OLLAMA
+from server.api.ollama.dialect import IN_CHAT as IN_OLLAMA_CHAT
+from server.api.ollama.dialect import IN_GENERATE, OllamaBody
+from server.api.ollama.dialect import IN_MESSAGE as IN_OLLAMA_MESSAGE
 from server.api.ollama.generate import OllamaChatBody, OllamaGenerateBody, OllamaMessage
 from server.api.openai.completions import CompletionBody
 from server.api.openai.fields import IN_BOTH, IN_CHAT, IN_MESSAGE, IN_TEXT
 from server.api.openai.types import ChatBody, ChatMessage, GenerationBody
-from server.api.responses.fields import IN_COUNT as IN_RESPONSE_COUNT
-from server.api.responses.fields import IN_INPUT, IN_RESPONSES
-from server.api.responses.types import InputBody, ResponsesBody
+from server.api.params import IN_OPTIONS, Options
+from server.api.responses.types import IN_COUNT as IN_RESPONSE_COUNT
+from server.api.responses.types import IN_INPUT, IN_RESPONSES, InputBody, ResponsesBody
 from server.app.config import ServerConfig
 from tests.support.fake_engine import FakeEngine, fake_model
 

@@ -11,11 +11,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from models.prompt.chat_template import ChatRenderer
-from server.api.anthropic.content import enclose as enclose_in_message
+from models.texts import enclose
 from server.api.app import create_app
 from server.api.llama_cpp.api import DetokenizeBody, TokenizeBody
-from server.api.ollama.fields import IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
-from server.api.responses.output import enclose as enclose_in_response
+from server.api.ollama.dialect import IN_CHAT, IN_GENERATE, IN_MESSAGE
+from server.api.params import IN_OPTIONS
 from server.app.config import ServerConfig
 from tests.server.api.test_live import Live, serving
 from tests.support import tiny_models
@@ -128,7 +128,7 @@ MESSAGES_PROMPT: dict[str, Any] = {
         {
             "role": "assistant",
             "content": [
-                {"type": "thinking", "thinking": "", "signature": enclose_in_message("Hm")},
+                {"type": "thinking", "thinking": "", "signature": enclose("Hm")},
                 {"type": "redacted_thinking", "data": "EmwK"},
                 {"type": "text", "text": "Let me look."},
                 {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": ["b", 1]}, "cache_control": MARK},
@@ -176,7 +176,7 @@ MESSAGES: dict[str, Any] = {
 ITEMS: list[dict[str, Any]] = [
     {"role": "developer", "content": "Be terse."},
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}], "id": "msg_1"},
-    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": enclose_in_response("Hm")},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": enclose("Hm")},
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
     {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
     {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}', "namespace": "n"},

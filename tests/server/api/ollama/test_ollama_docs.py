@@ -6,8 +6,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from server.api.dialect import Rules, Treatment
-from server.api.ollama.dialect import OllamaBody, Options
-from server.api.ollama.fields import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, IN_OPTIONS
+from server.api.ollama.api import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
+from server.api.ollama.dialect import IN_BOTH, IN_CHAT, IN_GENERATE, IN_MESSAGE, OllamaBody
 from server.api.ollama.generate import (
     CallResult,
     FunctionResult,
@@ -18,8 +18,8 @@ from server.api.ollama.generate import (
     OllamaMessage,
     SaidMessage,
 )
-from server.api.ollama.models import DetailsBody, RunningBody, ShowBody, ShownBody, TagBody
 from server.api.openapi import OTHER_APIS, find_other_api
+from server.api.params import IN_OPTIONS, Options
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page
 

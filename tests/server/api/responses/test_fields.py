@@ -12,10 +12,9 @@ from server.api.responses.create import (
     ResponseTokensBody,
     ResponseUsage,
 )
-from server.api.responses.fields import IN_RESPONSES
 from server.api.responses.items import ITEM_TYPES, SKIPPED_ITEM_TYPES
 from server.api.responses.store import FILE_NAME, MAX_RESPONSES
-from server.api.responses.types import LEFT_OUT, InputBody, ResponsesBody
+from server.api.responses.types import IN_RESPONSES, LEFT_OUT, InputBody, ResponsesBody
 from tests.server.api.test_docs import reasons, rows, table
 from tests.support.docs import Page
 
