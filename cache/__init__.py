@@ -1,1 +1,1 @@
-"""State of past tokens: the prefix trie, live slots, paging, and the budget that holds them together."""
+"""State of past tokens: prefix trie, live slots, paging, and one budget."""

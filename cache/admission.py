@@ -1,6 +1,6 @@
-"""Admits requests: chooses a slot, frees memory, and restores as much of the prompt as possible.
+"""Admits requests: chooses a slot, frees memory, restores as much of the prompt as possible.
 
-A request is admitted as a whole, waits for others, or is refused with an error that states the reason.
+A request is admitted whole, waits for others, or is refused with an error that says why.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class CacheRequest:
     restore_points: Sequence[RestorePoint]
     expected_tokens: int
     reuse: bool
-    """Whether the request may reuse state and leave its own to later requests."""
+    """The request may reuse state and leave its own."""
     is_volatile: bool
     is_background: bool
 
@@ -55,9 +55,9 @@ class Admission:
     recorder: Recorder
 
     def admit(self, request: CacheRequest) -> Lease | None:
-        """Returns a lease with the prompt restored as far as possible; None if the request must wait for another.
+        """Returns a lease with the prompt restored as far as possible; None if the request must wait.
 
-        Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other state is pinned.
+        Raises BudgetExceeded if the prompt can never fit, PinnedFull if not while other state is pinned.
         """
         if all(slot.is_leased for slot in self.pager.slots):
             return None
@@ -80,7 +80,7 @@ class Admission:
         return self._make_lease(request, slot, found.match, tier if slot.offset else None)
 
     def _look_up(self, request: CacheRequest) -> tuple[LookupResult, bool]:
-        """Reads from disk what memory lacks; returns the match in memory, and whether anything was read."""
+        """Reads from disk what memory lacks; returns memory's match, and whether anything was read."""
         self.pager.trie(request.namespace)  # makes the trie, to which promotion attaches what it reads
         if request.reuse:
             return self.disk_moves.promote(request.lookup, is_background=request.is_background)
@@ -103,7 +103,7 @@ class Admission:
         return None if index is None else self.pager.slots[index]
 
     def _capacity(self, request: CacheRequest) -> int:
-        """Returns how many tokens to reserve memory for: fewer than expected if the budget is too small."""
+        """Tokens to reserve memory for: fewer than expected if the budget is too small."""
         num_tokens, budget = len(request.tokens), self.pager.ledger.budget_bytes
         needed = self.sizes.bytes_for(num_tokens)
         if needed > budget:
@@ -117,7 +117,7 @@ class Admission:
     ) -> LookupResult | None:
         """Frees memory for `capacity` tokens in `slot`; None if the request must wait for other leases.
 
-        That may evict part of `found`, so the result is what memory holds of the prompt afterwards.
+        That may evict part of `found`: the result is what memory holds afterwards.
         """
         excess = self.reclaimer.excess_for(slot, found.path, found.restorable_in(slot), capacity)
         if excess <= 0:
@@ -145,9 +145,7 @@ class Admission:
     def _page_in(
         self, slot: Slot, request: CacheRequest, path: list[Node], offset: int, shared: int, capacity: int
     ) -> None:
-        """Pages `[0, offset)` in from `path`, or less if freeing memory evicts part of it; `slot` holds the first
-        `shared`.
-        """
+        """Pages `[0, offset)` in from `path`, less if freeing memory evicts some; `slot` holds the first `shared`."""
         trie = self.pager.trie(request.namespace)
         landing = self.pager.land(trie, path, offset)
         self.pager.page_out(slot, min(shared, offset))

@@ -1,27 +1,27 @@
-"""Accounts for the bytes of past tokens against one budget, and names the errors of the cache. Pure.
+"""Accounts for the bytes of past tokens against one budget, and names the cache's errors. Pure.
 
-Stored bytes belong to nodes of the trie, live bytes to slots. A slot is charged the larger of what it holds and what
-is reserved for it, so an admitted sequence can grow to its expected length.
+Stored bytes belong to nodes of the trie, live bytes to slots. A slot is charged the larger of held and reserved
+bytes, so that an admitted sequence can grow to its expected length.
 
 CacheError
-├── BudgetExceeded     a sequence does not fit the budget even with everything else evicted
-├── PinnedFull         a sequence does not fit as long as other state is pinned
-├── PinLimit           a pin would leave too little of the budget for everything else
-├── FolderError        the folder for state on disk cannot be used
-│   ├── DiskInUse          another process keeps its state in the folder
-│   ├── FolderUnsafe       the folder belongs to another user, or others can write into it
-│   └── FolderUnusable     the folder cannot be made, entered or written to
+├── BudgetExceeded     a sequence does not fit, even with everything else evicted
+├── PinnedFull         a sequence does not fit while other state is pinned
+├── PinLimit           a pin would take too much of the budget
+├── FolderError        the folder of the disk tier cannot be used
+│   ├── DiskInUse          another process has locked it
+│   ├── FolderUnsafe       it belongs to another user, or others can write into it
+│   └── FolderUnusable     it cannot be made, entered or written to
 └── DiskFault          stored state cannot be read back; it is gone, and evaluated again
 """
 
 from pathlib import Path
 
 ASIDE = -1
-"""The owner of memory set aside for a sequence without a slot."""
+"""Owner of memory for a sequence without a slot."""
 
 
 class Ledger:
-    """Bytes by owner: what the allocator holds, never an estimate, except for reservations."""
+    """Bytes by owner, as the allocator holds them: only reservations are estimates."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -44,16 +44,16 @@ class Ledger:
         return max(self._live.get(slot, 0), self._reserved.get(slot, 0))
 
     def excess_bytes(self, extra_bytes: int = 0) -> int:
-        """Bytes to free before `extra_bytes` more fit; 0 or less if they fit already."""
+        """Bytes to free before `extra_bytes` more fit; 0 or less if they fit."""
         return self.charged_bytes + extra_bytes - self.budget_bytes
 
     def store(self, num_bytes: int) -> None:
-        """Counts bytes that a node now owns; negative when the node has released them."""
+        """Counts bytes that a node now owns; negative for released ones."""
         self.stored_bytes += num_bytes
         assert self.stored_bytes >= 0, "more bytes were dropped than stored"
 
     def set_live(self, slot: int, num_bytes: int) -> None:
-        """Records how many bytes a slot holds."""
+        """Records the bytes that a slot holds."""
         self._charge(slot, self._live, num_bytes)
 
     def reserve(self, slot: int, num_bytes: int) -> None:
@@ -67,11 +67,11 @@ class Ledger:
 
 
 class CacheError(Exception):
-    """Base of the cache's errors that a caller or the machine causes."""
+    """Base of errors that a caller or the machine causes."""
 
 
 class BudgetExceeded(CacheError):
-    """The state of one sequence is larger than the whole budget."""
+    """One sequence is larger than the whole budget."""
 
     def __init__(self, needed_bytes: int, budget_bytes: int) -> None:
         super().__init__(
@@ -93,7 +93,7 @@ class PinnedFull(CacheError):
 
 
 class PinLimit(CacheError):
-    """Explicit pins may take half of the budget at most."""
+    """Explicit pins may take half of the budget."""
 
     def __init__(self, pinned_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -105,11 +105,11 @@ class PinLimit(CacheError):
 
 
 class FolderError(CacheError):
-    """The folder of the disk tier cannot be used; the message is one sentence for a person."""
+    """The disk tier's folder cannot be used; the message is one sentence for a person."""
 
 
 class FolderUnusable(FolderError):
-    """The folder of the disk tier cannot be made, entered or written to."""
+    """The folder cannot be made, entered or written to."""
 
     def __init__(self, folder: Path, cause: Exception) -> None:
         words = getattr(cause, "strerror", None) or str(cause)
@@ -117,18 +117,18 @@ class FolderUnusable(FolderError):
 
 
 class DiskInUse(FolderError):
-    """Another process has locked the folder of the disk tier."""
+    """Another process has locked the folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"the cache folder {folder} is in use by another process; give each its own")
 
 
 class FolderUnsafe(FolderError):
-    """Other users can change the folder of the disk tier."""
+    """Other users can change the folder."""
 
     def __init__(self, folder: Path, reason: str) -> None:
         super().__init__(f"the cache folder {folder} {reason}; it holds people's conversations, so it is not used")
 
 
 class DiskFault(CacheError):
-    """State on disk cannot be read: missing, foreign or damaged, or the disk fails."""
+    """State on disk is missing, foreign or damaged, or the disk fails."""

@@ -1,4 +1,4 @@
-"""Moves state between memory and disk: promotion of what a prompt needs, demotion of what memory loses or disk lacks.
+"""Moves state between memory and disk: promotes what a prompt needs, demotes what memory loses or disk lacks.
 
 Promotion reads only what goes beyond memory; `cache.disk.connector` decides whether that is worth a read.
 """
@@ -19,11 +19,11 @@ from cache.snapshots import RestorePointKind, Snapshot
 from cache.trie import Node, NodeMatch, PrefixTrie
 
 MAX_READS = 8
-"""The most unreadable files tolerated before a prompt is evaluated without the disk."""
+"""The most unreadable files before a prompt is evaluated without the disk."""
 
 
 class DiskMoves:
-    """Looks up prompts in memory and on disk, and moves state between both. Worker thread only."""
+    """Looks up prompts in memory and on disk, and moves state. Worker thread only."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DiskMoves:
         clock: RequestClock,
     ) -> None:
         self.disk = disk
-        """None without a disk tier, and once it is closed."""
+        """None without a disk tier, or once closed."""
         self._memory = memory
         self._pager = pager
         self._reclaimer = reclaimer
@@ -55,7 +55,7 @@ class DiskMoves:
         return self.disk.find(lookup.namespace, lookup.tokens, found.match, restorable=found.restorable)
 
     def find_restorable(self, lookup: Lookup) -> int:
-        """Returns how many tokens of a prompt memory and disk can restore together."""
+        """Tokens of a prompt that memory and disk can restore together."""
         found = self.find_in_memory(lookup)
         disk_match = self._find_on_disk(lookup, found)
         return found.restorable if disk_match is None else disk_match.offset
@@ -68,7 +68,7 @@ class DiskMoves:
         return self.disk.tier.reader.prefetch(disk_match.parts)
 
     def promote(self, lookup: Lookup, *, is_background: bool = False) -> tuple[LookupResult, bool]:
-        """Reads into the trie what disk adds to a prompt, if enough memory can be freed.
+        """Reads what disk adds to a prompt into the trie, if memory can be freed.
 
         Returns what memory then holds of the prompt, and whether anything was read.
         """
@@ -113,7 +113,7 @@ class DiskMoves:
             self.disk.save_dropped(trie.namespace, node)
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state that should be kept, the last used first, a span or a snapshot with each step.
+        """Writes unsaved state worth keeping, the last used first, a span or snapshot a step.
 
         Invalid after any other call to the cache.
         """
@@ -126,7 +126,7 @@ class DiskMoves:
                 yield from self._save_path(self.disk, trie, leaf, used_at)
 
     def _save_path(self, disk: DiskConnector, trie: PrefixTrie, leaf: Node, used_at: int) -> Iterator[None]:
-        """Writes a conversation; the snapshot taken at its end stays in memory if the budget allows."""
+        """Writes a conversation; its end's snapshot stays in memory if the budget allows."""
         path = leaf.path()
         ends = [
             slot for slot in self._pager.slots if slot.tip in path and not slot.is_leased and not slot.tip.snapshot

@@ -1,6 +1,6 @@
-"""Records what happens to the state of past tokens: counted always, and told to a listener, if any. Pure.
+"""Counts what happens to the state of past tokens, and tells a listener, if any. Pure.
 
-The statistics are frozen: any thread may hold them.
+Statistics are frozen: any thread may hold them.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 
 class Happening(StrEnum):
-    """What may happen to state, under the name that clients see."""
+    """What may happen to state, as clients see it."""
 
     PAGED_IN = "cache.page_in"
     PAGED_OUT = "cache.page_out"
@@ -26,18 +26,17 @@ class EvictionReason(StrEnum):
     """Why state was evicted."""
 
     MEMORY = "memory"
-    """The state had the lowest value when memory was short."""
+    """The lowest value when memory was short."""
     SUPERSEDED = "superseded"
-    """Newer restore points of the conversation replace the state."""
+    """Newer restore points replace the state."""
     UNUSABLE = "unusable"
-    """No request could have been restored with the state."""
+    """No request could be restored with the state."""
     NAMESPACES = "namespaces"
-    """There were too many namespaces."""
 
 
 @dataclass(frozen=True)
 class CacheEvent:
-    """Something that happened to state of one namespace."""
+    """Something that happened to one namespace's state."""
 
     what: Happening
     namespace: str
@@ -46,7 +45,7 @@ class CacheEvent:
     num_files: int = 0
     slot: int | None = None
     is_snapshot: bool = False
-    """The event concerns a snapshot; otherwise rows, or a whole edge."""
+    """The event concerns a snapshot, not rows or a whole edge."""
     reason: EvictionReason | None = None
 
 
@@ -68,7 +67,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.tell: Tell | None = None
-        """Called with each event; must not fail. Any thread may set it."""
+        """Gets each event; must not fail. Any thread may set it."""
         self._num_events = Counter[Happening]()
         self._num_bytes = Counter[Happening]()
 
@@ -81,7 +80,7 @@ class Journal:
         )
 
     def record(self, event: CacheEvent) -> None:
-        """Counts something that has happened, and tells the listener, if any."""
+        """Counts an event and tells the listener, if any."""
         self._num_events[event.what] += 1
         self._num_bytes[event.what] += event.num_bytes
         if (tell := self.tell) is not None:
@@ -90,19 +89,19 @@ class Journal:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What the prefix cache holds, for all namespaces together."""
+    """What the prefix cache holds, all namespaces together."""
 
     num_nodes: int = 0
     stored_bytes: int = 0
     live_bytes: int = 0
     budget_bytes: int = 0
     bytes_per_token: float = 0.0
-    """Bytes by which a conversation's state grows per token, 0 if it does not."""
+    """By how many bytes a conversation grows per token."""
     num_evictions: int = 0
-    """Leaves and snapshots evicted for lack of memory, since the start."""
+    """Leaves and snapshots evicted for lack of memory since the start."""
     moved: MovedState = field(default_factory=MovedState)
     keeps_on_disk: bool = False
-    """Whether the cache has a disk tier with a usable folder."""
+    """There is a disk tier with a usable folder."""
     disk_bytes: int = 0
     num_disk_files_gone: int = 0
-    """Files found missing or damaged on reading, since the start."""
+    """Files found missing or damaged since the start."""

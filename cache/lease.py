@@ -1,7 +1,7 @@
-"""A running sequence's hold on its slot and on its path in the trie. Worker thread only.
+"""A running sequence's hold on its slot and its path in the trie. Worker thread only.
 
-`Recorder` records what sequences evaluate: edges for their tokens, snapshots at restore points. A leased slot's log
-may run ahead of the trie; `Recorder.commit` catches up.
+`Recorder` records edges for evaluated tokens, and snapshots at restore points. A leased slot's log may run ahead of
+the trie; `Recorder.commit` catches up.
 """
 
 from collections.abc import Iterable
@@ -31,11 +31,10 @@ class Tier(StrEnum):
     MEMORY = "memory"
     """Some was paged in, or copied from another slot."""
     DISK = "disk"
-    """Some was read from disk."""
 
 
 class Lease:
-    """A running sequence's hold on a slot and a path of the trie. Must be closed exactly once."""
+    """A running sequence's hold on a slot and a path. Must be closed exactly once."""
 
     def __init__(
         self,
@@ -50,11 +49,10 @@ class Lease:
         self._slot = slot
         self.num_prompt_tokens = len(tokens)
         self.match_tokens = match.length
-        """Prompt tokens found in the trie."""
         self.hit_tokens = slot.offset
         """Prompt tokens restored; at most `match_tokens`."""
         self.tier = tier
-        """Where they came from; None if there are none."""
+        """None if no tokens were restored."""
         self.is_open = True
         self._points = {point.offset: point for point in points}
 
@@ -71,23 +69,23 @@ class Lease:
         return self._slot.offset
 
     def chunk_stop(self, chunk_tokens: int, limit: int) -> int:
-        """Returns where the next prefill chunk ends: at `chunk_end`, or before at a restore point."""
+        """Where the next prefill chunk ends: at `chunk_end`, or a restore point before."""
         stop = chunk_end(self.offset, limit, chunk_tokens)
         return min((point for point in self._points if self.offset < point < stop), default=stop)
 
     def want(self, point: RestorePoint) -> None:
-        """Requests one more restore point ahead, if the model needs any."""
+        """Requests another restore point ahead, if the model needs any."""
         if self._recorder.layout.needs_snapshots and self.offset < point.offset < self.num_prompt_tokens:
             self._points.setdefault(point.offset, point)
 
     def advance(self, tokens: TokenArray) -> None:
-        """Records prompt tokens that were evaluated; captures a restore point if one is here."""
+        """Records evaluated prompt tokens; captures a restore point if one is here."""
         self._slot.log.append(tokens)
         self._record_here()
 
     @property
     def captures_next(self) -> bool:
-        """Whether the next token completes the prompt and a restore point was requested there."""
+        """The next token completes the prompt, where a restore point was requested."""
         return self.offset + 1 == self.num_prompt_tokens and self.num_prompt_tokens in self._points
 
     @property
@@ -95,9 +93,9 @@ class Lease:
         return self.offset < self._slot.capacity
 
     def try_grow(self, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens`; False if not even one more token fits.
+        """Grows live buffers by a step, up to `max_tokens`; False if not one more token fits.
 
-        The caches must be evaluated; after an error they are damaged.
+        The caches must be evaluated; an error damages them.
         """
         # The snapshot at the prompt's end can be evicted only once the trie has the tokens after it.
         self._record_all()
@@ -114,7 +112,7 @@ class Lease:
             self._record_here()
 
     def keep(self, kind: RestorePointKind) -> None:
-        """Captures a restore point where the sequence is now. Its caches must be evaluated."""
+        """Captures a restore point where the sequence is now. The caches must be evaluated."""
         self._recorder.commit(self._slot)
         self._recorder.capture(self._slot, kind)
 
@@ -129,7 +127,7 @@ class Lease:
         self._recorder.suspend(self._slot)
 
     def discard(self) -> None:
-        """Ends a sequence whose caches may be damaged: what is live only there is dropped."""
+        """Ends a sequence with perhaps damaged caches: what is live only there is dropped."""
         self._end()
         self._recorder.pager.discard(self._slot)
 
@@ -148,7 +146,7 @@ class Lease:
 
 
 class PrivateLease(Lease):
-    """A lease on a sequence that neither reuses state nor leaves any."""
+    """A lease on a sequence that neither reuses nor leaves state."""
 
     def want(self, point: RestorePoint) -> None:
         """Captures nothing."""
@@ -175,7 +173,7 @@ class PrivateLease(Lease):
 
 @dataclass(frozen=True, eq=False)
 class Recorder:
-    """The trie and budget operations of the leases of one cache."""
+    """Trie and budget operations of one cache's leases."""
 
     memory: MemoryTier
     pager: Pager
@@ -208,7 +206,6 @@ class Recorder:
         self.measure(slot)
 
     def _record_end(self, slot: Slot, trie: PrefixTrie) -> None:
-        """Records at the tip whose sequence ends there, and when it was used."""
         tip = slot.tip
         tip.session_id, tip.is_on_probation = slot.turn.session_id, slot.turn.is_on_probation
         tip.is_background = slot.turn.leaves_background
@@ -216,7 +213,7 @@ class Recorder:
         self.memory.order.ended(trie.namespace, tip)
 
     def capture(self, slot: Slot, kind: RestorePointKind) -> None:
-        """Stores what is needed to restore a slot's sequence where it ends now."""
+        """Stores what restoring a slot's sequence at its present end takes."""
         trie, node = self.pager.trie(slot.namespace), slot.tip
         assert node.stop == slot.offset, "only a committed sequence can be captured"
         node.is_explicit |= kind is RestorePointKind.EXPLICIT
@@ -228,7 +225,7 @@ class Recorder:
             self.reclaimer.free_excess(is_background=slot.turn.is_background)
 
     def measure(self, slot: Slot) -> None:
-        """Charges a slot with the bytes of its allocated buffers."""
+        """Charges a slot with its allocated bytes."""
         self.layout.bound_growth(slot.caches)
         self.pager.measure(slot)
 
@@ -248,7 +245,7 @@ class Recorder:
     def suspend(self, slot: Slot) -> None:
         """Ends a lease whose sequence continues once there is memory again.
 
-        If state can be restored at any token, the last edge is split, so that eviction takes no more than needed.
+        If state is sliceable at any token, the last edge is split, so that eviction takes no more than needed.
         """
         self._release(slot)
         trie, piece = self.pager.trie(slot.namespace), slot.tip
@@ -270,7 +267,7 @@ class Recorder:
         self.pager.ledger.reserve(slot.index, 0)
 
     def _mark_superseded(self, slot: Slot) -> None:
-        """Marks the snapshots that newer ones of the sequence replace: they are evicted first."""
+        """Marks snapshots that newer ones of the sequence replace: they are evicted first."""
         nodes = {node.stop: node for node in slot.tip.path() if node.snapshot is not None and node.last_used}
         nodes[slot.tip.stop] = slot.tip
         points = [snapshots.KeptPoint(node.stop, node.kind, is_branch=False) for node in nodes.values()]
@@ -281,7 +278,7 @@ class Recorder:
 
 
 def _join_edges(trie: PrefixTrie, nodes: Iterable[Node]) -> None:
-    """Joins live edges with their parents where nothing needs the border. Copies no state."""
+    """Joins live edges where nothing needs the border. Copies no state."""
     for node in nodes:
         while node.home is not None and trie.can_absorb_parent(node):
             trie.absorb_parent(node)

@@ -1,4 +1,4 @@
-"""What memory holds of one prompt: how much matches, and how much of that can be restored, in which slot."""
+"""What memory holds of one prompt: how much matches, and how much can be restored, in which slot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from cache.types import TokenArray
 
 
 class Lookup:
-    """A prompt and its last match, so that matching again compares only the rest. Worker thread only."""
+    """A prompt and its last match: matching again compares only the rest. Worker thread only."""
 
     def __init__(self, tokens: TokenArray, *, namespace: str = "") -> None:
-        """The last prompt token is never restored: one token must be left to evaluate."""
+        """The last prompt token is never restored: one must be left to evaluate."""
         self.namespace = namespace
         self.tokens = tokens[:-1]
         self._place: Place[Node] | None = None
 
     def match(self, trie: PrefixTrie) -> NodeMatch:
-        """Matches the prompt against the current trie of its namespace."""
+        """Matches the prompt against its namespace's current trie."""
         place = self._place
         if place is None or not place.length or place.is_gone:
             place = Place(trie.root, 0)
@@ -32,27 +32,27 @@ class Lookup:
 class LookupResult:
     """How much of a match can be restored. Valid until the cache changes.
 
-    Eviction spares only `nodes_to_restore`: look the prompt up again afterwards.
+    Eviction spares only `nodes_to_restore`: look up again afterwards.
     """
 
     match: NodeMatch
     stored: int
-    """Tokens that can be restored from the trie."""
+    """Tokens that the trie can restore."""
     shared: list[int]
-    """For each slot, how many leading tokens of the match its sequence begins with."""
+    """By slot, with how many tokens of the match its sequence begins."""
     restorable: int
-    """The same, or by continuing in an idle slot."""
+    """Tokens that the trie or an idle slot can restore."""
 
     @property
     def path(self) -> list[Node]:
         return self.match.path
 
     def restorable_in(self, slot: Slot) -> int:
-        """Returns how many tokens can be restored for a request that runs in `slot`."""
+        """Tokens that can be restored for a request in `slot`."""
         return max(self.stored, _continued(slot, self.shared[slot.index]))
 
     def needed_in(self, slot: Slot, layout: Layout) -> list[Node]:
-        """Returns the nodes that must not be evicted for that."""
+        """Nodes that must not be evicted for that."""
         offset = self.restorable_in(slot)
         is_live = offset == _continued(slot, self.shared[slot.index])
         return node_at(self.path, offset) if is_live else nodes_to_restore(layout, self.path, offset)
@@ -69,18 +69,18 @@ def look_up(match: NodeMatch, slots: Sequence[Slot], layout: Layout) -> LookupRe
 
 
 def nodes_to_restore(layout: Layout, path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns the nodes of a path that must not be evicted if it is to be restored at `offset`.
+    """Nodes of a path that must not be evicted if it is to be restored at `offset`.
 
-    The node at `offset` protects the spans above it; the others hold window rows that are needed there.
+    The node at `offset` protects the spans above it; the others hold window rows needed there.
     """
     return [*node_at(path, offset), *rows_before(layout, path, offset)]
 
 
 def node_at(path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns, in a list, the node of a path on whose edge `offset` lies; none for 0."""
+    """The node of a path on whose edge `offset` lies, in a list; none for 0."""
     return [node for node in path if node.start < offset][-1:]
 
 
 def _continued(slot: Slot, shared: int) -> int:
-    """Returns the length of a slot's sequence if the prompt continues it, else 0."""
+    """Length of a slot's sequence if the prompt continues it, else 0."""
     return shared if shared == slot.offset else 0

@@ -1,7 +1,7 @@
 """The memory tier: the tries of all namespaces, their bytes, and eviction when memory is short.
 
-The ledger's stored bytes are the bytes of all nodes. A leaf is evicted whole, of an inner node only the snapshot, and
-a node that lives in a slot never. What a trie holds is counted as its nodes change.
+The ledger's stored bytes are the bytes of all nodes, counted as nodes change. A leaf is evicted whole, of an inner
+node only the snapshot, a node that lives in a slot never.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from cache.trie import Node, PrefixTrie
 
 
 class Holding(NamedTuple):
-    """Tokens on edges, and bytes of stored state by kind."""
+    """Tokens on edges, and stored bytes by kind."""
 
     num_tokens: int = 0
     span_bytes: int = 0
@@ -35,7 +35,7 @@ class Holdings:
         self._nodes: dict[Node, Holding] = {}
 
     def update(self, node: Node) -> None:
-        """Counts a node again; removes a node that has left the trie."""
+        """Counts a node again; removes one that has left the trie."""
         before = self._nodes.pop(node, Holding())
         after = Holding()
         if node.parent is not None and node.parent.children.get(node.tokens.item(0)) is node:
@@ -44,7 +44,7 @@ class Holdings:
         self.total = Holding(*(total - old + new for total, old, new in changes))
 
     def check(self, nodes: list[Node]) -> None:
-        """Asserts that exactly these nodes are counted, with their current values."""
+        """Asserts that exactly these nodes are counted, with current values."""
         assert {node: _holding_of(node) for node in nodes} == self._nodes, "a change of a node was not counted"
         sums = (sum(column) for column in zip(Holding(), *self._nodes.values(), strict=True))
         assert self.total == Holding(*sums), f"{self.total} is not the sum over the nodes"
@@ -60,11 +60,11 @@ def _holding_of(node: Node) -> Holding:
 
 
 MAX_NAMESPACES = 1024
-"""The most namespaces with tries: eviction visits all of them."""
+"""The most namespaces with tries: eviction visits all."""
 FORGOTTEN_SHARE = 64
-"""At the limit, one in this many is forgotten at once, so that not every new one has to forget one."""
+"""At the limit one in this many is forgotten at once, not one for every new one."""
 MAX_EXTRA = 32
-"""The most superseded or unusable candidates that one round evicts beyond its target."""
+"""The most superseded or unusable candidates evicted beyond a round's target."""
 
 
 class _Namespace(NamedTuple):
@@ -73,7 +73,7 @@ class _Namespace(NamedTuple):
 
 
 class MemoryTier:
-    """Tries by namespace, with the account of their bytes. Worker thread only."""
+    """Tries by namespace, and the account of their bytes. Worker thread only."""
 
     def __init__(self, layout: Layout, budget_bytes: int, journal: Journal) -> None:
         self.ledger = Ledger(budget_bytes)
@@ -81,22 +81,22 @@ class MemoryTier:
         self.num_evictions = 0
         """Leaves and snapshots evicted since the start."""
         self.evictions = Counter[str]()
-        """The same by namespace, for namespaces that hold something."""
+        """The same by namespace, for those that hold something."""
         self.before_eviction: Callable[[PrefixTrie, Node], None] = lambda trie, node: None
-        """Called with a node before it, or its snapshot, is evicted."""
+        """Called before a node, or its snapshot, is evicted."""
         self._layout = layout
         self._namespaces: dict[str, _Namespace] = {}
-        """By name, in the order of last use."""
+        """By name, in order of last use."""
         self._shares = Shares(self.ledger)
         self._empty_leaves: dict[Node, PrefixTrie] = {}
-        """Leaves without bytes, kept because a request or a pin needed them."""
+        """Leaves without bytes that a request or a pin needed."""
         self.order = EvictionOrder(layout, self._shares.over)
         """Must be told how nodes are used."""
 
     def trie(self, namespace: str, in_use: Iterable[str]) -> PrefixTrie:
-        """Returns the trie of a namespace; makes it if missing, and then forgets empty ones that are not `in_use`.
+        """Returns a namespace's trie; makes one if missing, and then forgets empty ones not `in_use`.
 
-        Beyond `MAX_NAMESPACES`, the least recently used are dropped with all state that is not pinned.
+        Beyond `MAX_NAMESPACES`, the least recently used lose all state that is not pinned.
         """
         found = self._namespaces.pop(namespace, None)
         if found is None:
@@ -125,7 +125,7 @@ class MemoryTier:
         return _Namespace(PrefixTrie(count_bytes, name, changed, snapped), holdings)
 
     def _forget_idle(self, idle: Sequence[str]) -> None:
-        """Forgets namespaces that hold nothing, and the least recently used ones above the limit."""
+        """Forgets empty namespaces, and the least recently used ones above the limit."""
         is_full = len(self._namespaces) >= MAX_NAMESPACES
         limit = MAX_NAMESPACES - MAX_NAMESPACES // FORGOTTEN_SHARE
         for name in sorted(idle, key=lambda name: self._namespaces[name].trie.num_nodes > 0):
@@ -137,7 +137,6 @@ class MemoryTier:
                 self.evictions.pop(name, None)
 
     def _drop_idle(self, trie: PrefixTrie) -> None:
-        """Drops all state that no slot and no pin needs."""
         while leaves := [node for node in trie.nodes() if not node.children and _is_evictable(node)]:
             for leaf in leaves:
                 self._evict_leaf(trie, leaf, (), EvictionReason.NAMESPACES)
@@ -147,12 +146,12 @@ class MemoryTier:
         return list(self._namespaces)
 
     def find_trie(self, namespace: str) -> PrefixTrie:
-        """Returns the trie of a namespace, or an empty one that is not stored."""
+        """Returns a namespace's trie, or an empty one that is not stored."""
         found = self._namespaces.get(namespace)
         return PrefixTrie() if found is None else found.trie
 
     def holdings(self, namespace: str) -> Holdings:
-        """Returns what the trie of a namespace holds; nothing if there is none."""
+        """Returns what a namespace's trie holds; nothing without one."""
         found = self._namespaces.get(namespace)
         return Holdings() if found is None else found.holdings
 
@@ -167,7 +166,7 @@ class MemoryTier:
         return sum(trie.num_nodes for trie, _ in self._namespaces.values())
 
     def clear(self, namespace: str | None) -> None:
-        """Drops all state of one namespace, or of all, that lives in no slot."""
+        """Drops the state of one namespace, or all, that lives in no slot."""
         tries = [trie for name, (trie, _) in self._namespaces.items() if namespace in (None, name)]
         for trie in tries:
             while leaves := [node for node in trie.nodes() if _is_free_leaf(node)]:
@@ -177,7 +176,7 @@ class MemoryTier:
                 trie.snap(node, None)
 
     def drop_below(self, trie: PrefixTrie, top: Node) -> None:
-        """Drops a node and everything under it."""
+        """Drops a node and all below it."""
         above = top.parent
         for node in reversed(_subtree(top)):
             trie.remove(node)
@@ -190,22 +189,22 @@ class MemoryTier:
         self.order.used(trie.namespace, node, now)
 
     def supersede(self, trie: PrefixTrie, node: Node) -> None:
-        """Records that newer snapshots replace a node's snapshot: it is evicted first."""
+        """Records that newer snapshots replace a node's: it is evicted first."""
         node.last_used = 0
         self.order.changed(trie.namespace, node)
 
     def refresh_if_many_changed(self) -> None:
-        """Updates the order of eviction, so that eviction itself takes less time."""
+        """Updates the eviction order ahead, so that eviction takes less time."""
         self.order.refresh_if_many_changed()
         leaves, self._empty_leaves = self._empty_leaves, {}
         for node, trie in leaves.items():
             self._drop_empty(trie, node, ())
 
     def evict(self, target_bytes: int, kept: Collection[Node], now: int, *, guards_sessions: bool = False) -> None:
-        """Evicts in order until at most `target_bytes` are charged, or nothing is left but nodes in `kept`.
+        """Evicts in order until at most `target_bytes` are charged, or only nodes in `kept` are left.
 
-        With `guards_sessions`, ends of sessions and explicit restore points are evicted last. Some superseded or
-        unusable state is evicted beyond the target, so that the next round comes later.
+        With `guards_sessions`, session ends and explicit restore points go last. Some superseded or unusable state
+        goes beyond the target, so that the next round comes later.
         """
         if self.ledger.charged_bytes <= target_bytes:
             return
@@ -226,7 +225,7 @@ class MemoryTier:
     def _in_order(self, target_bytes: int, now: int, popped: list[Candidate]) -> Iterator[Candidate]:
         """Yields what to evict until `target_bytes` is reached, and some more that is superseded or unusable.
 
-        `popped` gets all that was taken out of the order.
+        `popped` gets all that leaves the order.
         """
         num_extra = 0
         while (victim := self.order.pop(now)) is not None:
@@ -238,7 +237,6 @@ class MemoryTier:
             yield victim
 
     def _evict_one(self, victim: Candidate, kept: Collection[Node]) -> None:
-        """Evicts a leaf, or what is possible of another node's snapshot, unless the node is `kept`."""
         namespace, node = victim.key
         if node not in kept and _is_evictable(node):
             trie, reason = self._namespaces[namespace].trie, _reason_of(victim)
@@ -260,9 +258,9 @@ class MemoryTier:
             self.order.ended(trie.namespace, parent)
 
     def _drop_empty(self, trie: PrefixTrie, node: Node | None, kept: Collection[Node]) -> Node | None:
-        """Drops a leaf without bytes, then its parent if it has become one; returns the first that stays.
+        """Drops a leaf without bytes, then its parent if now a leaf; returns the first that stays.
 
-        One that is `kept` or pinned is tried again when a request has ended: the order lacks it.
+        One that is `kept` or pinned, which the order lacks, is tried again when a request ends.
         """
         while node is not None and _is_free_leaf(node) and not node.num_bytes:
             if node in kept or node.num_pins:
@@ -274,7 +272,7 @@ class MemoryTier:
         return node
 
     def _evict_snapshot(self, trie: PrefixTrie, node: Node, reason: EvictionReason) -> None:
-        """Evicts a snapshot, except for window rows that restore points below need."""
+        """Evicts a snapshot, except window rows that restore points below need."""
         snapshot = node.snapshot
         assert isinstance(snapshot, Snapshot)
         rest = Snapshot(snapshot.offset, snapshot.window, None) if has_shared_rows(self._layout, node) else None
@@ -322,12 +320,10 @@ def _subtree(node: Node) -> list[Node]:
 
 
 def _is_evictable(node: Node) -> bool:
-    """Whether a leaf, or any other node's snapshot, can be evicted now."""
     if node.num_pins:
         return False
     return node.snapshot is not None if node.children else _is_free_leaf(node)
 
 
 def _is_free_leaf(node: Node) -> bool:
-    """Whether a node is a leaf that no slot needs."""
     return node.parent is not None and not node.children and node.num_slots == 0 and node.home is None

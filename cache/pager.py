@@ -1,11 +1,9 @@
-"""Pages state between the tries and the slots: in, out, and what is dropped when that fails half-way.
+"""Pages state between tries and slots: in, out, and what is dropped when that fails half-way.
 
-What to move, and what to evict for it, is decided elsewhere. Invariants:
-
-* a node's span is stored on the node, or it is live in the node's home slot, and the node is on that slot's path;
+What to move and what to evict is decided elsewhere. Invariants:
+* a node's span is stored on the node, or live in its home slot, on whose path the node is;
 * state leaves a slot in `page_out` only, which first stores every span that is live only there;
-* a slot's log, its layer caches and the path to its tip hold the same tokens; while a request runs, the log may run
-  ahead of the tip.
+* a slot's log, layer caches and path to the tip hold the same tokens; of a running request the log may be ahead.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from cache.trie import Node, PrefixTrie
 from cache.types import LayerCache, TokenArray, TokenLog
 
 CLEAR_BYTES = 64 << 20
-"""After paging out a slot of this size, MLX's pool is freed: nothing else needs such buffers."""
+"""After paging out this much, MLX's pool is freed: nothing else needs such buffers."""
 
 
 class Pager:
@@ -41,7 +39,7 @@ class Pager:
         self.slots = [Slot(index, make_caches(), TokenLog(), root) for index in range(num_slots)]
 
     def trie(self, namespace: str) -> PrefixTrie:
-        """Returns the trie of a namespace; makes it if missing."""
+        """Returns a namespace's trie; makes one if missing."""
         return self._memory.trie(namespace, in_use=(slot.namespace for slot in self.slots))
 
     def use_caches_of(self, make_caches: Callable[[], list[LayerCache]]) -> None:
@@ -57,14 +55,14 @@ class Pager:
             slot.tip = trie.root
 
     def land(self, trie: PrefixTrie, path: list[Node], offset: int) -> Node:
-        """Returns the node that stops at `offset` on `path`; splits one if needed."""
+        """Returns the node that stops at `offset` on `path`, split if needed."""
         if offset == 0:
             return trie.root
         node = next(node for node in path if node.stop >= offset)
         return node if node.stop == offset else trie.split(node, offset)
 
     def page_in(self, slot: Slot, trie: PrefixTrie, landing: Node, tokens: TokenArray, capacity: int) -> None:
-        """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first of them.
+        """Moves the state of `tokens`, which end at `landing`, into a slot that already holds the first.
 
         Raises AssertionError if state is missing; the caller must then `give_up` the slot.
         """
@@ -100,9 +98,9 @@ class Pager:
             self.layout.put_recurrent(slot.caches, snapshot.recurrent)
 
     def page_out(self, slot: Slot, keep: int) -> None:
-        """Takes `[keep, …)` out of a slot. Nodes live only there are stored; the others get another home slot.
+        """Takes `[keep, …)` out of a slot: nodes live only there are stored, others get another home.
 
-        Unless `keep` is 0 the slot `is_cut` afterwards: it must be paged in, or given up.
+        Unless `keep` is 0 the slot then `is_cut`: page it in, or give it up.
         """
         if slot.offset > keep and slot.tip.parent is not None:
             try:
@@ -132,7 +130,7 @@ class Pager:
     def page_out_idle(self, target_bytes: int, busy: Slot | None) -> None:
         """Pages idle slots out until at most `target_bytes` are charged.
 
-        This loses nothing; it frees spare capacity, and copies of state in other slots.
+        Loses nothing: frees spare capacity, and copies in other slots.
         """
         idle = [slot for slot in self.slots if slot is not busy and not slot.is_leased and slot.offset]
         for slot in sorted(idle, key=lambda slot: slot.tip.last_used):
@@ -160,7 +158,7 @@ class Pager:
     def empty(self, slot: Slot) -> None:
         """Empties a slot, whose state was stored, or is dropped next.
 
-        It gets layer caches only when it is entered: there may be no memory for them now.
+        `enter` makes new layer caches: there may be no memory for them now.
         """
         self.move_tip(slot, self.trie(slot.namespace).root)
         slot.caches = []
@@ -171,7 +169,7 @@ class Pager:
         self.ledger.reserve(slot.index, 0)
 
     def give_up(self, slot: Slot, path: Sequence[Node]) -> None:
-        """Empties a slot; drops the nodes of `path` that are live only there or no longer whole."""
+        """Empties a slot; drops nodes of `path` that are live only there or no longer whole."""
         trie, homes = self.trie(slot.namespace), self._other_homes(slot)
         for node in path:
             if node.home is slot and node in homes:
@@ -196,7 +194,7 @@ class Pager:
         self._memory.order.changed(trie.namespace, tip)
 
     def keep_tip(self, slot: Slot) -> None:
-        """Takes a snapshot at the end of an idle sequence."""
+        """Takes a snapshot at an idle sequence's end."""
         is_whole = not slot.is_cut and slot.tip.parent is not None and slot.tip.stop == slot.offset
         if is_whole and self.layout.needs_snapshots and not is_restorable(self.layout, slot.tip):
             slot.tip.kind = RestorePointKind.TURN_END
@@ -214,11 +212,11 @@ class Pager:
         return Snapshot(offset, window, recurrent)
 
     def measure(self, slot: Slot) -> None:
-        """Charges a slot with the bytes that it holds now."""
+        """Charges a slot with the bytes held now."""
         self.ledger.set_live(slot.index, self.layout.live_bytes(slot.caches))
 
     def copy_live(self, node: Node) -> Segment:
-        """Returns a copy of the rows of a node that is live."""
+        """Copies the rows of a live node."""
         (segment,) = self.layout.cut_spans(node.home.caches, [(node.start, node.stop)])
         return segment
 

@@ -1,8 +1,8 @@
 """Pins: named reasons not to evict nodes of the trie, and how much they may protect. Pure.
 
-Only leaves are evicted whole, so a pin protects the spans above its node too. An *explicit* pin holds until it is
-released; a *soft* pin ends at a given time, or earlier if a request would have to wait or fail. Slots are paged out
-regardless of pins, since that loses nothing.
+Only leaves are evicted whole, so a pin protects the spans above too. An *explicit* pin holds until released; a *soft*
+pin ends at a given time, or when a request would have to wait or fail. Slots are paged out regardless of pins: that
+loses nothing.
 """
 
 import contextlib
@@ -17,24 +17,24 @@ from cache.types import TokenArray
 
 @dataclass(frozen=True)
 class PinName:
-    """The name of a pin; a second one of the same name replaces the first."""
+    """A pin's name; a second pin of that name replaces the first."""
 
     namespace: str
     label: str
-    """The pinned session, or another label of the caller's."""
+    """The pinned session, or another label."""
     is_soft: bool = False
-    """A label can have a soft and an explicit pin at once."""
+    """A label can have both a soft and an explicit pin."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Pin:
     nodes: list[Node]
     until: float | None
-    """When a soft pin ends; None for an explicit one."""
+    """None for an explicit pin."""
 
 
 class Pins:
-    """All pins by name. `Node.num_pins` counts the pins on a node. Worker thread only."""
+    """All pins by name, which `Node.num_pins` counts. Worker thread only."""
 
     def __init__(self, ledger: Ledger) -> None:
         """Explicit pins may protect half of the ledger's budget."""
@@ -47,7 +47,7 @@ class Pins:
         return name in self._pins
 
     def pin(self, name: PinName, trie: PrefixTrie, tokens: TokenArray) -> int:
-        """Pins the stored state of `tokens`; returns how many there are. Raises PinLimit."""
+        """Pins the stored state of `tokens`; returns their number. Raises PinLimit."""
         match = trie.match(tokens)
         if match.path:
             self._pin_path(name, match.path)
@@ -61,7 +61,7 @@ class Pins:
             self._hold(name, _nodes_to_pin(path), until)
 
     def follow(self, namespace: str, session_id: str | None, tip: Node) -> None:
-        """Moves the pin of a session, if any, to where its sequence ends now."""
+        """Moves a session's pin, if any, to its sequence's present end."""
         name = PinName(namespace, session_id or "")
         if name in self and tip.parent is not None:
             with contextlib.suppress(PinLimit):  # the earlier part of the session stays pinned
@@ -76,7 +76,7 @@ class Pins:
         self._hold(name, nodes, None)
 
     def _bytes_of(self, nodes: set[Node]) -> int:
-        """Returns about how many bytes are protected: the spans of the paths and the nodes' snapshots."""
+        """About the protected bytes: spans of the paths, and the nodes' snapshots."""
         snapshots = sum(node.snapshot.num_bytes for node in nodes if node.snapshot is not None)
         return snapshots + sum(
             node.span.num_bytes if node.span is not None else int(len(node.tokens) * self.bytes_per_token)
@@ -100,7 +100,7 @@ class Pins:
         self._release(lambda name, pin: pin.until is not None and pin.until <= now)
 
     def release_soft(self) -> bool:
-        """Ends all soft pins; returns whether some node is no longer pinned."""
+        """Ends all soft pins; whether some node is no longer pinned."""
         nodes = self._release(lambda name, pin: pin.until is not None)
         return any(node.num_pins == 0 and node.parent is not None for node in nodes)
 
@@ -115,24 +115,24 @@ class Pins:
         return [node for _, pin in ended for node in pin.nodes]
 
     def labels(self, namespace: str) -> tuple[str, ...]:
-        """Returns the labels of a namespace's explicit pins."""
+        """Labels of a namespace's explicit pins."""
         return tuple(n.label for n, pin in self._pins.items() if n.namespace == namespace and pin.until is None)
 
     def explicit(self, *, but: PinName | None = None) -> set[Node]:
-        """Returns the nodes with explicit pins, except those that only the pin `but` holds."""
+        """Nodes with explicit pins other than `but`."""
         held = (pin for name, pin in self._pins.items() if pin.until is None and name != but)
         return {node for pin in held for node in pin.nodes if node.parent is not None}
 
 
 def path_nodes(nodes: Iterable[Node]) -> set[Node]:
-    """Returns the nodes on the paths to the given nodes, inclusive."""
+    """Nodes on the paths to the given nodes, inclusive."""
     return {above for node in nodes for above in node.path()}
 
 
 def _nodes_to_pin(path: list[Node]) -> list[Node]:
     """Returns what to pin so that a sequence, and its next turn rendered differently, can be restored.
 
-    That is its end, which protects all its spans, and the snapshots of its last two turns.
+    That is the end, which protects all spans, and the last two turns' snapshots.
     """
     inner = [node for node in path[:-1] if node.snapshot is not None]
     return [*inner[-KEPT_POINTS:], *path[-1:]]

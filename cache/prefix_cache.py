@@ -1,10 +1,9 @@
 """The prefix cache of one model: the facade over its parts. All methods belong to the worker thread.
 
-`admission` gives a request a slot and restores its prompt, and `lease` records what it evaluates. `lookup` finds what
-memory holds of a prompt; `disk_moves` moves state from disk and to it. `memory_tier` and `eviction/` keep stored
-state within the budget, `reclaim` frees memory, `pins` protect some. `pager` moves state between slots and tries.
-
-Matching compares every token. Nothing here knows models, parameters of requests, or time.
+`admission` gives a request a slot and restores its prompt, `lease` records what is evaluated. `lookup` finds what
+memory holds, `disk_moves` moves state to and from disk, `pager` between slots and tries. `memory_tier` and
+`eviction/` keep stored state within the budget, `reclaim` frees memory, `pins` protect some. Matching compares every
+token. Nothing here knows models, request parameters, or time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,9 +40,9 @@ class PrefixCache:
         layout: Layout | None = None,
         disk: DiskTier | None = None,
     ) -> None:
-        """Prompts are evaluated in calls of up to `chunk_tokens`; `layout` is derived from what `make_caches` makes.
+        """Prompts are evaluated in calls of up to `chunk_tokens`; `layout` defaults to that of `make_caches`.
 
-        State that does not fit the budget is written to `disk`, if any, and so is idle state.
+        `disk`, if any, gets state that does not fit the budget, and idle state.
         """
         self.layout = layout or Layout(make_caches())
         self.clock = RequestClock()
@@ -75,12 +74,11 @@ class PrefixCache:
         is_background: bool = False,
         lookup: Lookup | None = None,
     ) -> Lease | None:
-        """Gives a prompt a slot with as much of it restored as possible; None if it must wait for another request.
+        """Gives a prompt a slot, restored as far as possible; None if it must wait for another request.
 
-        Memory for `expected_tokens` of output is reserved. State that `is_volatile` is never written to disk. For a
-        prompt that `is_background` the ends of sessions are evicted last. `lookup` is an earlier look-up of the
-        prompt. Raises BudgetExceeded if the prompt can never fit, PinnedFull if it cannot while other state is
-        pinned.
+        Reserves memory for `expected_tokens` of output. `is_volatile` state never goes to disk. `is_background`
+        evicts session ends last. `lookup` is an earlier look-up of the prompt. Raises BudgetExceeded if the prompt
+        can never fit, PinnedFull if not while other state is pinned.
         """
         request = CacheRequest(
             tokens,
@@ -95,7 +93,7 @@ class PrefixCache:
         return self._admission.admit(request)
 
     def peek(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> int:
-        """Returns how many tokens of a prompt could be restored now. Changes nothing."""
+        """Tokens of a prompt that could be restored now. Changes nothing."""
         return self._disk_moves.find_restorable(lookup or Lookup(tokens, namespace=namespace))
 
     def prefetch(self, tokens: TokenArray, *, namespace: str = "", lookup: Lookup | None = None) -> Prefetch | None:
@@ -103,7 +101,7 @@ class PrefixCache:
         return self._disk_moves.prefetch(lookup or Lookup(tokens, namespace=namespace))
 
     def calibrate(self, caches: Sequence[LayerCache]) -> None:
-        """Learns how large a sequence is, and which layers the model uses, from caches that hold a few tokens."""
+        """Learns a sequence's size, and which layers the model uses, from caches with a few tokens."""
         self.layout.leave_out_unused(caches)
         self.sizes.calibrate(caches)
         self.pins.bytes_per_token = self.sizes.bytes_per_token
@@ -111,7 +109,7 @@ class PrefixCache:
             self.disk.bytes_per_token = self.sizes.bytes_per_token
 
     def clear(self, namespace: str | None = None) -> None:
-        """Drops all state and pins of one namespace, or of all, but what a request holds."""
+        """Drops all state and pins of one namespace, or all, but what a request holds."""
         self.pins.release_all(namespace)
         for slot in self.slots:
             if not slot.is_leased and namespace in (None, slot.namespace):
@@ -123,7 +121,7 @@ class PrefixCache:
     def try_resize(self, budget_bytes: int) -> int:
         """Changes the budget, paging out and evicting what no request holds.
 
-        Returns by how many bytes running requests exceed it; if they do, it is unchanged.
+        Returns the bytes by which running requests exceed it; it is then unchanged.
         """
         before, self.ledger.budget_bytes = self.ledger.budget_bytes, budget_bytes
         self.reclaimer.free_excess()
@@ -135,23 +133,21 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------------------- pins
 
     def pin(self, name: PinName, tokens: TokenArray) -> int:
-        """Protects the stored state of `tokens` from eviction until the pin is released; returns how many there are.
+        """Protects the stored state of `tokens` until the pin is released; returns their number.
 
-        A session's pin moves to the end of each turn that it closes. Raises PinLimit if explicit pins would take more
-        than half of the budget.
+        A session's pin moves to the end of each turn. Raises PinLimit if explicit pins would exceed half of the
+        budget.
         """
         return self.pins.pin(name, self.pager.trie(name.namespace), tokens)
 
     def pin_until(self, name: PinName, tokens: TokenArray, until: float) -> None:
-        """Protects the stored state of `tokens` until the clock reads `until`, or a request has to wait."""
+        """Protects the stored state of `tokens` until the clock reads `until`, or a request must wait."""
         self.pins.pin_until(name, self.pager.trie(name.namespace), tokens, until)
 
     # -------------------------------------------------------------------------------------------------- disk
 
     def save(self) -> Iterator[None]:
-        """Writes unsaved state that should be kept, a span or a snapshot with each step. Invalid after any other
-        call.
-        """
+        """Writes unsaved state worth keeping, a span or snapshot a step. Invalid after any other call."""
         return self._disk_moves.save()
 
     def end(self, timeout_seconds: float) -> None:
@@ -161,9 +157,9 @@ class PrefixCache:
             self.disk = self._disk_moves.disk = None
 
     def park(self) -> None:
-        """Pages all slots out, so that nothing refers to the model any more. No request may be running.
+        """Pages all slots out, so that nothing refers to the model. No request may be running.
 
-        Until `resume`, only `try_resize` and reports may be called, on any one thread.
+        Until `resume` only `try_resize` and reports may be called, on any one thread.
         """
         assert not any(slot.is_leased for slot in self.slots), "a request still runs"
         for slot in self.slots:
@@ -184,7 +180,7 @@ class PrefixCache:
         return CacheReports(self.memory, self.pager, self.disk, self.pins)
 
     def stats(self) -> CacheStats:
-        """Returns the current counts and bytes."""
+        """Current counts and bytes."""
         tier = self.disk.tier if self.disk is not None else None
         return CacheStats(
             num_nodes=self.memory.num_nodes,

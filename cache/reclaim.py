@@ -1,7 +1,7 @@
-"""Frees memory of one model's budget, and reserves it: for live buffers, and for a sequence without a slot.
+"""Frees memory of one model's budget, and reserves it, for live buffers and for a sequence without a slot.
 
-Memory is freed in this order: idle slots are paged out, stored state is evicted, soft pins end and more is evicted.
-Live buffers are reserved when a sequence begins, and grow while it generates. Worker thread only.
+In this order: idle slots are paged out, stored state is evicted, soft pins end and more is evicted. Live buffers are
+reserved when a sequence begins, and grow while it generates. Worker thread only.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from cache.trie import Node
 
 @dataclass(frozen=True, eq=False)
 class Reclaimer:
-    """Frees memory within the budget of one model, and reserves it for the live buffers of leased slots."""
+    """Frees memory of one budget, and reserves it for leased slots."""
 
     memory: MemoryTier
     pager: Pager
@@ -40,10 +40,9 @@ class Reclaimer:
         busy: Slot | None = None,
         is_background: bool = False,
     ) -> int:
-        """Frees `excess_bytes` without evicting `protected`; returns the bytes that could not be freed.
+        """Frees `excess_bytes` without evicting `protected`; returns the bytes that it could not free.
 
-        `busy`, the slot that needs the memory, is not paged out. For a request that `is_background` the ends of
-        sessions are evicted last.
+        `busy`, the slot that needs the memory, is not paged out. `is_background` evicts session ends last.
         """
         if excess_bytes <= 0:
             return 0
@@ -60,9 +59,9 @@ class Reclaimer:
         self.free(self.ledger.excess_bytes(), protected=protected, is_background=is_background)
 
     def free_to_restore(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> None:
-        """Frees memory for `num_tokens` in `slot` whose first `offset` are paged in from `path`.
+        """Frees memory for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
 
-        A remaining shortage is tolerated: it is too late for the request to wait.
+        A remaining shortage is tolerated: the request can no longer wait.
         """
         self.free(
             self.excess_for(slot, path, offset, num_tokens),
@@ -72,10 +71,9 @@ class Reclaimer:
         )
 
     def excess_for(self, slot: Slot, path: Sequence[Node], offset: int, num_tokens: int) -> int:
-        """Returns the bytes to free for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
+        """Bytes to free for `num_tokens` in `slot`, `[0, offset)` coming from `path`.
 
-        If there are any, idle slots are paged out first: what was live only there then moves into `slot`, counted
-        once.
+        If any, idle slots are paged out first: what was live only there moves into `slot`, counted once.
         """
         excess = self.ledger.excess_bytes(self._growth(slot, path, offset, num_tokens))
         if excess > 0:
@@ -94,14 +92,14 @@ class Reclaimer:
     def relieve(self) -> None:
         """Evicts half of the stored state: the device has less memory than the budget says.
 
-        Pages nothing out: that takes memory before it frees any.
+        Pages nothing out: that takes memory first.
         """
         self.pins.release_soft()
         target = self.ledger.charged_bytes - self.ledger.stored_bytes // 2
         self.memory.evict(target, (), self.clock.now)
 
     def reserve(self, slot: Slot, num_tokens: int, *, needed: int) -> None:
-        """Reserves memory for `num_tokens`, and resizes the live buffers unless `needed` tokens fit them.
+        """Reserves memory for `num_tokens`; resizes live buffers unless `needed` tokens fit.
 
         After an error the slot is empty and no longer leased.
         """
@@ -118,7 +116,7 @@ class Reclaimer:
             raise
 
     def try_grow(self, slot: Slot, max_tokens: int) -> bool:
-        """Grows the live buffers by a step, up to `max_tokens` in total; False if not even one more token fits."""
+        """Grows live buffers by a step, up to `max_tokens` in total; False if not one more token fits."""
         wanted = max(slot.offset + layout.GROWTH_TOKENS, slot.reserved_tokens)
         capacity = self._affordable(slot, min(wanted, max_tokens))
         if capacity <= slot.offset:
@@ -128,10 +126,10 @@ class Reclaimer:
         return True
 
     def _affordable(self, slot: Slot, num_tokens: int) -> int:
-        """Frees memory for `num_tokens` in `slot`; returns how many of them then fit the budget.
+        """Frees memory for `num_tokens` in `slot`; returns how many then fit the budget.
 
-        The slot counts with its estimate, even where it holds more: an allocator returns larger buffers than
-        requested. Else a sequence that was estimated to fit would not.
+        The slot counts with its estimate even where it holds more: an allocator returns larger buffers than
+        requested, and a sequence that was estimated to fit must fit.
         """
         growth = self.sizes.bytes_for(num_tokens) - self.ledger.slot_bytes(slot.index)
         excess = self.ledger.excess_bytes(growth)
@@ -146,7 +144,7 @@ class SetAside:
     reclaimer: Reclaimer
 
     def try_take(self, num_tokens: int) -> bool:
-        """Sets aside memory for `num_tokens`, evicting ends of sessions last; False if running requests hold it."""
+        """Sets memory aside for `num_tokens`, evicting session ends last; False if running requests hold it."""
         num_bytes = self.reclaimer.sizes.bytes_for(num_tokens)
         if num_bytes > self.reclaimer.ledger.budget_bytes:
             return False

@@ -1,8 +1,7 @@
-"""Slots: places for live sequences, the choice of one for a request, and the clock by which their state ages. Pure.
+"""Slots: places for live sequences, the choice of one for a request, and the clock of their age. Pure.
 
-A slot is *leased* while a request runs in it and *idle* afterwards, still live: the next turn of the same
-conversation continues in place. Of the trie it knows only the node where its sequence ends. The clock counts requests
-and knows no seconds.
+A slot is *leased* while a request runs and *idle* afterwards, still live: the conversation's next turn continues in
+place. Of the trie it knows only the node where its sequence ends. The clock counts requests, not seconds.
 """
 
 from collections.abc import Iterable
@@ -16,19 +15,19 @@ from cache.types import LayerCache, TokenLog
 
 @dataclass(eq=False)
 class SlotTurn:
-    """The request that runs in a slot, or ran in it last."""
+    """The request that runs in a slot, or ran last."""
 
     session_id: str | None = None
     is_volatile: bool = False
     is_background: bool = False
     leaves_background: bool = False
-    """All requests of the conversation so far are of the background class."""
+    """All requests of the conversation so far are background work."""
     is_on_probation: bool = False
     """The request has no session and continues no earlier turn."""
     landing: int = 0
-    """The offset at which the request was restored."""
+    """The offset where the request was restored."""
     start: int = 0
-    """From where on the next turn may render the same messages differently."""
+    """From here the next turn may render messages differently."""
     last_used: int = 0
 
 
@@ -38,17 +37,17 @@ class Slot:
 
     index: int
     caches: list[LayerCache]
-    """Empty from emptying the slot until a request enters it."""
+    """Empty from emptying the slot until `enter`."""
     log: TokenLog
     tip: Node
-    """The trie node where the sequence ends, as far as it is recorded."""
+    """Where the sequence, as far as recorded, ends in the trie."""
     namespace: str = ""
     turn: SlotTurn = field(default_factory=SlotTurn)
     is_leased: bool = False
     is_cut: bool = False
-    """The spans were truncated for a restore to come; the rest still belongs to the old end."""
+    """Spans were truncated for a restore to come; the rest belongs to the old end."""
     capacity: int = 0
-    """Tokens that fit the live buffers, or will fit once they are allocated."""
+    """Tokens that the live buffers hold, or will once allocated."""
     reserved_tokens: int = 0
 
     @property
@@ -70,19 +69,19 @@ class Slot:
 
 
 def _ends_a_turn(landing: Node) -> bool:
-    """Whether a sequence that continues here continues a conversation, not only shares its beginning."""
+    """Whether continuing here continues a conversation, not only shares its beginning."""
     turns = (RestorePointKind.PROMPT_END, RestorePointKind.TURN_END, RestorePointKind.USER_START)
     return landing.parent is not None and (not landing.children or landing.kind in turns)
 
 
 class SlotView(NamedTuple):
-    """One slot, as `choose_slot` needs to know it."""
+    """What `choose_slot` knows of one slot."""
 
     slot: int
     is_leased: bool
     offset: int
     common: int
-    """Leading tokens that the slot's sequence shares with the request's reusable prompt."""
+    """Leading tokens shared with the request's reusable prompt."""
     is_same_session: bool
     turn_start: int
     last_used: int
@@ -94,7 +93,7 @@ class SlotView(NamedTuple):
 
     @property
     def rewinds(self) -> bool:
-        """Whether the request is a version of the slot's conversation: a retry, an edit, another rendering."""
+        """The request is a version of the slot's conversation: a retry, an edit, another rendering."""
         if self.common == 0:
             return False
         return self.common * 2 >= self.offset if self.is_same_session else self.common >= self.turn_start > 0
@@ -103,8 +102,8 @@ class SlotView(NamedTuple):
 def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
     """Returns the index of the slot for a request; None while all are leased.
 
-    First the one whose sequence the request continues, unless the trie restores deeper; then that of the same
-    conversation, to rewind it; then an empty one; then the least recently used.
+    First the one that the request continues, unless the trie restores deeper; then that of the same conversation, to
+    rewind it; then an empty one; then the least recently used.
     """
     idle = [view for view in views if not view.is_leased]
     if not idle:
@@ -119,21 +118,21 @@ def choose_slot(views: Iterable[SlotView], stored_offset: int) -> int | None:
 
 
 NEW_SESSION_COUNT = 200
-"""How far a new session moves the clock: its client has often ended another one."""
+"""How far a new session moves the clock: its client has often ended another."""
 MAX_SESSIONS = 10_000
-"""The most remembered sessions; a forgotten session counts as new."""
+"""The most remembered sessions; a forgotten one counts as new."""
 
 
 class RequestClock:
-    """Counts requests as they begin and as they end."""
+    """Counts requests as they begin and end."""
 
     def __init__(self) -> None:
         self.now = 0
         self._sessions: dict[tuple[str, str], None] = {}
-        """By namespace and name, in the order of the last request."""
+        """By namespace and name, in order of the last request."""
 
     def begin(self, namespace: str, session_id: str | None, *, is_background: bool = False) -> None:
-        """Counts the start of a request, which begins no session if it `is_background`."""
+        """Counts a request's start; one that `is_background` begins no session."""
         self.now += 1
         if session_id is None or is_background:
             return
@@ -146,5 +145,5 @@ class RequestClock:
             del self._sessions[next(iter(self._sessions))]
 
     def end(self) -> None:
-        """Counts the end of a request."""
+        """Counts a request's end."""
         self.now += 1

@@ -1,9 +1,9 @@
-"""Snapshots of window and recurrent state, the offsets they can restore, and where to take and keep them. Pure.
+"""Snapshots of window and recurrent state, the offsets they restore, and where to take and keep them. Pure.
 
 A *restore point* is an offset at which every layer can be restored: any offset if all state is sliceable per token,
-else only where a snapshot was taken. A snapshot holds the window rows that no snapshot above it holds, and shares the
-others; an offset can be restored if its last W rows are held, by however many snapshots. Recurrent state is restored
-exactly where it was captured.
+else where a snapshot was taken. A snapshot holds the window rows that no snapshot above holds, and shares the others:
+an offset can be restored if its last W rows are held, by however many snapshots. Recurrent state is restored exactly
+where it was captured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Window and recurrent state for restoring at `offset`; the window rows may serve later offsets too."""
+    """Window and recurrent state for restoring at `offset`; window rows may serve later offsets too."""
 
     offset: int
     window: "Segment | None"
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 def deepest(layout: LayerKinds, match: NodeMatch) -> int:
-    """Returns the deepest offset of a match at which every layer can be restored."""
+    """The deepest offset of a match where every layer can be restored."""
     if not layout.needs_snapshots:
         return match.length
     if not layout.window:
@@ -56,7 +56,7 @@ def deepest(layout: LayerKinds, match: NodeMatch) -> int:
 
 
 def deepest_up_to(layout: LayerKinds, node: Node) -> int:
-    """Returns the deepest restorable offset up to a node's end; 0 if the node was evicted."""
+    """The deepest restorable offset up to a node's end; 0 if the node was evicted."""
     path = node.path()
     return deepest(layout, Match(path, node.stop)) if path else 0
 
@@ -78,7 +78,7 @@ def _can_restore(layout: LayerKinds, node: Node, offset: int, cover: tuple[int, 
 
 
 def cover(path: Sequence[Node]) -> tuple[int, int] | None:
-    """Returns the last unbroken range of window rows on a path."""
+    """The last unbroken range of window rows on a path."""
     cover = None
     for node in path:
         cover = _extended(cover, node.snapshot)
@@ -86,7 +86,7 @@ def cover(path: Sequence[Node]) -> tuple[int, int] | None:
 
 
 def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[Node]:
-    """Returns the nodes that hold rows of the window before `offset`, the last ones first."""
+    """Nodes with rows of the window before `offset`, the last first."""
     first, found = max(0, offset - layout.window), list[Node]()
     for node in reversed(path):
         if node.stop <= first:
@@ -98,7 +98,7 @@ def rows_before(layout: LayerKinds, path: Sequence[Node], offset: int) -> list[N
 
 
 def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[Segment]":
-    """Returns adjoining segments with the rows of the window before `offset`, as far as held."""
+    """Adjoining segments with the rows of the window before `offset`, as far as held."""
     rows: list[Segment] = []
     needed, first = offset, max(0, offset - layout.window)
     for node in rows_before(layout, path, offset):
@@ -111,13 +111,13 @@ def window_rows(layout: LayerKinds, path: Sequence[Node], offset: int) -> "list[
 
 
 def has_shared_rows(layout: LayerKinds, node: Node) -> bool:
-    """Whether a restore point further down needs window rows that are only here."""
+    """Whether a restore point further down needs window rows held only here."""
     rows = _window(node)
     return rows is not None and any(_shares_rows(layout, child, rows) for child in node.children.values())
 
 
 def _shares_rows(layout: LayerKinds, node: Node, rows: "Segment") -> bool:
-    """Whether a node or one below needs window rows that `rows` hold and its own snapshot lacks."""
+    """Whether a node or one below needs rows of `rows` that its own snapshot lacks."""
     first, window = max(0, node.stop - layout.window), _window(node)
     if window is not None:
         return max(first, rows.start) < window.start <= rows.stop
@@ -129,7 +129,7 @@ def _window(node: Node) -> "Segment | None":
 
 
 def _extended(cover: tuple[int, int] | None, snapshot: Any) -> tuple[int, int] | None:
-    """Returns the range extended by the next snapshot; replaced if the two do not meet."""
+    """The range extended by the next snapshot, or replaced if the two do not meet."""
     window = snapshot.window if isinstance(snapshot, Snapshot) else None
     if window is None:
         return cover
@@ -152,16 +152,16 @@ class RestorePointKind(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class RestorePoint:
-    """The sequence should be restorable at `offset` tokens from its start, because of `kind`."""
+    """`offset` tokens from its start the sequence should be restorable, because of `kind`."""
 
     offset: int
     kind: RestorePointKind
 
 
 KEPT_POINTS = 4
-"""Restore points pinned at the end of a conversation: about its last two turns."""
+"""Restore points pinned at a conversation's end: about two turns."""
 SAME_TOKENS = 64
-"""Of points closer to each other than this, one is kept."""
+"""Of points closer together than this one is kept."""
 THINNING_TOKENS, THINNING_RATIO = 512, 8
 """Before the newest turn, points are kept at least that many tokens apart, and ever sparser by that ratio."""
 INTERVAL_TOKENS = 8192
@@ -169,10 +169,10 @@ INTERVAL_TOKENS = 8192
 
 
 def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
-    """Returns where a prefill chunk that starts at `offset` of a prompt of `limit` tokens ends, restore points aside.
+    """Where a prefill chunk from `offset` of a prompt of `limit` tokens ends, restore points aside.
 
     Chunks end at multiples of their size, wherever they start, so that a hit and a miss evaluate the same shapes as
-    far as possible. The rest of a prompt is one chunk if it fits: each chunk reads all weights, however short it is.
+    far as possible. A rest that fits is one chunk: each reads all weights, however short.
     """
     if limit - offset <= chunk_tokens:
         return limit
@@ -180,21 +180,21 @@ def chunk_end(offset: int, limit: int, chunk_tokens: int) -> int:
 
 
 class KeptPoint(NamedTuple):
-    """A restore point of one conversation that exists now."""
+    """An existing restore point of one conversation."""
 
     offset: int
     kind: RestorePointKind | None
     is_branch: bool
-    """Whether several conversations continue from here."""
+    """Several conversations continue from here."""
 
 
 def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
-    """Returns the points of a conversation that later turns will hardly need; `points` and the result ascend.
+    """Returns the points of a conversation that later turns will hardly need, ascending like `points`.
 
-    `landing` is the offset at which its newest turn was restored. Of 2 817 recorded requests of coding agents, 130
-    continued at the end of the last prompt or within what was new in it, for which `landing` serves, and 8 further
-    back; nearly all others at the end. So these three points are kept, and ever fewer before: one is superseded if
-    the points around it are, seen from the end, less than `THINNING_RATIO` apart.
+    `landing` is where its newest turn was restored. Of 2 817 recorded requests of coding agents, 130 continued at the
+    last prompt's end or within what was new in it, which `landing` serves, and 8 further back; nearly all others at
+    the end. These three points are kept, and ever fewer before: one is superseded if the points around it are, seen
+    from the end, less than `THINNING_RATIO` apart.
     """
     behind = [point for point in reversed(points[:-1]) if not outlasts_turns(point)]
     if not behind:
@@ -213,11 +213,11 @@ def superseded(points: Sequence[KeptPoint], landing: int) -> list[int]:
 
 
 def choose_for_disk(points: Sequence[KeptPoint], on_disk: Iterable[int], *, min_gain: int) -> list[int]:
-    """Returns the points of a conversation that should be written to disk; `points` and the result ascend.
+    """Returns the points of a conversation to write to disk, ascending like `points`.
 
     All shared and explicit points are. The newest prompt's end, which the next turn will contain in any case, and the
-    sequence's end are if they lie at least `min_gain` tokens after the last point on disk: whole state is large, and
-    writing all of it would wear the disk out.
+    sequence's end are if at least `min_gain` tokens after the last point on disk: whole state is large, and writing
+    all of it would wear the disk out.
     """
     written = set(on_disk)
     chosen = {point.offset for point in points if outlasts_turns(point)}
@@ -235,7 +235,7 @@ def outlasts_turns(point: KeptPoint) -> bool:
 
 
 def intervals(start: int, stop: int) -> list[RestorePoint]:
-    """Returns points along `[start, stop)`, which must be evaluated; none if that is as short as one more turn."""
+    """Points along `[start, stop)`, yet to evaluate; none if that is no longer than one turn."""
     if stop - start < 2 * INTERVAL_TOKENS:
         return []
     first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS
@@ -243,9 +243,9 @@ def intervals(start: int, stop: int) -> list[RestorePoint]:
 
 
 def plan(wanted: Iterable[RestorePoint], *, start: int, stop: int) -> tuple[RestorePoint, ...]:
-    """Returns the points to capture while `[start, stop)` is evaluated, ascending, one per offset.
+    """The points to capture while `[start, stop)` is evaluated, ascending, one per offset.
 
-    Of two kinds at one offset an explicit one wins, since it is never merged away.
+    At one offset an explicit kind wins, since it is never merged away.
     """
     chosen: dict[int, RestorePoint] = {}
     for point in wanted:
